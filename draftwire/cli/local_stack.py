@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -77,6 +78,8 @@ class LocalStack:
         self._start_timeout_s = start_timeout_s
         self._events: queue.Queue[ServiceProcess | BaseException] = queue.Queue()
         """Services that began to listen or to serve, or have ended, and the exception that `on_log` raised."""
+        self._launching = threading.Lock()
+        self._is_stopping = False
 
     @property
     def names(self) -> frozenset[str]:
@@ -140,7 +143,9 @@ class LocalStack:
             service.process.kill()
 
     def stop(self) -> None:
-        """Stops all services, the gateway first, so that running requests can finish."""
+        """Stops all services, the gateway first, so that running requests can finish. None starts any more."""
+        with self._launching:
+            self._is_stopping = True
         for name in ("gateway", "drafter", "verifier"):
             service = self.services.get(name)
             if service is None:
@@ -154,6 +159,16 @@ class LocalStack:
                 service.process.wait()
 
     def _launch(self, name: str, peers: Mapping[str, object]) -> None:
+        """Starts a service on a thread of its own, which then reads its log: Ctrl-C interrupts the main thread
+        anywhere, even between the start of a process and the line that remembers it.
+        """
+        launched: Future[None] = Future()
+        arguments = self._arguments(name, peers)
+        threading.Thread(target=self._run, args=(name, arguments, launched), daemon=True).start()
+        launched.result()
+
+    def _arguments(self, name: str, peers: Mapping[str, object]) -> list[str]:
+        """Returns the command line's options of a service."""
         defaults: dict[str, object] = {"port": 0, "metrics_port": 0, "log_format": "json", "stop_with_stdin": True}
         if name == "gateway":
             defaults["http_port"] = 0
@@ -161,18 +176,20 @@ class LocalStack:
             longest_s = LONGEST_START_S if self._start_timeout_s is None else self._start_timeout_s
             defaults["startup_timeout_s"] = os.environ.get(variable(name, "startup_timeout_s"), longest_s)
         options = {**defaults, **peers, **self._options[name]}
-        arguments = [_argument(key.replace("_", "-"), value) for key, value in options.items()]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "draftwire.cli", "serve", name, *arguments],
-            stdin=subprocess.PIPE,  # closed when this process ends, even by SIGKILL; the service then stops
-            stdout=subprocess.DEVNULL,  # if inherited, readers of our output would wait for the services to end
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",  # libraries may write other encodings
-            start_new_session=True,  # Ctrl-C reaches the parent alone, which stops the services in order
-        )
-        service = self.services[name] = ServiceProcess(name, process)
-        threading.Thread(target=self._follow, args=(service,), daemon=True).start()
+        return [_argument(key.replace("_", "-"), value) for key, value in options.items()]
+
+    def _run(self, name: str, arguments: Sequence[str], launched: Future[None]) -> None:
+        """Starts a service and reads its log until it ends."""
+        try:
+            with self._launching:
+                if self._is_stopping:
+                    raise UnavailableError(f"{name} was stopped before it started")
+                service = self.services[name] = ServiceProcess(name, _start(name, arguments))
+        except BaseException as error:  # it is the caller's
+            launched.set_exception(error)
+            return
+        launched.set_result(None)
+        self._follow(service)
 
     def _wait(self, names: Sequence[str], deadline: float | None, is_done: Callable[[ServiceProcess], bool]) -> None:
         """Returns when all of these services are done. Raises as soon as one has ended, whatever the others do."""
@@ -224,6 +241,18 @@ class LocalStack:
             if "tls" in line:
                 service.has_tls, service.is_serving = bool(line["tls"]), True
             self._events.put(service)
+
+
+def _start(name: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "draftwire.cli", "serve", name, *arguments],
+        stdin=subprocess.PIPE,  # closed when this process ends, even by SIGKILL; the service then stops
+        stdout=subprocess.DEVNULL,  # if inherited, readers of our output would wait for the services to end
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",  # libraries may write other encodings
+        start_new_session=True,  # Ctrl-C reaches the parent alone, which stops the services in order
+    )
 
 
 def _argument(name: str, value: object) -> str:

@@ -1,5 +1,8 @@
 """How services are started and followed, with scripts in their place: whatever one says or does, no wait is endless."""
 
+import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -92,9 +95,9 @@ def test_service_that_ends_while_others_start_ends_the_start(play: Play) -> None
 
 
 def test_deadline_is_of_all_services_and_can_be_none(play: Play) -> None:
-    slow = "time.sleep(0.5); serve()"
+    endless, slow = "time.sleep(60)", "time.sleep(0.5); serve()"
     with pytest.raises(UnavailableError, match=r"drafter and verifier did not come up within 0\.1 s"):
-        play({"verifier": slow, "drafter": slow}, start_timeout_s=0.1).__enter__()
+        play({"verifier": endless, "drafter": endless}, start_timeout_s=0.1).__enter__()
     with play({"verifier": slow, "drafter": slow}, start_timeout_s=None) as stack:
         assert stack.services["drafter"].port == 1
 
@@ -125,6 +128,29 @@ def test_killed_stack_stops_at_once(play: Play) -> None:
         started = time.monotonic()
         stack.kill()
     assert time.monotonic() - started < 10.0
+
+
+def test_interrupt_while_a_process_starts_leaves_none_behind(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[subprocess.Popen[str]] = []
+
+    def interrupted(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        process = begin(*arguments, **options)
+        begun.append(process)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        return process
+
+    begin = subprocess.Popen
+    stack = play({"verifier": "serve(); time.sleep(60)", "drafter": "serve(); time.sleep(60)"})
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            stack.__enter__()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert len(begun) == 1
+    assert begun[0].poll() is not None
 
 
 def test_wait_names_the_service_that_ended(play: Play) -> None:
