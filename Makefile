@@ -2,10 +2,10 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PROTOS := $(wildcard protos/draftwire/v1/*.proto)
-SOURCES := draftwire services examples tests benchmarks
+SOURCES := draftwire services examples tests benchmarks deploy
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo up test test-fast test-slow test-clients evidence check-rules fuzz chaos attacks mutants chart images pictures lint format types protos protos-check install clean
+.PHONY: demo up test test-fast test-slow test-clients evidence check-rules fuzz chaos attacks mutants chart images release pins pictures lint format types protos protos-check install clean
 
 demo: $(INSTALLED)  ## start the three services, stream one completion, stop them
 	$(BIN)/draftwire demo
@@ -54,6 +54,12 @@ chart: $(INSTALLED)  ## lint, render and validate the Helm chart; helm is on PAT
 
 images: $(INSTALLED)  ## container images of the three services
 	PYTHON=$(BIN)/python deploy/build_images.sh
+
+release: $(INSTALLED)  ## build images and chart and push them: make release REGISTRY=registry.example.com/team [VERSION=...]
+	@$(BIN)/python deploy/release.py
+
+pins: $(INSTALLED)  ## the base of released images as its tag names it today: deploy/base-image.env
+	@$(BIN)/python deploy/release.py pin
 
 pictures: $(INSTALLED)  ## the pictures in docs/pictures, of a run with the embedded pair; needs chromium
 	$(BIN)/python -m benchmarks.pictures

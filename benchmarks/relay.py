@@ -10,8 +10,10 @@ import contextlib
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from types import TracebackType
 
 CHUNK_BYTES = 2**18
@@ -78,12 +80,14 @@ class Relay:
         connections: all connections since the start, in order of arrival.
     """
 
-    def __init__(self, target_port: int) -> None:
+    def __init__(self, target_port: int, delay_s: float = 0.0) -> None:
         """Listens on a free port; connections are forwarded from `__enter__` on.
 
         Args:
             target_port: port on this machine; no server needs to listen there before the first connection.
+            delay_s: how long bytes are on the way, in each direction.
         """
+        self._delay_s = delay_s
         self.connections: list[Connection] = []
         self._target_port = target_port
         self._flowing = threading.Event()
@@ -155,7 +159,7 @@ class Relay:
         if not is_sending:
             source, sink = sink, source
         with contextlib.suppress(OSError):  # either side was closed
-            while data := source.recv(CHUNK_BYTES):
+            for data in self._delayed(source) if self._delay_s else _received(source):
                 connection.flowing.wait()
                 sink.sendall(data)
                 if is_sending:
@@ -164,3 +168,23 @@ class Relay:
                     connection.received += len(data)
             connection.flowing.wait()
         connection.close()
+
+    def _delayed(self, source: socket.socket) -> Iterator[bytes]:
+        """Yields what a side sends, each part when its time on the way is over."""
+        parts = SimpleQueue[tuple[float, bytes]]()
+
+        def receive() -> None:
+            with contextlib.suppress(OSError):
+                for data in _received(source):
+                    parts.put((time.monotonic() + self._delay_s, data))
+            parts.put((0.0, b""))
+
+        threading.Thread(target=receive, daemon=True).start()
+        while (part := parts.get())[1]:
+            time.sleep(max(0.0, part[0] - time.monotonic()))
+            yield part[1]
+
+
+def _received(source: socket.socket) -> Iterator[bytes]:
+    while data := source.recv(CHUNK_BYTES):
+        yield data

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds the images of the three services without a network, from wheels that are fetched into wheels/ first.
 # On Linux, with Python 3.11. Variables: TAG (local), TORCH_BUILD (cpu or cuda), DOCKER (docker), PYTHON (python3.11),
-# BASE_IMAGE (that of the Dockerfile), such as python:3.11-slim@sha256:...
+# BASE_IMAGE (that of the Dockerfile), such as python:3.11-slim@sha256:..., and NO_CACHE=1 to build every layer anew.
+# SOURCE_DATE_EPOCH (the date of the commit) is the date of the images, where the builder can set it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DOCKER=${DOCKER:-docker} PYTHON=${PYTHON:-python3.11} TORCH_BUILD=${TORCH_BUILD:-cpu}
@@ -26,11 +27,14 @@ fi
 base=(); if [ -n "${BASE_IMAGE:-}" ]; then base=(--build-arg BASE_IMAGE="$BASE_IMAGE"); fi
 version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' draftwire/__init__.py)
 revision=$(git rev-parse HEAD)
+epoch=${SOURCE_DATE_EPOCH:-$(git show --no-patch --format=%ct HEAD)}
+anew=(); if [ -n "${NO_CACHE:-}" ]; then anew=(--no-cache); fi
 for service in gateway verifier drafter; do
   image=draftwire-$service:$model_tag
   # The gateway is the same for both builds, and has the tags of both.
   also=(); if [ $service = gateway ]; then also=(--tag draftwire-gateway:"$tag"); fi
-  "$DOCKER" build --network none --target $service --tag "$image" "${also[@]}" "${base[@]}" --build-arg PIP_NO_INDEX=1 \
+  "$DOCKER" build --network none --target $service --tag "$image" "${also[@]}" "${base[@]}" "${anew[@]}" \
+    --build-arg PIP_NO_INDEX=1 --build-arg SOURCE_DATE_EPOCH="$epoch" \
     --build-arg TORCH_BUILD="$TORCH_BUILD" --build-arg VERSION="$version" --build-arg REVISION="$revision" .
   echo "$image: $("$DOCKER" image inspect -f '{{.Size}}' "$image") bytes"
 done

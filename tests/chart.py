@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 CHART = ROOT / "k8s" / "chart"
 VALUES = sorted(path.stem for path in (ROOT / "k8s" / "values").glob("*.yaml"))
 """Names of the sets of values in the repository."""
+EVERYTHING = "everything"
+"""Another set, for tests alone, which sets every value that can be set beside the others."""
 
 Manifest = dict[str, Any]
 
@@ -54,9 +56,10 @@ class Rendered:
         assert len(found) == 1, f"{len(found)} {kind} of {component}"
         return found[0]
 
-    def workload(self, service: str) -> Manifest:
+    def workload(self, component: str) -> Manifest:
+        """Returns the workload of a service, or of a target's: "verifier", "coder-verifier"."""
         kinds = {"gateway": "Deployment", "drafter": "Deployment", "verifier": "StatefulSet"}
-        return self.one(kinds[service], service)
+        return self.one(kinds[component.rpartition("-")[2]], component)
 
     def template(self, service: str) -> Manifest:
         template: Manifest = self.workload(service)["spec"]["template"]
@@ -109,7 +112,7 @@ def render(values: str, *settings: str) -> Rendered:
     """Renders the chart.
 
     Args:
-        values: the name of a set of values in the repository.
+        values: the name of a set of values in the repository, or `EVERYTHING`.
         settings: what to change, as after `--set`, such as "verifier.replicas=3"; a value may be JSON.
     """
     done = template(values, *settings)
@@ -133,9 +136,18 @@ def refuse(values: str, message: str, *settings: str) -> None:
 
 def template(values: str, *settings: str, release: str = "prod") -> subprocess.CompletedProcess[str]:
     """Runs `helm template` and returns what it says."""
+    return run_helm("template", release, *arguments_of(values, *settings))
+
+
+def arguments_of(values: str, *settings: str) -> list[str]:
+    """Returns Helm's arguments for the chart with a set of values and changes to it, in a namespace."""
     changes = [part for setting in settings for part in ("--set-json" if is_json(setting) else "--set", setting)]
-    file = ROOT / "k8s" / "values" / f"{values}.yaml"
-    return run_helm("template", release, str(CHART), "--namespace=llm", f"--values={file}", *changes)
+    return [str(CHART), "--namespace=llm", f"--values={values_file(values)}", *changes]
+
+
+def values_file(values: str) -> Path:
+    folder = ROOT / "tests" / "chart_values" if values == EVERYTHING else ROOT / "k8s" / "values"
+    return folder / f"{values}.yaml"
 
 
 def is_json(setting: str) -> bool:

@@ -15,16 +15,29 @@ from draftwire_verifier.gathering import Gathering
 from draftwire_verifier.idle import IdleWatch
 from draftwire_verifier.metrics import VerifierMetrics
 
+OF_PROCESS = "process_"
+"""Prefix of what the library exports of any process; the page says it once."""
+PROCESS_SERIES = {
+    "process_cpu_seconds_total",
+    "process_resident_memory_bytes",
+    "process_virtual_memory_bytes",
+    "process_start_time_seconds",
+    "process_open_fds",
+    "process_max_fds",
+}
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 SERVICES = ("gateway", "verifier", "drafter")
 OF_MODEL = ("model_name", "engine")
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
 """Of the series that a metric of a type has."""
 UNITS = {
+    "_timestamp_seconds$": "s since 1970",
     "_seconds$": "s",
     "_bytes_per_": "bytes per token",
     "_bytes": "bytes",
     "tokens|near_ties|prefix_cache": "tokens",
+    "http_requests$": "requests",
+    "grpc_requests$": "calls",
     "requests": "choices of requests",
     "sessions|_lost$": "sessions",
     "usage_perc$": "share, 0 to 1",
@@ -34,6 +47,7 @@ UNITS = {
     "rounds|passes$|num_drafts$": "rounds",
     "steps$": "steps",
     "blocks": "blocks",
+    "branches$": "texts",
     "messages": "messages",
     "peers": "services",
     "failures$": "times",
@@ -45,6 +59,8 @@ IDLE = SimpleNamespace(
     prefix_tokens={},
     room=Room(1, 16),
     draft_wait_s=0.0,
+    num_hits=0,
+    num_missed=0,
     idle=IdleWatch(),
     gathering=Gathering(),
     clock=float,
@@ -81,9 +97,11 @@ def metrics_of(service: str) -> ServiceMetrics:
     """Returns what a service counts, before it has done anything."""
     if service == "gateway":
         metrics = GatewayMetrics()
+        metrics.watch_certificates(dict)
         metrics.watch([SimpleNamespace(role="verifier", status=SourceStatus(), num_by_state=dict)])
         return metrics
     engine = VerifierMetrics() if service == "verifier" else DrafterMetrics()
+    engine.watch_certificates(dict)
     engine.watch(IDLE, "model")
     if isinstance(engine, VerifierMetrics):
         engine.watch_waits(IDLE)
@@ -96,6 +114,8 @@ def families_of(service: str) -> list[Family]:
     of_model = {family.name for family in metrics.of_model.registry.collect()}
     found = []
     for family in metrics.registry.collect():
+        if family.name.startswith(OF_PROCESS):
+            continue
         own = metrics.labels.get(family.name) or tuple(getattr(family, "_labelnames", ()))
         labels = (*OF_MODEL, *own) if family.name in of_model else own
         found.append(Family(family.name, family.type, labels, family.documentation))

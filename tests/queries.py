@@ -9,7 +9,7 @@ from typing import Any
 import promql_parser
 import yaml
 
-from tests.metric_families import PAGE, SERVICES, families_of
+from tests.metric_families import PAGE, PROCESS_SERIES, SERVICES, families_of
 
 FILES = PAGE.parents[1] / "k8s" / "chart" / "files"
 OF_TARGETS = {"namespace", "job", "pod"}
@@ -56,14 +56,15 @@ def grouping_of(text: str) -> set[str]:
 
 @functools.cache
 def exported() -> dict[tuple[str, str], set[str]]:
-    """Returns the labels of all series, by service and name; `up` is Prometheus's own."""
+    """Returns the labels of all series, by service and name; `up` is Prometheus's own, others are of any process."""
     of_services = {
         (service, name): {*family.labels, "le", *OF_TARGETS}
         for service in SERVICES
         for family in families_of(service)
         for name in family.series
     }
-    return of_services | {(service, "up"): OF_TARGETS for service in SERVICES}
+    of_all = {"up", *PROCESS_SERIES}
+    return of_services | {(service, name): OF_TARGETS for service in SERVICES for name in of_all}
 
 
 def faults_of(text: str) -> Iterator[str]:

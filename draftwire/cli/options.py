@@ -22,6 +22,7 @@ from typer.core import TyperCommand
 
 from draftwire.errors import DraftwireError
 from draftwire.runtime.openmp import set_waiting
+from draftwire.runtime.settings import AUTO, CacheTokens
 from draftwire_drafter.config import DrafterConfig
 from draftwire_gateway.config import GatewayConfig
 from draftwire_verifier.config import VerifierConfig
@@ -174,15 +175,27 @@ def _parameter(service: str, setting: Setting) -> inspect.Parameter:
         setting.default, int
     )  # with any other default, omitting the option means None
     parser: dict[str, Any] = {"parser": _int_or_none, "metavar": "INTEGER|none"} if turns_off else {}
+    kind = setting.kind
+    if kind == CacheTokens:  # of which typer knows no such union
+        parser, kind = {"parser": _int_or_auto, "metavar": f"INTEGER|{AUTO}"}, str
     option = typer.Option(flags, envvar=variable(service, setting.name), help=setting.help, **parser)
     default = inspect.Parameter.empty if setting.default is MISSING else setting.default
     return inspect.Parameter(
-        setting.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[setting.kind, option]
+        setting.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
 
 
 def _int_or_none(text: str | int) -> int | None:
     return None if str(text).lower() == "none" else int(text)
+
+
+def _int_or_auto(text: str | int) -> int | str:
+    if str(text).lower() == AUTO:
+        return AUTO
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"neither a number nor {AUTO}: {text}") from None
 
 
 @cache

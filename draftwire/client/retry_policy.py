@@ -23,7 +23,8 @@ class RetryPolicy:
     """Decides whether and when an interrupted completion is retried.
 
     A completion that has begun is retried until `seconds` pass without progress. One that has not begun is retried for
-    `NOT_BEGUN_SECONDS` with several gateways, each full one once, and not at all with one gateway. Callers do the
+    `NOT_BEGUN_SECONDS` with several gateways, each full one once. With one address it is sent once more, at once: a
+    gateway that has just begun to stop may not have taken it, and others may share the address. Callers do the
     waiting.
     """
 
@@ -37,6 +38,7 @@ class RetryPolicy:
         """
         self._num_gateways = num_gateways
         self._tries_left = num_gateways - 1
+        self._may_repeat = True
         self._seconds = seconds
         self._timeout_s = timeout_s
         self._deadline: float | None = None
@@ -62,8 +64,11 @@ class RetryPolicy:
         now = time.monotonic()
         if not self._has_begun:
             self._tries_left -= 1
-            if self._num_gateways == 1 or (isinstance(refusal, NoRoomError) and self._tries_left < 0):
+            if isinstance(refusal, NoRoomError) and self._tries_left < 0:
                 return None
+            if self._num_gateways == 1:
+                may_repeat, self._may_repeat = self._may_repeat, False
+                return 0.0 if may_repeat and now < (self._deadline or LONGEST_SECONDS + now) else None
         if self._until is None:
             self._until = now + (self._seconds if self._has_begun else min(self._seconds, NOT_BEGUN_SECONDS))
         if isinstance(refusal, NoRoomError) and self._has_begun:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from operator import is_
 from typing import cast
@@ -17,7 +18,7 @@ from draftwire.errors import DraftwireError, InvalidRequestError
 from draftwire.method.devices import upload
 from draftwire.method.quantization import Quantization
 from draftwire.method.sampling import Span, TokenEdits, probabilities_of_spans
-from draftwire.models.cached_model import DraftModel, Reading
+from draftwire.models.cached_model import DraftModel, ForkingModel, Reading
 from draftwire.requests.parameters import SamplingParams
 
 PROMPT_TOKENS = 32
@@ -84,6 +85,16 @@ class LanguageModelSequence:
         length = min(agreeing, kept, self._num_committed - 1)
         self.model.cache.truncate(self.cached, length)
         self._num_read_exactly = min(self._num_read_exactly, length)
+
+    def fork(self, model: ForkingModel, base_len: int, token_ids: list[int]) -> "LanguageModelSequence":
+        """Returns another sequence; see `ForkingStrategy.fork`. `model` is this one's."""
+        fork = copy(self)
+        fork.ids = self.ids[:base_len]
+        fork._commit(base_len, token_ids)
+        kept = self.num_exact if self._calibrates else self.cached.length
+        fork.cached = model.fork(self.cached, min(base_len, kept, fork._num_committed - 1))
+        fork._num_read_exactly = min(self._num_read_exactly, fork.cached.length)
+        return fork
 
     def note_exact_read(self) -> None:
         """Marks all tokens in the cache as read exactly."""
@@ -189,6 +200,18 @@ class LanguageModelDrafter:
         """Opens a sequence whose committed tokens are `token_ids`, at least one."""
         return LanguageModelSequence(self.model, token_ids, cache_salt, self._substitute_id, self._calibrates)
 
+    @property
+    def can_fork(self) -> bool:
+        """Whether sequences can be forked: not those of a model that several ranks share, nor where what was read
+        approximately stays, so that little can be shared.
+        """
+        return isinstance(self.model, ForkingModel) and (self._calibrates or self.model.extends_exactly)
+
+    def fork(self, sequence: LanguageModelSequence, base_len: int, token_ids: list[int]) -> LanguageModelSequence:
+        """Returns another sequence that shares what the model has read; see `ForkingStrategy.fork`."""
+        assert isinstance(self.model, ForkingModel), "only asked of strategies that can fork"
+        return sequence.fork(self.model, base_len, token_ids)
+
     @torch.inference_mode()
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
         """Drafts for a batch: one forward pass for the tokens to read, then one for each drafted token."""
@@ -216,7 +239,7 @@ class LanguageModelDrafter:
         results: list[Draft | DraftwireError | None] = [None] * len(draftings)
         for (index, member), draft in zip(members.items(), drafts_of, strict=True):
             results[index] = draft
-            if isinstance(draft, Draft):
+            if isinstance(draft, Draft) and draft.token_ids:
                 member.sequence.ids += draft.token_ids
                 member.sequence.publish()
         return DraftStep(results, num_read, calibrated - started, time.perf_counter() - calibrated, num_passes)
@@ -264,7 +287,15 @@ class LanguageModelDrafter:
                 if vocab_size < len(row):
                     row[vocab_size:] = -torch.inf
             spans = [_span(drawer, index, members[index], texts[index]) for index in active]
-            tokens = drawer.draw(active, probabilities_of_spans(logits, spans).float())
+            ranking = drawer.ranking(active, logits)  # before the probabilities overwrite the logits
+            probs = probabilities_of_spans(logits, spans).float()
+            drawer.guess(ranking, probs)
+            drawing = [row for row, index in enumerate(active) if drawer.num_left(index)]
+            if len(drawing) < len(active):  # in the first place alone: the others asked for guesses and no tokens
+                active, probs = [active[row] for row in drawing], probs[upload(drawing, probs.device, torch.int64)]
+                if not active:
+                    break
+            tokens = drawer.draw(active, probs)
             going = [row for row, index in enumerate(active) if _goes_on(drawer, index, members[index].request)]
             if len(going) < len(active):
                 active, tokens = [active[row] for row in going], tokens[upload(going, tokens.device, torch.int64)]

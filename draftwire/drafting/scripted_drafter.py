@@ -8,7 +8,7 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.method.encoding import DraftDistributions
 from draftwire.method.quantization import Encoding
-from draftwire.models.script import Script, expected_tokens, wait
+from draftwire.models.script import Script, expected_tokens, recovered_tokens, wait
 
 
 class ScriptedSequence:
@@ -31,6 +31,12 @@ class ScriptedSequence:
         self.num_committed = base_len + len(token_ids)
         self.num_read = min(self.num_read, self.num_committed - 1)
 
+    def fork(self, base_len: int, num_tokens: int) -> "ScriptedSequence":
+        """Returns a sequence that has read the first `base_len` tokens, and has more to read."""
+        fork = ScriptedSequence(base_len + num_tokens)
+        fork.num_read = base_len
+        return fork
+
     def close(self) -> None:
         """Does nothing: no resources are held."""
 
@@ -46,6 +52,15 @@ class ScriptedDrafter:
     def open(self, token_ids: list[int], cache_salt: str = "", *, shares_text: bool = False) -> ScriptedSequence:
         """Opens a sequence whose committed tokens are `token_ids`."""
         return ScriptedSequence(len(token_ids))
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether sequences can be forked: always."""
+        return True
+
+    def fork(self, sequence: ScriptedSequence, base_len: int, token_ids: list[int]) -> ScriptedSequence:
+        """Returns another sequence; see `ForkingStrategy.fork`."""
+        return sequence.fork(base_len, len(token_ids))
 
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
         """Waits as long as the script says, and proposes the alphabet for each sequence that has read its tokens."""
@@ -73,13 +88,23 @@ class ScriptedDrafter:
         lengths = [0] * len(requests)
         active = list(range(len(requests)))
         while active:
-            wait(self._script.draft_ms / 1e3)
+            wait(self._script.draft_ms / 1e3 + (len(active) - 1) * self._script.draft_row_us / 1e6)
             for index in active:
                 lengths[index] += 1
             active = [i for i in active if lengths[i] < requests[i].num_tokens and not requests[i].is_cut()]
-        return lengths
+        return [min(length, request.num_tokens) for length, request in zip(lengths, requests, strict=True)]
 
     def _draft(self, sequence: ScriptedSequence, request: DraftRequest, length: int) -> Draft:
         tokens = expected_tokens(sequence.num_committed, length)
         encoding = Encoding.ONE_HOT if request.needs_probs else Encoding.NONE
-        return Draft(tokens, DraftDistributions(encoding, min(request.vocab_size, self._script.vocab_size)))
+        stated = DraftDistributions(encoding, min(request.vocab_size, self._script.vocab_size))
+        return Draft(tokens, stated, self._guesses(sequence, request, length))
+
+    def _guesses(self, sequence: ScriptedSequence, request: DraftRequest, length: int) -> list[list[int]]:
+        if not request.num_guesses:
+            return []
+        if not request.num_tokens:
+            (expected,) = expected_tokens(sequence.num_committed, 1)
+            return [[expected, *recovered_tokens(expected)][: request.num_guesses]]
+        places = expected_tokens(sequence.num_committed, length)
+        return [recovered_tokens(expected)[: request.num_guesses] for expected in places]

@@ -1,8 +1,8 @@
 """Interface of drafting strategies."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 from draftwire.errors import DraftwireError
 from draftwire.method.draw_key import DrawKey
@@ -26,7 +26,8 @@ class DraftRequest:
     """Request for one draft block."""
 
     num_tokens: int
-    """Draft tokens requested, at least 1. A strategy may return fewer, but has to stop before it draws a token."""
+    """Draft tokens requested, at least 1. A strategy may return fewer, but has to stop before it draws a token. 0, with
+    `num_guesses`, asks for the guesses of the next place alone."""
     sampling: SamplingParams
     """The target's sampling parameters; drafts that apply them too are accepted more often."""
     key: DrawKey
@@ -49,6 +50,8 @@ class DraftRequest:
     ahead: Callable[[list[int]], list[int]] = nothing_ahead
     """Tokens that may follow some drawn ones; asked with all of them. A model reads them beside the last drawn token,
     and so has what it would read one by one if they are drawn. What is drawn does not depend on them."""
+    num_guesses: int = 0
+    """How many guesses to return for each place; only for a `ForkingStrategy`."""
     is_cut: Callable[[], bool] = never
     """Whether to end the block early. Called on the torch thread after each token. A block that is cut ends before its
     next token is drawn and keeps all drawn tokens: dropping a token because of its value would bias the output."""
@@ -60,6 +63,10 @@ class Draft:
 
     token_ids: list[int]
     distributions: DraftDistributions
+    guesses: list[list[int]] = field(default_factory=list)
+    """For each token, what else may stand in its place: the likeliest others, the likeliest first, or those that come
+    next in the race of the place under a coupled rule. If no token was requested, those of the next place. No random
+    number of the round was used for them. Empty unless `DraftRequest.num_guesses` asks for them."""
 
 
 class DraftSequence(Protocol):
@@ -131,4 +138,26 @@ class DraftingStrategy(Protocol):
 
         All drafts are returned together: a block that was cut waits until the others of the batch end. Blocks are
         short, so returning them one by one would gain little.
+        """
+
+
+@runtime_checkable
+class ForkingStrategy(DraftingStrategy, Protocol):
+    """A strategy that can draft for several texts that a session may have next."""
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether it can with the model that it has."""
+
+    def fork(self, sequence: Any, base_len: int, token_ids: list[int]) -> DraftSequence:
+        """Returns another sequence, whose committed tokens are the first `base_len` of a sequence of this strategy,
+        committed or drafted, and then `token_ids`.
+
+        Args:
+            sequence: is not changed.
+            base_len: at least its committed tokens.
+            token_ids: at least one.
+
+        Raises:
+            NoRoomError: the KV cache is full.
         """

@@ -55,6 +55,8 @@ class EngineService(ABC, Generic[Step, Result, Event]):
             followers: see `GroupGuard`.
         """
         self.config = config
+        self.kv_cache_tokens = 0
+        """Size of the KV cache, which is known once the model is loaded, tokens."""
         self.metrics = metrics
         self.spans: TracedSessions | None = None
         """Records the traced sessions; None records none. Set before the first session."""
@@ -69,7 +71,10 @@ class EngineService(ABC, Generic[Step, Result, Event]):
 
     @abstractmethod
     def _load_engine(self) -> tuple[ModelCard, StepEngine[Step, Result]]:
-        """Loads the model, on the torch thread. A model that several ranks share is passed to `group.take` as well."""
+        """Loads the model, on the torch thread, and sets `kv_cache_tokens`.
+
+        A model that several ranks share is passed to `group.take` as well.
+        """
 
     @abstractmethod
     def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> SessionBook[Any, Step]:
@@ -108,7 +113,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
         compiler = await asyncio.to_thread(lambda: FormCompiler(self.card.form_vocabulary()))
         self._forms = FormCompilerPool(compiler, FormSandbox(self.card.form_vocabulary))
         pacer = PrefillPacer(settings.max_added_latency_ms / 1e3)
-        self._scheduler = self._make_scheduler(Room(settings.max_sessions, settings.kv_cache_tokens), pacer)
+        self._scheduler = self._make_scheduler(Room(settings.max_sessions, self.kv_cache_tokens), pacer)
         for num_tokens, seconds in await self._torch.run(self._engine.warm_up):
             pacer.learn(num_tokens, 0, seconds)
         self.metrics.watch(self._scheduler, self.description.name)
@@ -189,6 +194,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
             raise
         except Exception as error:
             log.exception(f"{self.config.wanted_group.service}.step_failed", num_sessions=len(step.items))
+            self._scheduler.abandon(step)
             failure = error if isinstance(error, DraftwireError) else UnavailableError(self.failure)
             for item in step.items:
                 if self._scheduler.is_open(item.session):  # not closed meanwhile

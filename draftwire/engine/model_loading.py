@@ -1,12 +1,16 @@
 """Loads the models of the services, by name, folder or script. Called on the torch thread."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 import torch
 
-from draftwire.engine.model_settings import limited, refuse_settings_of_weights
+from draftwire.engine.cache_sizing import count_of, fitter_of, size_while_loading
+from draftwire.engine.model_settings import refuse_settings_of_weights, size_without_memory
 from draftwire.errors import InvalidRequestError
+from draftwire.method.devices import prepare
 from draftwire.models.cached_model import CachedModel, DraftModel, SequenceModel
 from draftwire.models.card import ModelCard
 from draftwire.models.decoder import Decoder, check_decoder, decoder_of
@@ -27,6 +31,19 @@ class LoadedTarget:
 
     card: ModelCard
     model: SequenceModel
+    fit: Callable[[], int] | None = None
+    """Gives the KV cache the size that fits, and returns it, once the largest step has been run; None if its size is
+    set."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraftModel:
+    """A loaded draft model and its card."""
+
+    card: ModelCard
+    model: DraftModel
+    fit: Callable[[], int] | None = None
+    """As of a target."""
 
 
 def load_target(settings: ModelSettings, engine: EngineSettings) -> LoadedTarget:
@@ -35,30 +52,39 @@ def load_target(settings: ModelSettings, engine: EngineSettings) -> LoadedTarget
         refuse_settings_of_weights(settings, "a scripted model")
         torch.set_num_threads(settings.threads)  # verification rules still run on torch
         script = Script.parse(settings.model)
-        return LoadedTarget(limited(script.card(), engine), ScriptedTarget(script, engine.kv_cache_tokens))
-    loaded = _load(settings)
-    return LoadedTarget(limited(loaded.card, engine), _cached(loaded, settings, engine))
+        num_tokens = size_without_memory(engine, script.context_length)
+        return LoadedTarget(script.card(), ScriptedTarget(script, num_tokens))
+    loaded, model, fit = _load(settings, engine)
+    return LoadedTarget(loaded.card, model, fit)
 
 
 def load_draft_model(
     settings: ModelSettings, engine: EngineSettings, layers: LayerParallelSettings
-) -> tuple[ModelCard, DraftModel]:
+) -> LoadedDraftModel:
     """Loads a drafter's model; see `load_model`.
 
     Raises:
         InvalidRequestError: its layers cannot be grouped as the settings say.
     """
-    loaded = _load(settings)
-    return loaded.card, _cached(loaded, settings, engine, layers)
+    loaded, model, fit = _load(settings, engine, layers)
+    return LoadedDraftModel(loaded.card, model, fit)
 
 
-def _load(settings: ModelSettings) -> LoadedModel:
+def _load(
+    settings: ModelSettings, engine: EngineSettings, layers: LayerParallelSettings | None = None
+) -> tuple[LoadedModel, CachedModel, Callable[[], int] | None]:
+    """Returns the weights, the model that runs them, and what sizes its cache; None if its size is set."""
     check_decoder(settings.decoder)
     torch.set_num_threads(settings.threads)
+    prepare(settings.device)
+    fitter = fitter_of(engine, settings.device)
     lean = None
     if settings.decoder != "transformers":
         lean = load_lean_model(settings.model, settings.dtype, settings.device)
-    return lean or load_model(settings.model, settings.dtype, settings.device, settings.revision)
+    loaded = lean or load_model(settings.model, settings.dtype, settings.device, settings.revision)
+    model = _cached(loaded, settings, engine, layers)
+    count = count_of(fitter, loaded.card)
+    return loaded, model, None if count is None else partial(model.fit, count)
 
 
 def _cached(
@@ -72,7 +98,7 @@ def _cached(
     drafting = None
     if layers is not None and layers.is_parallel:
         drafting = _layer_parallel(decoder, layers.parallelism, reason)
-    return CachedModel(decoder, engine.kv_cache_tokens, is_static, drafting)
+    return CachedModel(decoder, size_while_loading(engine), is_static, drafting)
 
 
 def _layer_parallel(decoder: Decoder, layers: LayerParallelism, reason: str) -> LayerParallelDecoder:

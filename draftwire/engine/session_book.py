@@ -15,6 +15,7 @@ from draftwire.engine.prefill import PrefillPacer, share
 from draftwire.errors import InvalidRequestError
 from draftwire.method.rounds import CommittedTokens, DraftSessionSpec, TargetSessionSpec
 from draftwire.requests.automaton import Automaton
+from draftwire.runtime.served_request import served_request_id
 
 AnySpec = DraftSessionSpec | TargetSessionSpec
 Spec = TypeVar("Spec", bound=AnySpec, covariant=True)
@@ -35,6 +36,8 @@ class EngineSession(ABC, Generic[Spec]):
     """Prefix cache hits: tokens that did not have to be read; None before the first step."""
     queued: bool = False
     """Whether it waits for a step or is in one."""
+    request_id: str = field(default_factory=served_request_id)
+    """Id of the user's request, for log lines; empty where the gateway did not send one."""
 
     def __post_init__(self) -> None:
         self.committed = CommittedTokens(self.spec.token_ids)
@@ -54,6 +57,11 @@ class EngineSession(ABC, Generic[Spec]):
     def reads_much(self) -> bool:
         """Whether its unread tokens are read in chunks, as prompts are."""
         return self.is_reading
+
+    @property
+    def num_reserved(self) -> int:
+        """Tokens of the KV cache to reserve for it."""
+        return self.spec.max_len
 
     @property
     def num_readable(self) -> int:
@@ -123,6 +131,9 @@ class SessionBook(ABC, Generic[Session, Step]):
         """Returns the sessions that were opened under a lease."""
         return [session for session in self.sessions.values() if session.lease_id == lease_id]
 
+    def abandon(self, step: Step) -> None:
+        """Forgets a step that failed; its sessions are closed next. By default nothing has to be done."""
+
     def close(self, session_id: int, epoch: int) -> Session | None:
         """Removes a session and its queued work; returns the session, or None if it was not open."""
         session = self.sessions.pop((session_id, epoch), None)
@@ -164,7 +175,7 @@ class SessionBook(ABC, Generic[Session, Step]):
         Raises:
             NoRoomError: too many sessions are open, or the KV cache has no room for this one.
         """
-        self.room.reserve(session.key, session.spec.max_len)
+        self.room.reserve(session.key, session.num_reserved)
         self.sessions[session.key] = session
 
     def _take_ready(self) -> list[tuple[Session, int | None]]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -49,6 +50,12 @@ class CommittedTokens:
     def hash(self) -> int:
         """64-bit hash of all ids, independent of how they were split into appends."""
         return int.from_bytes(self._hash.digest(), "little")
+
+    def hash_with(self, ids: Sequence[int]) -> int:
+        """Returns what `hash` would be after more ids."""
+        longer = self._hash.copy()
+        longer.update(np.asarray(ids, dtype="<u4").tobytes())
+        return int.from_bytes(longer.digest(), "little")
 
 
 class FenceVerdict(Enum):
@@ -177,6 +184,8 @@ class Verdict:
     """Strategy of the verifier that drafted the tokens; empty if a drafter did, or nothing was drafted."""
     watched: "WatchedGuess | None" = None
     """How what the verifier could have drafted would have fared; None if that is not known."""
+    next_is_held: bool = False
+    """Whether the block of the next round was there already, drafted ahead for just these tokens."""
 
     @property
     def sources(self) -> list[TokenSource]:
@@ -234,6 +243,18 @@ class Calibration:
     attempt: int = 0
     permit: Permit | None = None
     """With the first one, unless the session was opened with it."""
+    max_rounds_ahead: int = 0
+    """Rounds beyond this one to draft for before their calibrations come."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutcome:
+    """Tells the drafter of a round's block how the round ended; the calibration says it again."""
+
+    fence: Fence
+    """The next round; its prefix includes `token_ids`."""
+    token_ids: list[int]
+    """The tokens that the round committed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +300,8 @@ class TargetSessionSpec:
     """Whether the verifier also reports the drafter's log-probabilities."""
     watched: LocalDraft | None = None
     """What the verifier could draft: verdicts of rounds in which it does not report how that would have fared."""
+    max_held_blocks: int = 0
+    """Blocks of coming rounds that it holds at most; 0 refuses them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,3 +321,5 @@ class DraftSessionSpec:
     """Upper bound of committed and drafted tokens together."""
     permit: Permit | None
     """None if it comes with the first calibration."""
+    max_branches: int = 0
+    """Texts to draft ahead for at once at most."""

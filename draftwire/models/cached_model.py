@@ -3,10 +3,10 @@
 Everything here uses tensors and must run on the process's one torch thread.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -98,6 +98,18 @@ class DraftModel(SequenceModel, Protocol):
         """
 
 
+@runtime_checkable
+class ForkingModel(DraftModel, Protocol):
+    """A model that can continue a text in several ways at once."""
+
+    def fork(self, sequence: CachedSequence, length: int) -> CachedSequence:
+        """Opens another sequence that has read the first `length` tokens of this one; see `KvCache.fork`.
+
+        Raises:
+            NoRoomError: the cache is full.
+        """
+
+
 class CachedModel:
     """A decoder with a paged KV cache."""
 
@@ -120,10 +132,37 @@ class CachedModel:
         self.vocab_size = decoder.vocab_size
         self.device = decoder.device
         self.extends_exactly = drafting is None or not drafting.is_approximate
+        self.is_static = is_static
+        self._decoder, self._drafting = decoder, drafting
+        self.resize(cache_tokens)
+
+    @property
+    def token_bytes(self) -> tuple[int, int]:
+        """What all layers, and what the largest one, store of a token, bytes; 0 before the first step."""
+        of_layers = self._storage.token_bytes_of_layers
+        return sum(of_layers), max(of_layers, default=0)
+
+    def resize(self, cache_tokens: int) -> None:
+        """Replaces the KV cache with an empty one.
+
+        Args:
+            cache_tokens: its capacity, tokens of all sequences together. No sequence is open.
+        """
+        drafting = self._drafting
         self.cache = KvCache(cache_tokens)
         self._storage = KvStorage(self.cache.num_slots, drafting.stacks if drafting else ())
-        self._exact = _Runner(decoder, self._storage, is_static)
-        self._fuzzy = _Runner(drafting, self._storage, is_static) if drafting else self._exact
+        self._exact = _Runner(self._decoder, self._storage, self.is_static)
+        self._fuzzy = _Runner(drafting, self._storage, self.is_static) if drafting else self._exact
+
+    def fit(self, count: Callable[["CachedModel"], int]) -> int:
+        """Gives the KV cache the size that fits, and returns it, tokens.
+
+        Args:
+            count: returns how many tokens fit; called when the largest step has been run.
+        """
+        num_tokens = count(self)
+        self.resize(num_tokens)
+        return num_tokens
 
     def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
         """Reads all sequences in one forward pass, and returns the logits of the kept positions."""
@@ -136,6 +175,13 @@ class CachedModel:
         """Reads one more token of each sequence in one forward pass, approximately if there is a drafting decoder."""
         segments = [Segment(sequence, 1) for sequence in sequences]
         return self._forward(segments, token_ids, range(len(segments)), fuzzily=True)
+
+    @torch.inference_mode()
+    def fork(self, sequence: CachedSequence, length: int) -> CachedSequence:
+        """Opens another sequence that has read the first `length` tokens of this one; see `KvCache.fork`."""
+        fork, sources, targets = self.cache.fork(sequence, length)
+        self._copy(sources, targets)
+        return fork
 
     @torch.inference_mode()
     def keep_path(self, sequence: CachedSequence, base_len: int, path: Sequence[int]) -> None:

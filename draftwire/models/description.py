@@ -22,6 +22,11 @@ ISSUED_IDENTITIES = "issued_identities"
 """Capability of a verifier that gives drafters their identities, and of a drafter that shows the one that it was given,
 tells gateways of it, and takes a permit that names it."""
 
+HELD_BLOCKS = "held_blocks"
+"""Capability of a verifier: holds blocks of coming rounds, and tells drafters how rounds ended."""
+DRAFT_AHEAD = "draft_ahead"
+"""Capability of a drafter: drafts for coming rounds while one is being judged, and takes outcomes from verifiers."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:

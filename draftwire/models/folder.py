@@ -8,6 +8,8 @@ from typing import Any
 from draftwire.errors import InvalidRequestError
 
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+"""File of an adapter's configuration. Beside whole weights it would change them, wherever peft is installed."""
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 """Files of the weights: transformers reads the first one if both are there."""
 NAMED_WEIGHTS = "transformers_weights"
@@ -86,6 +88,8 @@ def weights_files(folder: Path) -> list[Path]:
 def _check_files(folder: Path, needs_weights: bool) -> None:
     if not any(folder.iterdir()):
         raise InvalidRequestError(f"{folder} is empty")
+    if (folder / ADAPTER).exists():
+        raise InvalidRequestError(_adapter_fault(folder))
     if not (folder / CONFIG).exists():
         raise InvalidRequestError(f"{folder} has no {CONFIG}, the configuration of a Hugging Face model")
     config = _json_of(folder / CONFIG)
@@ -101,6 +105,17 @@ def _check_files(folder: Path, needs_weights: bool) -> None:
             raise InvalidRequestError(f"{folder} lacks {path.name}, which {WEIGHTS_INDEX} lists")
         _check_pointer(path)
         _check_length(path)
+
+
+def _adapter_fault(folder: Path) -> str:
+    """Returns why the folder of an adapter is refused."""
+    values = _json_of(folder / ADAPTER)
+    base = values.get("base_model_name_or_path")
+    kind = "a LoRA adapter" if values.get("peft_type") == "LORA" else "an adapter"
+    return (
+        f"{folder} is {kind}{f' of {base}' if base else ''} ({ADAPTER}), and every engine here serves whole models: "
+        "merge it into its base with peft's merge_and_unload, and name the merged folder"
+    )
 
 
 def _check_length(path: Path) -> None:

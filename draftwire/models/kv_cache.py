@@ -141,6 +141,33 @@ class KvCache:
         self.truncate(sequence, base_len + len(path))
         return sources, targets
 
+    def fork(
+        self, sequence: CachedSequence, length: int
+    ) -> tuple[CachedSequence, NDArray[np.int64], NDArray[np.int64]]:
+        """Opens another sequence that has read the first `length` tokens of this one. Published blocks are shared.
+
+        Args:
+            sequence: is not changed.
+            length: at least the published tokens, at most all.
+
+        Returns:
+            The new sequence, and the slots that its other tokens have to be copied from and to, `[count]` each.
+
+        Raises:
+            NoRoomError: too few blocks are free. Nothing has changed.
+        """
+        start = sequence.num_published * BLOCK_SIZE
+        assert start <= length <= sequence.length
+        fork = CachedSequence(
+            sequence.salt, sequence.blocks[: sequence.num_published], start, sequence.num_published, sequence.chain
+        )
+        self.append(fork, length - start)
+        for block in fork.blocks[: fork.num_published]:
+            self._users[block] += 1
+        self.sequences.add(fork)
+        both = slots_of([sequence, fork], length)[:, start:]
+        return fork, both[0], both[1]
+
     def publish(self, sequence: CachedSequence, token_ids: Sequence[int]) -> None:
         """Declares tokens final and shares their full blocks with sequences of the same prefix.
 

@@ -31,6 +31,11 @@ class KvStorage:
         self.token_bytes = 0
         """What a layer stores of a token; 0 before the first step."""
 
+    @property
+    def token_bytes_of_layers(self) -> list[int]:
+        """What each layer stores of a token, bytes; of the layers that a step has reached."""
+        return [sum(tensor.nbytes // self._num_slots for tensor in layer) for layer in self._layers.values()]
+
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a layer's keys and values. Slots that were never written are undefined, except the null block: 0.
 

@@ -141,8 +141,6 @@ def why_other(config: Any) -> str:
     """Returns the reason why models of a configuration have other layers than the family's; empty if they have not."""
     if config.model_type not in FAMILY:
         return f"models of type {config.model_type} have layers of their own"
-    if getattr(config, "quantization_config", None) is not None:
-        return "it is quantised"
     return "" if config.hidden_act == "silu" else f"its activation is {config.hidden_act}"
 
 

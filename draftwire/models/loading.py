@@ -10,11 +10,11 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from draftwire.errors import InvalidRequestError
 from draftwire.method.devices import prepare
 from draftwire.models.card import ModelCard, context_length_of, path_of, stop_token_ids_of
 from draftwire.models.description import ModelDescription
-from draftwire.models.lean_model import KNOWN_LAYERS, LeanModel, read_weights, why_not_read
+from draftwire.models.lean_model import LeanModel, read_weights, why_not_read
+from draftwire.models.unsupported import check_layers, refuse_quantised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,15 +52,14 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
 
     Raises:
         InvalidRequestError: the dtype is unknown, the device or the folder is missing, or the model cannot be served:
-            it keeps a state that cannot be rolled back (recurrent and state-space layers), uses an unsupported kind of
-            attention, or a quantisation that needs a missing package or device.
+            it is quantised, keeps a state that cannot be rolled back (recurrent and state-space layers), or uses an
+            unsupported kind of attention. No weights have been read then.
         OSError: the files cannot be read.
     """
     path = path_of(name, dtype)
     prepare(device)
     disable_progress_bar()  # would write into the log
-    loaded: Any = _load_weights(path, dtype, device, revision)
-    check_layers(name, loaded)
+    loaded: Any = _load_weights(name, path, dtype, device, revision)
     return _described(loaded.eval(), name, path, revision)
 
 
@@ -77,7 +76,8 @@ def load_lean_model(name: str, dtype: str = "auto", device: str = "cpu") -> Load
         models on the hub, on other devices than a CPU, and for which `why_not_read` finds a reason.
 
     Raises:
-        InvalidRequestError: the dtype is unknown, the device is missing, or the folder is or lacks something.
+        InvalidRequestError: the dtype is unknown, the device is missing, the folder is or lacks something, or the
+            weights are quantised.
         OSError: the files cannot be read.
     """
     path = path_of(name, dtype)
@@ -85,6 +85,7 @@ def load_lean_model(name: str, dtype: str = "auto", device: str = "cpu") -> Load
     if not Path(path).is_dir() or torch.device(device).type != "cpu":
         return None
     config = AutoConfig.from_pretrained(path)
+    refuse_quantised(name, config)
     model = None if why_not_read(config) else read_weights(Path(path), config)
     if model is None:
         return None
@@ -112,35 +113,39 @@ def _described(model: Any, name: str, path: str, revision: str | None) -> Loaded
     return LoadedModel(model, card)
 
 
-def _load_weights(path: str, dtype: str, device: str, revision: str | None) -> "PreTrainedModel":
-    """Returns a model on its device."""
+def _load_weights(name: str, path: str, dtype: str, device: str, revision: str | None) -> "PreTrainedModel":
+    """Returns a model on its device; refuses it before any weight is read, if it is not supported."""
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
     config = AutoConfig.from_pretrained(path, revision=revision)
+    refuse_quantised(name, config)
+    network = on_meta(config)
+    check_layers(name, network)
     if dtype == "auto" and torch.device(device).type == "cpu":
-        dtype = str(dtype_on_cpu(config)).removeprefix("torch.")
-    options: dict[str, Any] = {"config": config, "dtype": dtype, "revision": revision, "use_safetensors": True}
-    if getattr(config, "quantization_config", None) is None:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
-        return cast(PreTrainedModel, loaded.to(device))
-    try:  # quantised layers are built for the device and cannot be moved
-        return cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(path, device_map={"": device}, **options))
-    except (ImportError, RuntimeError, ValueError) as error:
-        raise InvalidRequestError(f"the quantised model {path} cannot be loaded on {device}: {error}") from error
+        dtype = str(dtype_on_cpu(network)).removeprefix("torch.")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=dtype, revision=revision, use_safetensors=True
+    )
+    return cast(PreTrainedModel, loaded.to(device))
 
 
-def dtype_on_cpu(config: Any) -> torch.dtype:
+def on_meta(config: Any) -> "PreTrainedModel":
+    """Returns a model of a configuration on the meta device: shapes without weights."""
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
+    with torch.device("meta"):
+        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config).eval())
+
+
+def dtype_on_cpu(network: "PreTrainedModel") -> torch.dtype:
     """Returns the dtype of "auto" on a CPU: bfloat16 if a large model is stored so and this CPU multiplies it.
 
     Else float32: other CPUs convert bfloat16 in every product, and reading a small model takes no time.
-    """
-    if not _may_be_bfloat16(config):
-        return torch.float32
-    from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        network: Any = AutoModelForCausalLM.from_config(config)
-    return _dtype_on_cpu(config, sum(weight.numel() for weight in network.parameters()))
+    Args:
+        network: may be on the meta device.
+    """
+    return _dtype_on_cpu(network.config, sum(weight.numel() for weight in network.parameters()))
 
 
 def _dtype_on_cpu(config: Any, num_parameters: int) -> torch.dtype:
@@ -170,20 +175,3 @@ def weights_fingerprint(model: torch.nn.Module) -> bytes:
         )
         digest.update(entries[places.to(torch.int64).to(entries.device)].cpu().view(torch.uint8).numpy().tobytes())
     return digest.digest()
-
-
-def check_layers(name: str, model: "PreTrainedModel") -> None:
-    """Refuses models with a state that cannot be rolled back, or an unsupported kind of attention.
-
-    Kinds that `paged_attention` itself detects are not looked for.
-    """
-    if getattr(model, "_is_stateful", False):
-        raise InvalidRequestError(f"{name} keeps a recurrent state, which speculative decoding cannot roll back")
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - {*KNOWN_LAYERS}
-    if kinds:
-        raise InvalidRequestError(f"{name} has layers of a kind that is not supported: {', '.join(sorted(kinds))}")
-    if getattr(config, "attention_chunk_size", None):
-        raise InvalidRequestError(f"{name} attends to chunks, which is not supported")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise InvalidRequestError(f"{name} computes attention in its own way, which is not supported")

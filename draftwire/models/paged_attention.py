@@ -283,7 +283,7 @@ def paged_attention(
     _check_supported(module, sliding_window, s_aux)
     shape = AttentionShape(scaling, sliding_window, softcap)
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return packed_step.attend(cast(int, module.layer_idx), shape, queries, keys, values).unsqueeze(0), None
+    return packed_step.attend(cast(int, module.layer_idx), shape, queries, keys, values).contiguous().unsqueeze(0), None
 
 
 def _check_supported(module: torch.nn.Module, sliding_window: int | None, s_aux: Tensor | None) -> None:

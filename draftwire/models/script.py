@@ -43,11 +43,18 @@ class Script:
     """Vocabulary size of both models, at least 256."""
     context_length: int = 32_768
     """Context length of both models."""
+    draft_row_us: float = 0.0
+    """Additional time of a draft token for each block of a step but the first, microseconds."""
+    recovered: float = 1.0
+    """Probability that the token in the place of a rejected one is the capital letter, of which the drafter thinks
+    first; else it is one of the digits, of which it thinks next."""
 
     def __post_init__(self) -> None:
-        for name in ("verify_ms", "draft_ms", "calibration_ms", "read_us"):
+        for name in ("verify_ms", "draft_ms", "draft_row_us", "calibration_ms", "read_us"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise InvalidRequestError(f"script: {name} must not be negative")
+        if not 0.0 <= self.recovered <= 1.0:
+            raise InvalidRequestError("script: recovered is a probability")
         given = (*self.acceptance, *self.late_acceptance)
         if not self.acceptance or not all(0.0 <= value <= 1.0 for value in given):
             raise InvalidRequestError("script: acceptance takes probabilities, such as 0.8/0.6/0.5")
@@ -101,6 +108,13 @@ def is_scripted(model: str) -> bool:
 def expected_tokens(first: int, count: int) -> list[int]:
     """Returns the drafter's tokens at positions `first` to `first + count - 1`: the alphabet, repeated."""
     return [ord("a") + position % LETTERS for position in range(first, first + count)]
+
+
+def recovered_tokens(expected: int) -> list[int]:
+    """Returns what the target may have in the place of a token that the drafter expects: the capital letter, then the
+    digits.
+    """
+    return [expected - ord("a") + ord("A"), *range(ord("0"), ord("9") + 1)]
 
 
 def wait(seconds: float) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draftwire.models.cached_model import Reading, appended
 from draftwire.models.kv_cache import KvCache
-from draftwire.models.script import Script, expected_tokens, wait
+from draftwire.models.script import Script, expected_tokens, recovered_tokens, wait
 
 
 class ScriptedTarget:
@@ -33,5 +33,8 @@ class ScriptedTarget:
         probs = np.zeros((len(chosen), self.vocab_size))
         rows, tokens = np.arange(len(chosen)), np.array(chosen, dtype=np.int64)
         probs[rows, tokens] = accepted
-        probs[rows, tokens - 32] = 1.0 - np.array(accepted)  # the capital letter
+        for row, token in enumerate(chosen):
+            capital, *digits = recovered_tokens(token)
+            probs[row, capital] = (1.0 - accepted[row]) * self._script.recovered
+            probs[row, digits] = (1.0 - accepted[row]) * (1.0 - self._script.recovered) / len(digits)
         return torch.from_numpy(probs).log().float()

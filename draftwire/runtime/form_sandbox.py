@@ -20,6 +20,7 @@ from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.requests.automaton import FormVocabulary
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire.runtime.form_budget import CHEAP_S, FormBudget
+from draftwire.runtime.served_request import context_of_no_request
 
 log = structlog.get_logger()
 
@@ -204,7 +205,7 @@ class FormSandbox:
             return
         self._running[job.number] = job
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run_process())
+            self._task = asyncio.create_task(self._run_process(), context=context_of_no_request())
         self._send(_request(job))
 
     def _send(self, request: object) -> None:

@@ -25,6 +25,8 @@ SEND_SECONDS = 300.0
 """How long a client may read nothing of a response before the connection is aborted and its request cancelled."""
 MAX_BYTES_AHEAD = 2**16
 """Bytes of pipelined requests read during a response: a disconnect is noticed only while the connection is read."""
+ON_THE_WAY_SECONDS = 0.25
+"""How long a server that drains serves calls that were sent before their clients were told to go elsewhere."""
 READ_BYTES = 2**15
 """Bytes read at once. asyncio reads eight times as many, and what comes with a head is in no budget yet."""
 
@@ -42,9 +44,30 @@ class Connections(ServerState):
         super().__init__()
         self.most = most
         self.tls = tls
+        self.is_draining = False
+        """Whether each connection ends after its next response."""
         self.waiting: OrderedDict[HttpConnection | TlsHandshake, None] = OrderedDict()
         """Connections that wait for their clients: for a handshake, for a head or the rest of a body, or to read what
         was sent. The longest first."""
+
+    async def drain(self) -> None:
+        """Lets each connection end after its next response, and closes those that have none to give.
+
+        So a client's next request opens a connection, which leads elsewhere, instead of being refused on its old one.
+        One that clients keep open is closed only after `ON_THE_WAY_SECONDS`: its next request may have been sent.
+        """
+        self.is_draining = True
+        if any(connection.is_kept for connection in self._http):
+            await asyncio.sleep(ON_THE_WAY_SECONDS)
+        for connection in self._http:
+            if connection.is_kept:
+                connection.shutdown()
+            elif connection.cycle is not None:
+                connection.close_after_response()
+
+    @property
+    def _http(self) -> list["HttpConnection"]:
+        return [connection for connection in self.connections if isinstance(connection, HttpConnection)]
 
     def make_room(self) -> None:
         """Aborts the connection that has waited longest, if there are too many.
@@ -76,6 +99,12 @@ class HttpConnection(H11Protocol):
         self.server_state.make_room()
         self._head_deadline = self._renewed(self._head_deadline, HEAD_SECONDS, self.timeout_keep_alive_handler)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether a response is complete, and nothing of a next request has arrived."""
+        is_over = self.cycle is not None and self.cycle.response_complete
+        return is_over and not self.conn.trailing_data[0]
+
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self.server_state.waiting.pop(self, None)
@@ -88,6 +117,8 @@ class HttpConnection(H11Protocol):
         """Called after data has arrived."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
+            if self.server_state.is_draining:
+                self.close_after_response()
             if self.cycle.more_body:  # the application asks for each further part, when there is room for it
                 self.flow.pause_reading()
             _end(self._head_deadline)
@@ -119,6 +150,12 @@ class HttpConnection(H11Protocol):
         _end(self._send_deadline)
         super().resume_writing()
         self._go_on()
+
+    def close_after_response(self) -> None:
+        """Ends the connection after the response under way, which says so if it has not begun."""
+        if self.cycle.keep_alive:
+            self.cycle.keep_alive = False
+            self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
 
     def _go_on(self) -> None:
         """Notes that the client is not waited for, if it is not."""

@@ -44,6 +44,8 @@ class HttpEndpoint:
 class _Server(uvicorn.Server):
     """A uvicorn server that installs no signal handlers."""
 
+    server_state: Connections
+
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
         self.server_state = connections
@@ -71,7 +73,7 @@ class HttpListener:
         self._make_app = make_app
         self._endpoint = endpoint
         self._connections = connections
-        self._server: uvicorn.Server | None = None
+        self._server: _Server | None = None
         self._running: asyncio.Task[None] | None = None
 
     async def start(self, gate: ServiceGate) -> int:
@@ -112,6 +114,11 @@ class HttpListener:
         assert self._running is not None, "it was started"
         await asyncio.wait({self._running})
         self._running.result()
+
+    async def drain(self) -> None:
+        """Answers on; connections end as soon as they have no request. Returns when they do."""
+        if self._server is not None:
+            await self._server.server_state.drain()
 
     async def stop(self) -> None:
         """Accepts no more connections, and closes those that do not end within `STOP_SECONDS`."""

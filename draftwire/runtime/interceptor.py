@@ -5,9 +5,11 @@ exceptions to gRPC statuses.
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -20,6 +22,7 @@ from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.runtime.call_limits import ARRIVAL_SECONDS, Arrivals, CallCounter, CallLimits
 from draftwire.runtime.error_details import details_of
 from draftwire.runtime.message_scan import MALFORMED, SCANNED_BYTES, check_num_fields
+from draftwire.runtime.served_request import REQUEST_ID, ServedRequest, serving
 from draftwire.runtime.status import hints, is_expected, status_of
 
 log = structlog.get_logger()
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
 
 OWN_METHODS = "/draftwire.v1."
+OTHER_METHODS = "other"
+"""Name of all methods that a server does not have: clients choose them, and each would be a series of its own."""
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 
 num_received_bytes = ContextVar("num_received_bytes", default=0)
@@ -48,6 +53,28 @@ MAX_ARRIVING_QUESTIONS = 8
 """Requests of health that may arrive slowly at once."""
 MAX_QUESTION_BYTES = 4096
 """Largest request of health and reflection: a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedCall:
+    """A call that has ended, however it did."""
+
+    method: str
+    """Full name, such as /draftwire.v1.GatewayService/Generate, or `OTHER_METHODS`."""
+    code: str
+    """Name of its gRPC status, such as OK."""
+    duration_s: float
+    """Since its headers were read."""
+
+
+def ignore_ends(_call: EndedCall) -> None:
+    """Does nothing with calls that ended."""
+
+
+def value_of(metadata: Metadata, name: str) -> str | None:
+    """Returns the value of a call's header; None if it is missing or repeated."""
+    values = [str(value) for key, value in metadata if key == name]
+    return values[0] if len(values) == 1 else None
 
 
 def admit_all(_method: str, _metadata: Metadata) -> AbstractContextManager[None]:
@@ -66,16 +93,23 @@ class ServiceGate(grpc.aio.ServerInterceptor):
         is_live: whether the service can become ready without a restart.
     """
 
-    def __init__(self, limits: CallLimits | None = None, admit: Admit = admit_all) -> None:
+    def __init__(
+        self,
+        limits: CallLimits | None = None,
+        admit: Admit = admit_all,
+        on_end: Callable[[EndedCall], None] = ignore_ends,
+    ) -> None:
         """Refuses calls until `refusal` is empty.
 
         Args:
             limits: of the package's methods.
             admit: decides on calls of the package's methods.
+            on_end: called for each call that has ended, while its request is still the one that is served.
         """
         self.refusal = "loading"
         self.is_live = True
         self._admit = admit
+        self._on_end = on_end
         limits = limits or CallLimits()
         self._calls = CallCounter("calls", limits.max_calls)
         self._arrivals = Arrivals(limits.max_arriving)
@@ -92,23 +126,36 @@ class ServiceGate(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
         if handler is None:
+            self._on_end(EndedCall(OTHER_METHODS, grpc.StatusCode.UNIMPLEMENTED.name, 0.0))
             return None
         method: str = handler_call_details.method
         serve = self._serve_own if method.startswith(OWN_METHODS) else self._serve_common
 
         async def guarded(_requests: Any, context: Context) -> Any:
-            try:
-                return await serve(handler, method, context)
-            except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError):  # the call is over
-                raise
-            except Exception as error:
-                if not is_expected(error):
-                    log.exception("rpc.method_failed", method=method)
-                trailing: Trailing = (*hints(error), *(details_of(error) if self._is_public else ()))
-                status = (*status_of(error), trailing)
-                error.__traceback__ = None  # see `_abort`: tasks keep their exceptions, and frames keep tasks
-            await _abort(context, *status)
-            return None
+            started_at, code = time.perf_counter(), grpc.StatusCode.OK
+            with self._serving(context) as request:
+                echoed: Trailing = ()
+                if self._is_public and request is not None:
+                    echoed = ((REQUEST_ID, request.id),)
+                    context.set_trailing_metadata(echoed)
+                try:
+                    return await serve(handler, method, context)
+                except (asyncio.CancelledError, grpc.aio.InternalError):  # the call is over
+                    code = grpc.StatusCode.CANCELLED
+                    raise
+                except grpc.aio.AbortError:
+                    code = context.code()
+                    raise
+                except Exception as error:
+                    if not is_expected(error):
+                        log.exception("rpc.method_failed", method=method)
+                    code, message = status_of(error)
+                    trailing: Trailing = (*hints(error), *(details_of(error) if self._is_public else ()), *echoed)
+                    error.__traceback__ = None  # see `_abort`: tasks keep their exceptions, and frames keep tasks
+                finally:
+                    self._on_end(EndedCall(method, code.name, time.perf_counter() - started_at))
+                await _abort(context, code, message, trailing)
+                return None
 
         # To gRPC every request is a stream, because it would receive any other before it calls the handler.
         make = (
@@ -118,6 +165,11 @@ class ServiceGate(grpc.aio.ServerInterceptor):
         )
         wrapped: Handler = make(guarded, response_serializer=handler.response_serializer)
         return wrapped
+
+    def _serving(self, context: Context) -> AbstractContextManager[ServedRequest | None]:
+        """Returns the context of a call: of a user always a request, of a peer if it says for which one it calls."""
+        given = value_of(context.invocation_metadata() or (), REQUEST_ID)
+        return serving(given) if self._is_public or given is not None else nullcontext()
 
     async def _serve_own(self, handler: Handler, method: str, context: Context) -> Any:
         """Serves a call of the package `draftwire.v1`."""

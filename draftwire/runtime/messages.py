@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from draftwire.errors import BlockViolationError, InvalidRequestError, Violation
+from draftwire.method.ahead_limits import MAX_BRANCHES, MAX_ROUNDS_AHEAD
 from draftwire.method.encoding import Claim, DraftDistributions, decode
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
@@ -21,6 +22,7 @@ from draftwire.method.rounds import (
     PlainRun,
     PromptRead,
     ReceivedBlock,
+    RoundOutcome,
     SendDrafted,
     TargetSessionSpec,
     Verdict,
@@ -69,6 +71,7 @@ MAX_BLOCKS = 256
 """Most draft blocks in one message. A verifier with more sessions takes as many."""
 MAX_NAME_LENGTH = 256
 """Most characters of a model's name: names are stored, logged, and label every series of the audit's metrics."""
+
 
 PLAIN_PARAMETERS = tuple(field.name for field in fields(SessionParameters) if field.type in (bool, int, float, str))
 """Fields that messages hold unchanged, under the same names."""
@@ -247,6 +250,7 @@ def verdict_to_proto(verdict: Verdict) -> session_pb2.Verdict:
         watched=None
         if verdict.watched is None
         else session_pb2.WatchedGuess(has_guess=verdict.watched.has_guess, num_right=verdict.watched.num_right),
+        next_is_held=verdict.next_is_held,
     )
 
 
@@ -276,6 +280,7 @@ def verdict_from_proto(message: session_pb2.Verdict) -> Verdict:
         watched=WatchedGuess(message.watched.has_guess, message.watched.num_right)
         if message.HasField("watched")
         else None,
+        next_is_held=message.next_is_held,
     )
 
 
@@ -362,6 +367,7 @@ def calibration_to_proto(calibration: Calibration) -> drafter_pb2.Calibration:
         num_draft_tokens=calibration.num_draft_tokens,
         attempt=calibration.attempt,
         permit=permit_to_proto(calibration.permit) if calibration.permit is not None else None,
+        max_rounds_ahead=calibration.max_rounds_ahead,
     )
 
 
@@ -369,7 +375,7 @@ def calibration_from_proto(message: drafter_pb2.Calibration) -> Calibration:
     """Decodes a calibration.
 
     Raises:
-        InvalidRequestError: its permit is none.
+        InvalidRequestError: its permit is none, or it lets the drafter go too far ahead.
     """
     return Calibration(
         fence=fence_from_proto(message.fence),
@@ -378,7 +384,23 @@ def calibration_from_proto(message: drafter_pb2.Calibration) -> Calibration:
         num_draft_tokens=message.num_draft_tokens,
         attempt=message.attempt,
         permit=_permit_of(message),
+        max_rounds_ahead=_at_most(message.max_rounds_ahead, MAX_ROUNDS_AHEAD, "max_rounds_ahead"),
     )
+
+
+def outcomes_to_proto(outcomes: Sequence[RoundOutcome]) -> verifier_pb2.RoundOutcomes:
+    """Encodes how rounds ended."""
+    return verifier_pb2.RoundOutcomes(
+        outcomes=[
+            verifier_pb2.RoundOutcome(fence=fence_to_proto(outcome.fence), token_ids=outcome.token_ids)
+            for outcome in outcomes
+        ]
+    )
+
+
+def outcomes_from_proto(message: verifier_pb2.RoundOutcomes) -> list[RoundOutcome]:
+    """Decodes how rounds ended."""
+    return [RoundOutcome(fence_from_proto(one.fence), list(one.token_ids)) for one in message.outcomes]
 
 
 def rule_to_proto(rule: RuleFacts) -> session_pb2.VerificationRule:
@@ -445,6 +467,7 @@ def target_spec_to_proto(spec: TargetSessionSpec, lease_id: int) -> verifier_pb2
         logprobs_mode=spec.logprobs.mode.value if spec.logprobs != NO_LOGPROBS else "",
         draft_logprobs=spec.reports_draft_logprobs,
         watched=_local_to_proto(spec.watched),
+        max_held_blocks=spec.max_held_blocks,
     )
 
 
@@ -471,6 +494,7 @@ def target_spec_from_proto(message: verifier_pb2.OpenTargetSessionRequest) -> Ta
         ),
         reports_draft_logprobs=message.draft_logprobs,
         watched=_local_from_proto(message.watched) if message.HasField("watched") else None,
+        max_held_blocks=_at_most(message.max_held_blocks, MAX_BRANCHES, "max_held_blocks"),
     )
 
 
@@ -487,6 +511,7 @@ def draft_spec_to_proto(spec: DraftSessionSpec, lease_id: int) -> drafter_pb2.Op
         target_vocab_size=spec.target_vocab_size,
         max_len=spec.max_len,
         permit=permit_to_proto(spec.permit) if spec.permit is not None else None,
+        max_branches=spec.max_branches,
     )
 
 
@@ -506,6 +531,7 @@ def draft_spec_from_proto(message: drafter_pb2.OpenDraftSessionRequest) -> Draft
         target_vocab_size=message.target_vocab_size,
         max_len=message.max_len,
         permit=_permit_of(message),
+        max_branches=_at_most(message.max_branches, MAX_BRANCHES, "max_branches"),
     )
 
 
@@ -580,6 +606,12 @@ def model_from_proto(message: model_pb2.ModelDescription) -> ModelDescription:
         rules=tuple(rule_from_proto(rule) for rule in message.rules),
         local_strategies=tuple(message.local_strategies),
     )
+
+
+def _at_most(value: int, most: int, name: str) -> int:
+    if value > most:
+        raise InvalidRequestError(f"{name} is at most {most}")
+    return value
 
 
 def _checked_key(key: bytes) -> bytes:

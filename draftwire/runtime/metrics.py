@@ -1,9 +1,11 @@
 """Metrics that all services have in common. Where vLLM has the metric, the name after the prefix is vLLM's."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from draftwire.runtime.histogram import Histogram, Tally
 
@@ -34,6 +36,28 @@ class ServiceMetrics:
             "From the start of the process until it served.",
             registry=self.registry,
         )
+        self.grpc_requests = self.counter(
+            "grpc_requests", "Calls over gRPC ended, by method and status.", ("method", "code")
+        )
+        ProcessCollector(registry=self.registry)
+
+    def count_call(self, method: str, code: str) -> None:
+        """Counts a gRPC call that has ended.
+
+        Args:
+            method: full name; the package is left out.
+            code: name of its status.
+        """
+        self.grpc_requests.labels(method.rpartition(".")[2], code).inc()
+
+    def watch_certificates(self, expiries: Callable[[], Mapping[str, float]]) -> None:
+        """Exports when certificates expire.
+
+        Args:
+            expiries: returns the time for each option that names a file of them, seconds since 1970. Called at each
+                scrape, on a thread.
+        """
+        self.registry.register(_CertificateCollector(expiries))
 
     def counter(
         self, name: str, documentation: str, labels: tuple[str, ...] = (), *, of_model: bool = False
@@ -81,3 +105,21 @@ class OfModel:
                 labels = {"model_name": self.model_name, "engine": ENGINE}
                 family.samples = [sample._replace(labels={**labels, **sample.labels}) for sample in samples]
             yield family
+
+
+class _CertificateCollector(Collector):
+    """Collects the expiries of certificates at each scrape of `/metrics`."""
+
+    def __init__(self, expiries: Callable[[], Mapping[str, float]]) -> None:
+        self._expiries = expiries
+
+    @override
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            PREFIX + "certificate_expiry_timestamp_seconds",
+            "When the certificates of a file expire: of tls_cert the first of the chain, of tls_ca the last issuer.",
+            labels=["option"],
+        )
+        for option, expiry in self._expiries().items():
+            family.add_metric([option], expiry)
+        yield family

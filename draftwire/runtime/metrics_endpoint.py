@@ -13,6 +13,9 @@ from draftwire.runtime.addresses import is_loopback, is_named_here
 from draftwire.runtime.http_server import HttpEndpoint, HttpListener
 from draftwire.runtime.settings import ConnectionSettings, ServerSettings
 
+METRICS = "/metrics"
+PLAIN = "text/plain; charset=utf-8"
+"""Type of the answers to probes."""
 MAX_SCRAPERS = 64
 """Connections to one `/metrics` at once. Beyond it, the one that has waited longest for its client is closed."""
 
@@ -76,7 +79,7 @@ class MetricsApp:
         else:
             status, content = await self._answer(scope["path"])
         headers = [
-            (b"content-type", CONTENT_TYPE_PLAIN_0_0_4.encode()),
+            (b"content-type", (CONTENT_TYPE_PLAIN_0_0_4 if scope["path"] == METRICS else PLAIN).encode()),
             (b"content-length", str(len(content)).encode()),
         ]
         await send({"type": "http.response.start", "status": status, "headers": headers})

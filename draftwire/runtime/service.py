@@ -15,7 +15,8 @@ from draftwire.errors import UnavailableError
 from draftwire.runtime.addresses import host_and_port, is_taken
 from draftwire.runtime.call_limits import CallLimits
 from draftwire.runtime.channels import server_options
-from draftwire.runtime.interceptor import Admit, ServiceGate, admit_all
+from draftwire.runtime.http_connection import ON_THE_WAY_SECONDS
+from draftwire.runtime.interceptor import Admit, EndedCall, ServiceGate, admit_all, ignore_ends
 from draftwire.runtime.metrics import ServiceMetrics
 from draftwire.runtime.metrics_endpoint import metrics_listener
 from draftwire.runtime.settings import ConnectionSettings, ServerSettings
@@ -48,6 +49,12 @@ class Listener(Protocol):
     async def run(self) -> None:
         """Serves until it is stopped; raises the error if it ends otherwise. Called after `start`."""
 
+    async def drain(self) -> None:
+        """Lets connections end that have no call, so that callers go elsewhere, and returns soon. Called after `start`.
+
+        Calls are refused after that: those that were on their way are still served.
+        """
+
     async def stop(self) -> None:
         """Ends calls that are still running after the drain. Called whether it was started or not."""
 
@@ -76,6 +83,8 @@ class Service:
     """What callers of the gRPC services may take."""
     admit: Admit = admit_all
     """Decides on each call of the gRPC services, before its request is received."""
+    on_call_end: Callable[[EndedCall], None] = ignore_ends
+    """Called for each gRPC call that has ended, which the metrics have counted."""
     credentials: grpc.ServerCredentials | None = None
     """TLS; None is plaintext."""
     watchdog: Watchdog | None = None
@@ -99,13 +108,15 @@ class Running:
         """Prepares; see `start`."""
         self.ports: Mapping[str, int | None] = {}
         self._service = service
-        self._gate = ServiceGate(service.limits, service.admit)
+        self._gate = ServiceGate(service.limits, service.admit, self._count)
         options = server_options(service.connections, service.limits)
         self._server = grpc.aio.server(interceptors=[self._gate], options=options)
         self._probe = health.aio.HealthServicer()
         metrics = metrics_listener(service.metrics.registry, service.settings, service.connections)
         self._listeners: Sequence[Listener] = (*service.listeners, *([metrics] if metrics is not None else []))
         self._tasks: list[asyncio.Task[None]] = []
+        self._leaving: asyncio.Task[None] | None = None
+        """Waits until the calls have ended that ran when users were sent elsewhere."""
 
     async def listen(self) -> None:
         """Binds all ports and answers health checks with NOT_SERVING; other calls are refused.
@@ -143,13 +154,18 @@ class Running:
     async def drain(self) -> None:
         """Refuses new calls and waits for open sessions to finish, for `drain_seconds` at most.
 
+        Connections of users, gRPC and HTTP, end as soon as nothing runs on them: the next call opens one, which leads
+        to another gateway where several share an address. On its old one it would be refused until the end.
+
         Raises the error that ended the service's work, if that has ended.
         """
         service, (run, watch) = self._service, self._tasks
         watch.cancel()
-        self._gate.refusal = "failing" if run.done() else "draining"
+        drain_s = service.settings.drain_seconds
         await self._probe.enter_graceful_shutdown()
-        deadline = time.monotonic() + service.settings.drain_seconds
+        await asyncio.gather(self._send_away(drain_s), *(listener.drain() for listener in self._listeners))
+        self._gate.refusal = "failing" if run.done() else "draining"
+        deadline = time.monotonic() + drain_s
         while not run.done() and (left := service.num_sessions()):
             if time.monotonic() >= deadline:
                 log.warning(f"{service.name}.drain_ended", sessions_cut=left)
@@ -157,6 +173,12 @@ class Running:
             await asyncio.sleep(0.05)
         if run.done():
             run.result()
+
+    async def _send_away(self, drain_s: float) -> None:
+        """Lets users' connections end: gRPC sends GOAWAY, and calls that run go on. Peers hear of it elsewhere."""
+        if self._service.limits.is_public:
+            self._leaving = asyncio.create_task(self._server.stop(grace=drain_s + STOP_SECONDS))
+            await asyncio.wait({self._leaving}, timeout=ON_THE_WAY_SECONDS)
 
     async def stop(self, grace_s: float = STOP_SECONDS) -> None:
         """Ends running calls and releases all resources. Call once, in any state.
@@ -167,6 +189,7 @@ class Running:
         service = self._service
         stops = (
             self._server.stop(grace=grace_s),
+            *([self._leaving] if self._leaving is not None else []),
             *(listener.stop() for listener in self._listeners),
         )
         for fault in await asyncio.gather(*stops, return_exceptions=True):
@@ -178,6 +201,10 @@ class Running:
         service.stop()
         if service.tracer is not None:
             await service.tracer.close()
+
+    def _count(self, call: EndedCall) -> None:
+        self._service.metrics.count_call(call.method, call.code)
+        self._service.on_call_end(call)
 
     async def _watch(self) -> None:
         """Sets health to NOT_SERVING and refuses calls while a call on the device exceeds the watchdog's limit."""

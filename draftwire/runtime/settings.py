@@ -2,11 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.parallel.layer_groups import LayerParallelism
 from draftwire.runtime.addresses import is_loopback
+
+AUTO = "auto"
+"""Value of `kv_cache_tokens` that stands for what fits into memory."""
+CacheTokens = int | Literal["auto"]
+"""A number of tokens, or `AUTO`."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -211,9 +217,13 @@ class EngineSettings:
     """Sessions that may be open at once; more are refused with RESOURCE_EXHAUSTED."""
     max_draft_tokens: int = 16
     """Draft tokens in a block, at most."""
-    kv_cache_tokens: int = 65_536
+    kv_cache_tokens: CacheTokens = 65_536
     """Room of the KV cache, tokens of all sessions together. A session reserves its prompt and its max_tokens when it
-    opens; what does not fit is refused with RESOURCE_EXHAUSTED. Also limits the context."""
+    opens; what does not fit is refused with RESOURCE_EXHAUSTED. Also limits the context. "auto" measures at start what
+    fits into memory: of a GPU see gpu_memory_utilization; of a machine or container 0.4 of what is left."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that this process may take, weights included, with kv_cache_tokens auto. Of several
+    processes on one GPU each takes its own share."""
     max_added_latency_ms: float = 100.0
     """How much the reading of long prompts may add to the time of a running session's next tokens, at drafter and
     verifier together, milliseconds. Set it alike at both."""
@@ -224,9 +234,24 @@ class EngineSettings:
     def __post_init__(self) -> None:
         require(self.max_sessions >= 1, "max_sessions must be at least 1")
         require(self.max_draft_tokens >= 1, "max_draft_tokens must be at least 1")
-        require(self.kv_cache_tokens >= 16, "kv_cache_tokens must be at least 16")
+        is_size = self.kv_cache_tokens == AUTO or (isinstance(self.kv_cache_tokens, int) and self.kv_cache_tokens >= 16)
+        require(is_size, f"kv_cache_tokens must be at least 16, or auto, not {self.kv_cache_tokens!r}")
+        require(0.0 < self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization must be in (0, 1]")
         require(0.0 < self.max_added_latency_ms < float("inf"), "max_added_latency_ms must be positive")
         require(0.0 < self.watchdog_s < float("inf"), "watchdog_s must be positive")
+
+    def check_device(self, device: str) -> None:
+        """Checks that `gpu_memory_utilization` has an effect, if it is set.
+
+        Args:
+            device: of the model.
+
+        Raises:
+            InvalidRequestError: it is set, and has none.
+        """
+        is_used = self.kv_cache_tokens == AUTO and device != "cpu"
+        is_unset = self.gpu_memory_utilization == EngineSettings().gpu_memory_utilization
+        require(is_used or is_unset, "gpu_memory_utilization sets nothing without kv_cache_tokens auto and a GPU")
 
 
 @dataclass(frozen=True, slots=True)

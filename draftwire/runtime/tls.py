@@ -2,15 +2,16 @@
 
 import asyncio
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 
 from draftwire.errors import InvalidRequestError
 from draftwire.runtime.addresses import host_of
+from draftwire.runtime.certificates import expiries
 from draftwire.runtime.channels import client_options
 from draftwire.runtime.settings import ConnectionSettings, TlsSettings, require
 from draftwire.runtime.watched_files import WatchedFiles, read_bytes
@@ -34,6 +35,9 @@ class TlsMaterial:
     identity: Identity | None
     ca: bytes | None
     """PEM certificates of the trusted issuers."""
+    expiries: Mapping[str, float] = field(default_factory=dict)
+    """When the certificates of each option expire, seconds since 1970: the first of the chain that is shown, and the
+    last of the issuers, without which nobody is believed."""
 
 
 TlsFiles = WatchedFiles[TlsMaterial]
@@ -56,13 +60,23 @@ def read_material(settings: TlsSettings) -> TlsMaterial:
         InvalidRequestError: a file is missing, unreadable or malformed; the message names it and its option.
     """
     identity = ca = None
+    ends: dict[str, float] = {}
     if settings.tls_cert is not None and settings.tls_key is not None:
         identity = Identity(read_bytes(settings.tls_cert, "tls_cert"), read_bytes(settings.tls_key, "tls_key"))
         _check_identity(settings.tls_cert, settings.tls_key)
+        if of_chain := expiries(identity.chain):
+            ends["tls_cert"] = min(of_chain)
     if settings.tls_ca is not None:
         ca = read_bytes(settings.tls_ca, "tls_ca")
         _check_certificates(settings.tls_ca, "tls_ca")
-    return TlsMaterial(identity, ca)
+        if of_issuers := expiries(ca):
+            ends["tls_ca"] = max(of_issuers)
+    return TlsMaterial(identity, ca, ends)
+
+
+def expiries_of(files: TlsFiles | None) -> Mapping[str, float]:
+    """Returns when the certificates of each option expire, as the files are now; empty without TLS."""
+    return {} if files is None else files.current().expiries
 
 
 def server_credentials(files: TlsFiles | None, settings: TlsSettings) -> grpc.ServerCredentials | None:

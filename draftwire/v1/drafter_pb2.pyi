@@ -35,6 +35,7 @@ class OpenDraftSessionRequest(_message.Message):
     MAX_LEN_FIELD_NUMBER: _builtins.int
     PERMIT_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
+    MAX_BRANCHES_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
@@ -52,6 +53,10 @@ class OpenDraftSessionRequest(_message.Message):
     max_len: _builtins.int
     """Upper bound of committed and drafted tokens together: more than `token_ids`, at most the drafter's context. KV
     cache for them is reserved.
+    """
+    max_branches: _builtins.int
+    """Texts to draft ahead for at once at most. KV cache for them is reserved. 0: none. At most 32. Only for drafters with
+    the capability "draft_ahead".
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -80,10 +85,11 @@ class OpenDraftSessionRequest(_message.Message):
         max_len: _builtins.int = ...,
         permit: _session_pb2.DraftPermit | None = ...,
         parameters: _session_pb2.SessionParameters | None = ...,
+        max_branches: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters", "permit", b"permit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafting_key", b"drafting_key", "epoch", b"epoch", "lease_id", b"lease_id", "max_len", b"max_len", "parameters", b"parameters", "permit", b"permit", "session_id", b"session_id", "target_vocab_size", b"target_vocab_size", "token_ids", b"token_ids", "verifier_address", b"verifier_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafting_key", b"drafting_key", "epoch", b"epoch", "lease_id", b"lease_id", "max_branches", b"max_branches", "max_len", b"max_len", "parameters", b"parameters", "permit", b"permit", "session_id", b"session_id", "target_vocab_size", b"target_vocab_size", "token_ids", b"token_ids", "verifier_address", b"verifier_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -125,12 +131,17 @@ class Calibration(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PERMIT_FIELD_NUMBER: _builtins.int
+    MAX_ROUNDS_AHEAD_FIELD_NUMBER: _builtins.int
     base_len: _builtins.int
     """Committed tokens that the drafter has already received; `token_ids` follow them."""
     num_draft_tokens: _builtins.int
     """Tokens to draft, 1 to the session's limit."""
     attempt: _builtins.int
     """Increased when a discarded block of this round is drafted again."""
+    max_rounds_ahead: _builtins.int
+    """Rounds beyond this one to draft for before their calibrations come, under the prefixes that the drafter predicts. 0:
+    none. At most 4.
+    """
     @_builtins.property
     def fence(self) -> _session_pb2.Fence:
         """The round to draft for and the prefix to continue, `token_ids` included."""
@@ -152,10 +163,11 @@ class Calibration(_message.Message):
         num_draft_tokens: _builtins.int = ...,
         attempt: _builtins.int = ...,
         permit: _session_pb2.DraftPermit | None = ...,
+        max_rounds_ahead: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "permit", b"permit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_len", b"base_len", "fence", b"fence", "num_draft_tokens", b"num_draft_tokens", "permit", b"permit", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_len", b"base_len", "fence", b"fence", "max_rounds_ahead", b"max_rounds_ahead", "num_draft_tokens", b"num_draft_tokens", "permit", b"permit", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

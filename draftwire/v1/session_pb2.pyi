@@ -98,7 +98,8 @@ class Fence(_message.Message):
     """Identifies the state of a session that a message refers to, so that late, repeated and misdirected ones are detected.
 
     The receiver compares it with its own state. An older epoch or round is stale: dropped and counted, never an error.
-    A future round, or the same numbers with another hash, is a protocol violation of the sender.
+    A future round, or the same numbers with another hash, is a protocol violation of the sender; but see
+    OpenTargetSessionRequest.max_held_blocks.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -625,6 +626,7 @@ class Verdict(_message.Message):
     DRAFT_LOGPROBS_FIELD_NUMBER: _builtins.int
     LOCAL_STRATEGY_FIELD_NUMBER: _builtins.int
     WATCHED_FIELD_NUMBER: _builtins.int
+    NEXT_IS_HELD_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     """Draft tokens that were judged; 0 in a plain round."""
     num_accepted_tokens: _builtins.int
@@ -651,6 +653,10 @@ class Verdict(_message.Message):
     """
     local_strategy: _builtins.str
     """Strategy of the verifier that drafted the tokens (LocalDraft). Empty: a drafter did, or nothing was drafted."""
+    next_is_held: _builtins.bool
+    """Whether a block of the next round is there already: it was drafted ahead for just these tokens, and is being judged.
+    Only in sessions that hold blocks.
+    """
     @_builtins.property
     def fence(self) -> Global___Fence:
         """The round that was decided and the prefix that its tokens continue."""
@@ -702,10 +708,11 @@ class Verdict(_message.Message):
         draft_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         local_strategy: _builtins.str = ...,
         watched: Global___WatchedGuess | None = ...,
+        next_is_held: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "top_logprobs", b"top_logprobs", "watched", b"watched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "local_strategy", b"local_strategy", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us", "watched", b"watched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "local_strategy", b"local_strategy", "logprobs", b"logprobs", "next_is_held", b"next_is_held", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us", "watched", b"watched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

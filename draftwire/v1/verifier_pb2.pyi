@@ -41,6 +41,7 @@ class OpenTargetSessionRequest(_message.Message):
     DRAFT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     WATCHED_FIELD_NUMBER: _builtins.int
+    MAX_HELD_BLOCKS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
@@ -75,6 +76,11 @@ class OpenTargetSessionRequest(_message.Message):
     """The distribution that is reported, "raw" or "processed"; see GenerateRequest. Empty: raw."""
     draft_logprobs: _builtins.bool
     """Reports the drafter's log-probabilities of the tokens of each verdict."""
+    max_held_blocks: _builtins.int
+    """Blocks of coming rounds to hold at most, until a verdict makes the text true that they were drafted for. Such a block
+    of another text is dropped, and no violation. 0: none is held; a block of a future round, or of another text, is a
+    violation. At most 32. Only for verifiers with the capability "held_blocks".
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All committed ids: the prompt and, in a session that is moved, the tokens generated before."""
@@ -107,10 +113,11 @@ class OpenTargetSessionRequest(_message.Message):
         draft_logprobs: _builtins.bool = ...,
         parameters: _session_pb2.SessionParameters | None = ...,
         watched: Global___LocalDraft | None = ...,
+        max_held_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "parameters", b"parameters", "prompt_logprobs", b"prompt_logprobs", "watched", b"watched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "draft_logprobs", b"draft_logprobs", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_len", b"max_len", "parameters", b"parameters", "permit_key", b"permit_key", "plain_rounds", b"plain_rounds", "prompt_logprobs", b"prompt_logprobs", "session_id", b"session_id", "token_ids", b"token_ids", "verifying_key", b"verifying_key", "watched", b"watched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "draft_logprobs", b"draft_logprobs", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_held_blocks", b"max_held_blocks", "max_len", b"max_len", "parameters", b"parameters", "permit_key", b"permit_key", "plain_rounds", b"plain_rounds", "prompt_logprobs", b"prompt_logprobs", "session_id", b"session_id", "token_ids", b"token_ids", "verifying_key", b"verifying_key", "watched", b"watched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -549,16 +556,75 @@ class PushDraftBlocksRequest(_message.Message):
 Global___PushDraftBlocksRequest: _TypeAlias = PushDraftBlocksRequest  # noqa: Y015
 
 @_typing.final
+class RoundOutcome(_message.Message):
+    """How a round ended, for the drafter of its block: one hop sooner than by the gateway's calibration, which follows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FENCE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def fence(self) -> _session_pb2.Fence:
+        """The next round, and the prefix that it continues, `token_ids` included."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens that the round committed. Never empty."""
+
+    def __init__(
+        self,
+        *,
+        fence: _session_pb2.Fence | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundOutcome: _TypeAlias = RoundOutcome  # noqa: Y015
+
+@_typing.final
+class RoundOutcomes(_message.Message):
+    """Outcomes of one step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundOutcome]:
+        """In any order. Those for which there is no room in the stream are left out: the calibration brings them."""
+
+    def __init__(
+        self,
+        *,
+        outcomes: _abc.Iterable[Global___RoundOutcome] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundOutcomes: _TypeAlias = RoundOutcomes  # noqa: Y015
+
+@_typing.final
 class PushDraftBlocksResponse(_message.Message):
     """The verifier's response to a drafter."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     WELCOME_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> _model_pb2.ModelDescription:
         """The drafter is compatible; the verifier's model. Sent once, first."""
+
+    @_builtins.property
+    def outcomes(self) -> Global___RoundOutcomes:
+        """Of sessions that hold blocks. Only for drafters with the capability "draft_ahead"."""
 
     @_builtins.property
     def identity(self) -> Global___DrafterIdentity:
@@ -568,13 +634,14 @@ class PushDraftBlocksResponse(_message.Message):
         self,
         *,
         welcome: _model_pb2.ModelDescription | None = ...,
+        outcomes: Global___RoundOutcomes | None = ...,
         identity: Global___DrafterIdentity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "message", b"message", "outcomes", b"outcomes", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "message", b"message", "outcomes", b"outcomes", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "outcomes"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwire.errors import BlockViolationError, InvalidRequestError, ModelMismatchError, NoRoomError, Violation
+from draftwire.method.ahead_limits import MAX_BRANCHES, MAX_ROUNDS_AHEAD
 from draftwire.method.distributions import rows_of
 from draftwire.method.encoding import DENSE_FORMATS, DenseProbs, DraftDistributions, Supports, encode_dense
 from draftwire.method.quantization import Encoding
@@ -60,6 +61,7 @@ UINT32 = st.integers(0, 2**32 - 1)
 UINT64 = st.integers(0, 2**64 - 1) | st.sampled_from([2**63, 2**64 - 1])
 IDS = st.lists(UINT32, max_size=12)
 KEYS = st.binary(min_size=16, max_size=16)
+BRANCHES = st.integers(0, MAX_BRANCHES)
 DRAFTER_ID, VOCAB_SIZE, MAX_DRAFT_TOKENS = 2**64 - 5, 320, 8
 FORMS = [
     StructuredOutput.json({"type": "object"}),
@@ -390,7 +392,11 @@ WIRE: dict[type, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Callabl
         messages.prompt_read_from_proto,
     ),
     PlainRun: (made(PlainRun), messages.plain_run_to_proto, messages.plain_run_from_proto),
-    Calibration: (made(Calibration), messages.calibration_to_proto, messages.calibration_from_proto),
+    Calibration: (
+        made(Calibration, max_rounds_ahead=st.integers(0, MAX_ROUNDS_AHEAD)),
+        messages.calibration_to_proto,
+        messages.calibration_from_proto,
+    ),
     BlockSent: (
         made(BlockSent, session_id=UINT64),
         messages.block_sent_to_proto,
@@ -411,12 +417,12 @@ WIRE: dict[type, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Callabl
         messages.model_from_proto,
     ),
     TargetSessionSpec: (
-        made(TargetSessionSpec, session_id=UINT64, permit_key=st.just(b"") | KEYS),
+        made(TargetSessionSpec, session_id=UINT64, permit_key=st.just(b"") | KEYS, max_held_blocks=BRANCHES),
         lambda spec: messages.target_spec_to_proto(spec, LEASE),
         messages.target_spec_from_proto,
     ),
     DraftSessionSpec: (
-        made(DraftSessionSpec, session_id=UINT64),
+        made(DraftSessionSpec, session_id=UINT64, max_branches=BRANCHES),
         lambda spec: messages.draft_spec_to_proto(spec, LEASE),
         messages.draft_spec_from_proto,
     ),
@@ -753,6 +759,9 @@ REFUSED: list[tuple[type, Message, str]] = [
     ),
     (TargetSessionSpec, changed(TARGET, logprobs=21), r"^logprobs must be in 0..20"),
     (TargetSessionSpec, changed(TARGET, prompt_logprobs=2**32 - 1), "prompt_logprobs must be in 0..20"),
+    (TargetSessionSpec, changed(TARGET, max_held_blocks=MAX_BRANCHES + 1), "max_held_blocks is at most 32"),
+    (DraftSessionSpec, changed(DRAFT, max_branches=MAX_BRANCHES + 1), "max_branches is at most 32"),
+    (Calibration, drafter_pb2.Calibration(max_rounds_ahead=MAX_ROUNDS_AHEAD + 1), "max_rounds_ahead is at most 4"),
     (TargetSessionSpec, changed(TARGET, logprobs_mode="Raw"), "logprobs_mode must be raw or processed"),
     *(
         (

@@ -322,6 +322,38 @@ def test_connections_are_those_of_the_versions_that_they_were_written_for() -> N
     assert {f"uvicorn=={http_connection.UVICORN}", f"h11=={http_connection.H11}"} <= set(wanted)
 
 
+async def test_drain_closes_connections_as_soon_as_they_have_no_request() -> None:
+    """So that a client which keeps connections open sends its next request elsewhere, instead of being refused here."""
+    app = Endless()
+    listener = HttpListener(lambda _gate: app, HttpEndpoint("127.0.0.1", 0), ConnectionSettings())
+    async with started(listener) as port, AsyncExitStack() as opened:
+        kept, late, at_work, begun, new = [await opened.enter_async_context(connected(port)) for _ in range(5)]
+        for raw in (kept, late):
+            await send(raw, HEAD + b"ab")
+            assert b"connection: close" not in await answer(raw)
+        await send(at_work, HEAD.replace(b"/ ", b"/silent ") + b"ab")
+        assert (await asyncio.get_running_loop().sock_recv(at_work, 2**16)).startswith(b"HTTP/1.1 200")
+        await send(begun, HEAD + b"ab")
+        assert (await answer(begun)).endswith(ANSWER_END)
+        await send(begun, HEAD[:10])
+        await until(
+            lambda: sum(one.is_kept for one in state_of(listener).connections) == 2, "a part of a head has come"
+        )
+        draining = asyncio.create_task(listener.drain())
+        await until(lambda: state_of(listener).is_draining, "it drains")
+        await send(late, HEAD + b"ab")  # which was on its way
+        assert await received(kept) == b""
+        await draining
+        await send(begun, HEAD[10:] + b"ab")
+        await send(new, HEAD + b"ab")
+        for raw in (late, begun, new):
+            text = await received(raw)
+            assert text.startswith(b"HTTP/1.1 200")
+            assert b"connection: close" in text
+        app.may_end.set()
+        assert (await received(at_work)).endswith(ANSWER_END), "it is answered, and then ends"
+
+
 async def test_client_that_goes_away_after_sending_more_is_noticed() -> None:
     app, ahead = Endless(), b"GET / HTTP/1.1\r\n"
     listener = HttpListener(lambda _gate: app, HttpEndpoint("127.0.0.1", 0), ConnectionSettings())

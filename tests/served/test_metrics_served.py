@@ -14,10 +14,12 @@ from benchmarks.relay import free_port
 from draftwire.client import Client
 from tests.dishonest_drafter import CORRUPTED_TEMPERATURE, corrupt, lying
 from tests.in_process import InProcessStack
-from tests.metric_families import PAGE, SERVICES, families_of
+from tests.metric_families import OF_PROCESS, PAGE, SERVICES, families_of
 from tests.queries import FILES, OF_TARGETS, alerts_of_compose, queries_of_dashboard, selectors_of
 
 PROMPT = [0, 2, 1, 1]
+EXPIRY = "draftwire:certificate_expiry_timestamp_seconds"
+"""Of which there are series with TLS alone; see `tests/served/test_secure.py`."""
 
 
 def scrape(port: int) -> Iterator[tuple[str, dict[str, str]]]:
@@ -59,7 +61,7 @@ def test_every_series_that_dashboard_and_alerts_ask_for_is_there(
     missing = [
         selector
         for selector in asked
-        if selector.name != "up"
+        if selector.name not in ("up", EXPIRY)
         and not any(
             name == selector.name and {label for label, _ in selector.matchers} <= {*labels, *OF_TARGETS}
             for name, labels in scraped[selector.service]
@@ -74,7 +76,7 @@ def test_page_lists_all_that_running_services_export(scraped: dict[str, list[tup
         families = {series: family for family in families_of(service) for series in family.series}
         assert len(scraped[service]) > 50
         for name, labels in scraped[service]:
-            if name.endswith("_created"):
+            if name.endswith("_created") or name.startswith(OF_PROCESS):
                 continue
             assert name in families, f"{service} exports {name}, which docs/metrics.md does not list"
             assert set(labels) - {"le"} == set(families[name].labels), name

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import trustme
 from certificates import NAME, YESTERDAY, certificate_of, first_certificate, replace_file, write_identity
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from observing import wait_until
+from observing import read_metric, wait_until
 
 from benchmarks.relay import Relay, free_port
 from draftwire.client import AsyncClient, Client
@@ -166,6 +167,7 @@ def test_limits_of_one_holder_do_not_touch_others(rig: Rig) -> None:
         with pytest.raises(NoRoomError, match="1 requests of bob") as refused:
             bob.generate(PROMPT, max_tokens=1)
         assert refused.value.retry_after_s == 1.0
+        assert read_metric(rig.stack, "gateway", "caller_requests_refused", 'caller="bob",by="caller"') >= 1.0
         check(rig.client())
         assert stream.completion is None, "the test is over before its stream"
         stream.cancel()
@@ -231,6 +233,19 @@ def test_command_line_takes_certificates_and_token_from_its_environment(rig: Rig
 
 
 # Services
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_each_service_says_when_its_certificates_expire_and_follows_its_files(rig: Rig, service: str) -> None:
+    def expiry(option: str) -> float:
+        return read_metric(rig.stack, service, "certificate_expiry_timestamp_seconds", f'option="{option}"')
+
+    before, in_a_week = expiry("tls_cert"), datetime.now(UTC).replace(microsecond=0) + timedelta(days=7)
+    rig.identify(service, not_after=in_a_week)
+    assert expiry("tls_cert") == in_a_week.timestamp() < before
+    assert expiry("tls_ca") > in_a_week.timestamp()
+    rig.identify(service)
+    assert expiry("tls_cert") == before
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -2,8 +2,10 @@
 
 import math
 import subprocess
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import grpc
@@ -14,6 +16,7 @@ from observing import read_metric, wait_until
 from transformers import AutoModelForCausalLM
 
 from benchmarks.law import LOSSLESS, stack_options
+from benchmarks.relay import free_port
 from draftwire.client import Client
 from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.models.kv_cache import BLOCK_SIZE
@@ -342,13 +345,40 @@ def test_full_kv_cache_refuses_new_sessions_and_leaves_the_running_ones_alone(
 
 def test_health_check_of_the_images_asks_whether_a_service_is_ready(stack: InProcessStack) -> None:
     def status(variables: dict[str, str], default: int) -> int:
-        command = ["bash", str(READY), "OWN_METRICS_PORT", str(default)]
+        command = ["bash", str(READY), "OWN_METRICS_PORT", str(default), "0"]
         return subprocess.run(command, env=variables, capture_output=True, timeout=20, check=False).returncode
 
     port = stack.services["verifier"].metrics_port
     assert (status({}, port), status({"OWN_METRICS_PORT": str(port)}, 1)) == (0, 0)
     assert status({}, 1) != 0
     assert status({}, stack.services["verifier"].port) != 0, "which speaks gRPC alone"
+
+
+def test_health_check_of_the_images_waits_for_a_service_that_is_starting() -> None:
+    """So that a container is healthy when its service is ready, not one interval of checks later."""
+    statuses = [503]
+    is_asked = threading.Event()
+
+    class Probe(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(statuses[-1])
+            self.end_headers()
+            is_asked.set()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    port = free_port()
+    with subprocess.Popen(["bash", str(READY), "OWN_METRICS_PORT", str(port), "30"], env={}) as waiting:
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(0.5)  # nothing listens yet
+        with ThreadingHTTPServer(("127.0.0.1", port), Probe) as service:
+            threading.Thread(target=service.serve_forever, args=(0.02,), daemon=True).start()
+            assert is_asked.wait(5.0)
+            assert waiting.poll() is None, "it is loading"
+            statuses.append(200)
+            assert waiting.wait(5.0) == 0
+            service.shutdown()
 
 
 def test_log_says_which_decoder_runs_a_model_and_why(pair: tuple[Path, Path], tmp_path: Path) -> None:

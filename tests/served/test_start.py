@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from observing import read_metric, wait_until
+from service_address import ServiceAddress
 
 from draftwire.client import Client
 from draftwire.errors import UnavailableError
@@ -30,11 +31,11 @@ def num_own_threads() -> int:
     return sum(thread.name == "torch" for thread in threading.enumerate())
 
 
-def is_draining(client: Client) -> bool:
+def is_refused(client: Client) -> bool:
     try:
         client.server()
-    except UnavailableError as error:
-        return "draining" in str(error)
+    except UnavailableError:
+        return True
     return False
 
 
@@ -79,6 +80,25 @@ def test_call_during_a_drain_is_refused_and_the_open_one_ends_whole() -> None:
             pieces = iter(client.stream("abc", max_tokens=100, num_speculative_tokens=0))
             count = len(next(pieces).token_ids)
             ending = stack.begin_stop("gateway")
-            wait_until(lambda: is_draining(client), "the gateway refuses new calls")
+            wait_until(lambda: is_refused(client), "the gateway refuses new calls")
             assert count + sum(len(piece.token_ids) for piece in pieces) == 100
         ending.result(10.0)
+
+
+def test_drain_leads_the_next_call_on_an_old_connection_to_another_gateway() -> None:
+    """Of gRPC, whose clients keep one connection: refused on it, they would be refused until the drain has ended."""
+    with InProcessStack({"verifier": {"model": "scripted:verify_ms=5"}}) as models:
+        peers = {"verifier": f"127.0.0.1:{models.services['verifier'].port}", "drafter": "none"}
+        with InProcessStack({"gateway": peers}) as first, InProcessStack({"gateway": peers}) as second:
+            ports = [stack.services["gateway"].port for stack in (first, second)]
+            with ServiceAddress(ports[0]) as address, Client(f"127.0.0.1:{address.port}") as client:
+                pieces = iter(client.stream("abc", max_tokens=200, num_speculative_tokens=0))
+                count = len(next(pieces).token_ids)
+                address.ports = ports[1:]
+                ending = first.begin_stop("gateway")
+                for _ in range(20):
+                    done = client.generate("abc", max_tokens=2, num_speculative_tokens=0)
+                    assert (len(done.token_ids), done.num_resumed) == (2, 0)
+                assert not ending.done(), "the stream runs on"
+                assert count + sum(len(piece.token_ids) for piece in pieces) == 200
+                ending.result(10.0)

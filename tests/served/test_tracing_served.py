@@ -33,11 +33,12 @@ ROUNDING_US = len(PARTS) + 1
 """Each part, and the round, is cut to whole microseconds."""
 
 ATTRIBUTES = {
-    "generate": {"num_choices", "result"},
+    "generate": {"num_choices", "request_id", "result"},
     "choice": {
         *("choice", "session_id", "rejection_sample_method", "num_speculative_tokens", "num_resumed_tokens"),
         *("finish_reason", "num_prompt_tokens", "num_cached_prompt_tokens", "num_generated_tokens", "num_rounds"),
-        *("num_draft_tokens", "num_accepted_tokens", "num_drafters_lost", "num_verifiers_lost"),
+        *("num_draft_tokens", "num_accepted_tokens", "num_ahead_hits", "num_ahead_misses"),
+        *("num_drafters_lost", "num_verifiers_lost"),
         "time_to_first_token_us",
     },
     "round": {
@@ -58,6 +59,7 @@ WORDS = re.compile(
     r"|plain|recovered|bonus|not_asked_for|no_drafter|warming_up|no_room|late|empty_block|no_guess)?"
 )
 """All texts that they are said in."""
+REQUEST_IDS = re.compile(r"user-42|[0-9a-f]{32}")
 
 
 @dataclass
@@ -68,10 +70,11 @@ class Traced:
     stack: InProcessStack
     lines: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
-    def generate(self, traceparent: str = "", text: str = PROMPT, **fields: Any) -> list[Any]:
+    def generate(self, traceparent: str = "", text: str = PROMPT, *, request_id: str = "", **fields: Any) -> list[Any]:
         """Returns the finishes of a request's choices, in order."""
         request = gateway_pb2.GenerateRequest(text=text, **{"max_tokens": 40, "num_speculative_tokens": 3, **fields})
-        metadata = (("traceparent", traceparent),) if traceparent else ()
+        given = {"traceparent": traceparent, "x-request-id": request_id}
+        metadata = tuple((name, value) for name, value in given.items() if value)
         with grpc.insecure_channel(self.stack.address) as channel:
             answers = list(gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request, metadata=metadata))
         finishes = [answer.finish for answer in answers if answer.HasField("finish")]
@@ -203,8 +206,9 @@ def test_rounds_lie_end_to_end_and_their_parts_fill_them(traced: Traced) -> None
 
 def test_trace_of_the_client_goes_on(traced: Traced) -> None:
     parent = new_parent()
-    trace, (finish,) = traced.follow(parent)
+    trace, (finish,) = traced.follow(parent, request_id="user-42")
     assert trace.one("generate").parent_id == f"{parent.span_id:016x}"
+    assert trace.one("generate").attributes["request_id"] == "user-42"
     assert_whole(trace, finish, trace.one("choice"))
 
 
@@ -269,8 +273,10 @@ def test_spans_tell_numbers_and_names_and_never_what_was_asked_or_answered(trace
     traced.follow(new_parent(), logprobs=2, token_details=True)
     for span in traced.collector.spans:
         assert span.attributes.keys() <= ATTRIBUTES[span.name], span.name
-        for value in span.attributes.values():
-            assert isinstance(value, int) or WORDS.fullmatch(str(value)), value
+        for name, value in span.attributes.items():
+            assert isinstance(value, int) or (REQUEST_IDS if name == "request_id" else WORDS).fullmatch(str(value)), (
+                value
+            )
         for event in span.events:
             assert event.attributes.keys() <= {"address", "epoch", "reason"}
     seen = b"".join(request.SerializeToString() for request in traced.collector.requests)

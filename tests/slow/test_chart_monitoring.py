@@ -5,7 +5,7 @@ import re
 from typing import Any
 from unittest.mock import ANY
 
-from chart import COMPONENT, SERVICES, Rendered, render
+from chart import COMPONENT, EVERYTHING, SERVICES, Rendered, render
 
 from tests.metric_families import families_of
 from tests.queries import alerts_of_compose, faults_of, queries_of_dashboard, selectors_of
@@ -21,7 +21,8 @@ def rules(rendered: Rendered) -> list[dict[str, Any]]:
 
 
 def test_queries_ask_services_for_what_they_export() -> None:
-    triggers = render("drafter-autoscaling").at("ScaledObject/drafter.spec.triggers")
+    scaled = [render(EVERYTHING).at(f"ScaledObject/{service}.spec.triggers") for service in ("drafter", "verifier")]
+    triggers = [trigger for triggers in scaled for trigger in triggers]
     queries = {
         "dashboard": queries_of_dashboard(dashboard()),
         "rules": [rule["expr"] for rule in rules(render("llama-70b"))],

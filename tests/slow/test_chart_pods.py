@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
-from chart import COMPONENT, SERVICES, VALUES, Manifest, configure, container_of, environment_of, expect, render
+from chart import SERVICES, VALUES, Manifest, Rendered, configure, container_of, environment_of, expect, refuse, render
 
 from draftwire.cli.options import CLIENT_VARIABLES, PREFIX, unknown_variables
 from draftwire.engine.ranks.followers import GOODBYE_SECONDS, LEAVE_SECONDS
@@ -18,9 +18,9 @@ SERVER_STOP_SECONDS = 1.0
 
 
 def services_of(values: str, *settings: str) -> list[tuple[str, Manifest]]:
-    """Returns the services' pods."""
-    pods = render(values, *settings).pods()
-    return [(pod["metadata"]["labels"][COMPONENT], pod["spec"]) for pod in pods if pod.get("kind") != "Pod"]
+    """Returns the pods of the services, of all targets, each with the name of its service."""
+    pods = [pod["spec"] for pod in render(values, *settings).pods() if pod.get("kind") != "Pod"]
+    return [(container_of(pod)["name"], pod) for pod in pods]
 
 
 # Options
@@ -206,6 +206,7 @@ def test_pods_are_placed_as_values_say(service: str) -> None:
     described = {"topologySpreadConstraints": [spread], "podLabels": {"team": "a"}, "podAnnotations": {"note": "b"}}
     settings = [f"{service}.{name}={json.dumps(value)}" for name, value in (placed | described).items()]
     own = {"matchLabels": render("cpu-demo").at(f"Service/{service}.spec.selector")}
+    settings.append("drafter.nearVerifiers.topologyKey=")
     expect(
         "cpu-demo",
         {f"template/{service}.spec.{name}": value for name, value in placed.items()}
@@ -233,11 +234,12 @@ def test_every_pod_is_as_restricted_as_kubernetes_knows(values: str) -> None:
         assert pod["securityContext"].items() >= {"runAsNonRoot": True, "runAsUser": 10001}.items()
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
-        assert container_of(pod)["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
+        for container in (container_of(pod), *pod.get("initContainers", ())):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -259,16 +261,20 @@ def test_only_a_gateway_that_watches_has_rights(values: str) -> None:
     rendered = render(values)
     watches = values != "hpa-off"
     assert all(each["automountServiceAccountToken"] is False for each in rendered.all("ServiceAccount"))
+    accounts = {account["metadata"]["name"] for account in rendered.all("ServiceAccount")}
+    gateways = []
     for service, pod in services_of(values):
         assert pod["automountServiceAccountToken"] is (watches and service == "gateway")
-        assert rendered.at(f"ServiceAccount/{service}.metadata.name") == pod["serviceAccountName"]
-    assert rendered.at("Pod/test.spec.automountServiceAccountToken") is False
-    assert [role["rules"] for role in rendered.all("Role")] == watches * [
-        [{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}]
-    ]
-    for binding in rendered.all("RoleBinding"):
-        account = rendered.at("ServiceAccount/gateway.metadata.name")
-        assert binding["roleRef"]["name"] == rendered.at("Role/gateway.metadata.name")
+        assert pod["serviceAccountName"] in accounts
+        gateways += [pod["serviceAccountName"]] * (service == "gateway")
+    assert all(pod["spec"]["automountServiceAccountToken"] is False for pod in rendered.all("Pod"))
+    roles = {role["metadata"]["name"]: role["rules"] for role in rendered.all("Role")}
+    slices = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
+    assert roles == ({account: [slices] for account in gateways} if watches else {})
+    bindings = {binding["metadata"]["name"]: binding for binding in rendered.all("RoleBinding")}
+    assert bindings.keys() == roles.keys()
+    for account, binding in bindings.items():
+        assert binding["roleRef"]["name"] == account
         assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": "llm"}]
     assert not rendered.all("ClusterRole") + rendered.all("ClusterRoleBinding")
 
@@ -284,6 +290,31 @@ def test_pod_has_time_to_drain_and_to_end_its_ranks(service: str) -> None:
     ends_s = SERVER_STOP_SECONDS + STOP_SECONDS + LEAVE_SECONDS + GOODBYE_SECONDS
     period_s = rendered.at(f"template/{service}.spec.terminationGracePeriodSeconds")
     assert period_s >= math.ceil(waits_s + 90.5 + ends_s)
+    refuse(
+        "tp8",
+        f"{service}.terminationGracePeriodSeconds: {period_s - 1} s are less than the {period_s} s that",
+        *(f"{service}.drainSeconds=90.5", f"{service}.terminationGracePeriodSeconds={period_s - 1}"),
+    )
+
+
+def test_requests_have_minutes_to_end_and_drafters_less_because_sessions_continue_without() -> None:
+    """Not every HTTP client resumes."""
+    drains = {service: drain_of(render("tp8"), service) for service in SERVICES}
+    assert drains["gateway"] >= 300.0
+    assert drains["verifier"] >= 120.0
+    assert drains["drafter"] <= 30.0
+
+
+def drain_of(rendered: Rendered, service: str) -> float:
+    return float(rendered.environment(service)[f"DRAFTWIRE_{service.upper()}_DRAIN_SECONDS"])
+
+
+def test_torchrun_lets_ranks_drain_and_ends_before_the_kubelet() -> None:
+    templates = render("multi-node-tp", "verifier.drainSeconds=400").at("LeaderWorkerSet/verifier.spec")
+    pod = templates["leaderWorkerTemplate"]["leaderTemplate"]["spec"]
+    (limit,) = [part for part in container_of(pod)["command"] if part.startswith("--shutdown-timeout=")]
+    ends_s = SERVER_STOP_SECONDS + STOP_SECONDS + LEAVE_SECONDS + GOODBYE_SECONDS
+    assert 400 + ends_s <= int(limit.partition("=")[2]) < pod["terminationGracePeriodSeconds"]
 
 
 def test_gateway_is_out_of_its_service_before_it_refuses_requests() -> None:

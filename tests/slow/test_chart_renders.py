@@ -5,7 +5,20 @@ import json
 import kubernetes_validate
 import pytest
 import yaml
-from chart import CHART, COMPONENT, VALUES, Manifest, configure, container_of, expect, render, run_helm, template
+from chart import (
+    CHART,
+    COMPONENT,
+    EVERYTHING,
+    VALUES,
+    Manifest,
+    configure,
+    container_of,
+    expect,
+    render,
+    run_helm,
+    template,
+    values_file,
+)
 
 from draftwire import __version__
 
@@ -14,6 +27,8 @@ OLDEST, NEWEST = "1.30", "1.37"
 
 CUSTOM = {
     "Certificate": "cert-manager.io/v1",
+    "GRPCRoute": "gateway.networking.k8s.io/v1",
+    "HTTPRoute": "gateway.networking.k8s.io/v1",
     "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
     "PrometheusRule": "monitoring.coreos.com/v1",
     "ScaledObject": "keda.sh/v1alpha1",
@@ -23,14 +38,14 @@ CUSTOM = {
 
 
 def test_helm_finds_no_fault_in_the_defaults_and_in_any_set_of_values() -> None:
-    for files in ((), *([f"--values={CHART.parent / 'values' / values}.yaml"] for values in VALUES)):
+    for files in ((), *([f"--values={values_file(values)}"] for values in [*VALUES, EVERYTHING])):
         done = run_helm("lint", "--strict", str(CHART), *files)
         assert done.returncode == 0, (files, done.stdout + done.stderr)
         assert not files or "[WARNING]" not in done.stdout, (files, done.stdout)
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
-@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("values", [*VALUES, EVERYTHING])
 def test_every_manifest_is_as_kubernetes_defines_it(values: str, version: str) -> None:
     manifests = render(values).manifests
     assert len(manifests) > 10
@@ -155,7 +170,8 @@ def test_images_are_those_of_the_values(
 ) -> None:
     pods = [pod["spec"] for pod in render("tp8", *settings).pods()]
     images = {container_of(pod)["image"] for pod in pods}
-    assert images == {f"{registry}draftwire-{service}:{tag}" for service in PORTS}
+    builds = {"gateway": "", "verifier": "-cuda", "drafter": "-cuda"}
+    assert images == {f"{registry}draftwire-{service}:{tag}{build}" for service, build in builds.items()}
     assert [pod.get("imagePullSecrets") for pod in pods] == [secrets] * len(pods)
 
 
@@ -163,4 +179,22 @@ def test_digests_pin_what_a_tag_names() -> None:
     digests = {service: f"sha256:{number}{'0' * 63}" for number, service in enumerate(PORTS)}
     pods = render("tp8", f"image.digests={json.dumps(digests)}").pods()
     images = {container_of(pod["spec"])["image"] for pod in pods}
-    assert images == {f"draftwire-{service}:{__version__}@{digest}" for service, digest in digests.items()}
+    builds = {"gateway": "", "verifier": "-cuda", "drafter": "-cuda"}
+    assert images == {f"draftwire-{name}:{__version__}{builds[name]}@{digest}" for name, digest in digests.items()}
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "tags"),
+    [
+        ("cpu-demo", (), (__version__, __version__, __version__)),
+        ("single-gpu", ('image.tag="1-cuda"',), ("1-cuda", "1-cuda", "1-cuda")),  # which the gateway has too
+        ("single-gpu", ("drafter.device=cpu",), (__version__, f"{__version__}-cuda", __version__)),
+        ("single-gpu", ("image.cudaSuffix=",), (__version__, __version__, __version__)),
+    ],
+)
+def test_images_with_torch_for_gpus_are_where_gpus_are(values: str, settings: tuple[str, ...], tags: list[str]) -> None:
+    expect(
+        values,
+        {f"container/{service}.image": f"draftwire-{service}:{tag}" for service, tag in zip(PORTS, tags, strict=True)},
+        *settings,
+    )

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
-from chart import CHART, VALUES, refuse, render, run_helm, template
+from chart import CHART, EVERYTHING, VALUES, refuse, render, run_helm, template, values_file
 
 from draftwire.cli.options import SERVICES, settings_of
+from draftwire.runtime.settings import AUTO, CacheTokens
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -56,7 +57,9 @@ KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", Path: 
 
 
 def closed(schema: dict[str, Any], path: str = "") -> Iterator[str]:
-    """Yields where a schema lists what an object may hold."""
+    """Yields where a schema lists what an object may hold, but for what Kubernetes defines."""
+    if schema.get("$ref") in {f"#/$defs/{name}" for name in (*SERVICES, "claim", "authenticationRef", "perService")}:
+        schema = resolved(schema)
     if "properties" in schema:
         yield path
         for name, inner in schema["properties"].items():
@@ -64,7 +67,7 @@ def closed(schema: dict[str, Any], path: str = "") -> Iterator[str]:
 
 
 def resolved(schema: dict[str, Any]) -> dict[str, Any]:
-    return SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    return schema | SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
 
 def mappings(values: Any, schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -73,21 +76,29 @@ def mappings(values: Any, schema: dict[str, Any], path: str = "") -> Iterator[tu
     if isinstance(values, list):
         for index, value in enumerate(values):
             yield from mappings(value, schema["items"], f"{path}/{index}")
-    elif isinstance(values, dict) and "properties" in schema:
-        yield path, values
+    elif isinstance(values, dict) and schema.get("additionalProperties") is False:
+        (others,) = schema.get("patternProperties", {"": {}}).values()
+        if not others:
+            yield path, values
         for name, value in values.items():
-            yield from mappings(value, schema["properties"].get(name, {}), f"{path}/{name}")
+            yield from mappings(value, schema.get("properties", {}).get(name, others), f"{path}/{name}")
+
+
+def merged(first: Any, second: Any) -> Any:
+    """Returns what Helm makes of values and those of a later file."""
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return second
+    return first | {name: merged(first.get(name), value) for name, value in second.items()}
 
 
 def test_misspelt_keys_are_refused_at_every_level(tmp_path: Path) -> None:
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    values = merged(DEFAULTS, yaml.safe_load(values_file(EVERYTHING).read_text()))
     values["models"]["volume"] = {"persistentVolumeClaim": {"claimName": "models"}}
     values["drafter"]["tolerations"] = [{"key": "gpu"}]
     values["drafter"]["extraEnv"] = [{"name": "A", "value": "b"}]
     places = dict(mappings(values, SCHEMA))
-    assert {"", "/gateway/options", "/models/hub", "/networkPolicy/dns/0/podSelector", "/drafter/extraEnv/0"} <= set(
-        places
-    )
+    known = {"", "/gateway/options", "/models/hub", "/networkPolicy/clients/1/namespaceSelector", "/drafter/extraEnv/0"}
+    assert known | {"/targets/big", "/targets/big/verifier/tensorParallel", "/verifier/securityContext"} <= set(places)
     assert set(closed(SCHEMA)) <= set(places), "the schema knows of mappings that values.yaml does not show"
     for mapping in places.values():
         mapping["misspelt"] = 1
@@ -101,10 +112,12 @@ def test_misspelt_keys_are_refused_at_every_level(tmp_path: Path) -> None:
 
 def test_values_file_shows_everything_that_can_be_set() -> None:
     def missing(schema: dict[str, Any], values: Any, path: str) -> Iterator[str]:
-        for name, inner in schema.get("properties", {}).items():
-            if name not in values:
+        for name, inner in resolved(schema).get("properties", {}).items():
+            if name in ("resources", "options", "podSecurityContext", "securityContext", "volume", "cache", "affinity"):
+                assert name in values
+            elif name not in values:
                 yield f"{path}.{name}"
-            elif name != "options":
+            else:
                 yield from missing(inner, values[name], f"{path}.{name}")
 
     assert [path for path in missing(SCHEMA, DEFAULTS, "") if path != ".global"] == []
@@ -112,11 +125,14 @@ def test_values_file_shows_everything_that_can_be_set() -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_options_are_those_that_the_service_has(service: str) -> None:
-    known = SCHEMA["properties"][service]["properties"]["options"]["properties"]
+    known = SCHEMA["$defs"][service]["properties"]["options"]["properties"]
     settings = {setting.name: setting for setting in settings_of(SERVICES[service])}
     assert set(known) == set(settings) - SET_BY_CHART
     for name, schema in known.items():
         kind = settings[name].kind
+        if kind == CacheTokens:
+            assert schema == {"anyOf": [{"type": "integer"}, {"const": AUTO}]}
+            continue
         kind = next((part for part in typing.get_args(kind) if part is not type(None)), kind)
         if issubclass(kind, Enum):
             assert schema["enum"] == [member.value for member in kind]
@@ -174,7 +190,6 @@ def test_bad_values_are_refused_by_place() -> None:
         ("cpu-demo", "tls.certManager.enabled=true", "tls.certManager: needs tls.enabled and issuer.name"),
         ("mtls", "tls.certManager.issuer.name=", "tls.certManager: needs tls.enabled and issuer.name"),
         ("multi-node-tp", "verifier.tensorParallel.size=15", "size has to be a multiple of nodes"),
-        ("multi-node-tp", "verifier.drainSeconds=30", "verifier.drainSeconds: has to be below 30"),
         ("drafter-autoscaling", "drafter.autoscaling.prometheusAddress=", "where is the Prometheus"),
         ("drafter-autoscaling", "drafter.enabled=false", "drafter.autoscaling: needs drafter.enabled"),
         ("drafter-autoscaling", "monitoring.enabled=false", "monitoring.serviceMonitor: need monitoring.enabled"),
@@ -198,4 +213,6 @@ def test_there_are_values_for_what_the_manual_names() -> None:
         "hpa-off",
         "prometheus-off",
         "llama-70b",
+        "two-targets",
+        "object-storage",
     }

@@ -303,6 +303,26 @@ def test_kept_path_moves_the_nodes_keys_and_values_and_nothing_else(subject: Sub
         assert torch.equal(tensor, expected)
 
 
+@pytest.mark.parametrize("num_published", [0, 16])
+@pytest.mark.parametrize("length", [16, 22, 31])
+def test_forked_sequence_goes_on_as_if_it_had_read_the_beginning_itself(
+    subject: Subject, num_published: int, length: int
+) -> None:
+    ids = random_ids(random.Random(8), 31)
+    sequence = subject.open([])
+    subject.read(Reading(sequence, ids, 1))
+    subject.model.cache.publish(sequence, ids[:num_published])
+    before = stored(subject, sequence)
+    fork = subject.model.fork(sequence, length)
+    subject.model.cache.check_integrity()
+    subject.texts[fork] = ids[:length]
+    subject.read(Reading(fork, [1, 2], 2), Reading(sequence, [3], 1))
+    for tensor, expected in zip(stored(subject, sequence), before, strict=True):
+        assert torch.equal(tensor[:31], expected)
+    subject.close(fork)
+    subject.read(Reading(sequence, [4], 1))
+
+
 def test_forward_pass_that_fails_anywhere_changes_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     llama = make("llama by transformers")
     ids = random_ids(random.Random(6), 50)

@@ -358,7 +358,11 @@ CASES = {
         check, [[delta(0), LOST], [FULL_FOR_A_WHILE], [delta(1), FINISH]], [0, 1], pauses=[0.0, 3.5]
     ),
     # Not begun
-    "one gateway": partial(check, [[LOST]], UnavailableError, num_requests=1, seconds=(0.0, 0.0)),
+    "one address": partial(check, [[LOST]], UnavailableError, num_requests=2, seconds=(0.0, 0.1)),
+    "one address, which led to a gateway that stopped": partial(
+        check, [[LOST], [delta(0), FINISH]], [0], num_resumed=0, num_requests=2, seconds=(0.0, 0.1)
+    ),
+    "one address, full": partial(check, [[FULL_FOR_A_WHILE]], NoRoomError, num_requests=1, seconds=(0.0, 0.0)),
     "several gateways, for a while": partial(
         check,
         [[LOST]],

@@ -56,6 +56,10 @@ def make_core(**config: Any) -> tuple[GatewayCore, CountingTokenizer]:
     return core, tokenizer
 
 
+def num_refused(core: GatewayCore, by: str) -> float | None:
+    return core.metrics.registry.get_sample_value("draftwire:requests_refused_total", {"by": by})
+
+
 async def generate(core: GatewayCore, request: gateway_pb2.GenerateRequest) -> None:
     servicer = GatewayServicer(core, None, Access(None))  # type: ignore[arg-type]
     await servicer.Generate(request, Context())  # type: ignore[arg-type]
@@ -129,6 +133,10 @@ async def test_completion_counts_for_its_caller_while_its_request_arrives_and_no
             pass  # a full gateway says what it serves
     with servicer.admit(GENERATE, SHOWN):
         pass
+    assert (num_refused(core, "caller"), num_refused(core, "gateway")) == (1.0, 1.0)
+    with pytest.raises(NoRoomError), servicer.admit(GENERATE, SHOWN):
+        raise NoRoomError("the request took too long to arrive")
+    assert num_refused(core, "gateway") == 2.0
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer bob"),), SHOWN * 2])
@@ -161,6 +169,7 @@ async def test_requests_that_wait_take_a_bounded_amount_together() -> None:
         assert len(waiting) - len(refused) == core.queue.num_waiting == 47, "three quarters of 64 MiB"
         for task in refused:
             assert isinstance(task.exception(), NoRoomError)
+        assert num_refused(core, "gateway") == len(refused) == 13
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)

@@ -26,6 +26,7 @@ from draftwire_gateway.http.json_parsing import MAX_OBJECTS, parse
 from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.http.routes import Completions
 from draftwire_gateway.http.streaming import GeneratingRoute
+from draftwire_gateway.metrics import GatewayMetrics
 
 BODY = json.dumps({"model": "m", "prompt": [1, 2, 3], "stream": True}).encode()
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -319,16 +320,19 @@ class Core:
     model_names = ("m",)
 
     def __init__(self, budget: BodyBudget) -> None:
-        self.metrics = SimpleNamespace(requests_refused=SimpleNamespace(labels=lambda _: self))
-        self.num_refused = 0
+        self.metrics = GatewayMetrics()
         self.is_full = False
         self.taken: list[int] = []
         self.bodies: list[Any] = []
         self._budget = budget
-        self.queue = SimpleNamespace(has_place=lambda num_choices: True)
+        self.has_place = True
+        self.queue = SimpleNamespace(has_place=lambda num_choices: self.has_place)
 
-    def inc(self) -> None:
-        self.num_refused += 1
+    def num_refused(self, by: str) -> float | None:
+        read, of_caller = self.metrics.registry.get_sample_value, {"by": by, "caller": Callers.name}
+        count = read("draftwire:requests_refused_total", {"by": by})
+        assert count == (read("draftwire:caller_requests_refused_total", of_caller) or 0.0)
+        return count
 
     def refuse_if_full(self, num_choices: int = 1) -> None:
         if self.is_full:
@@ -387,10 +391,10 @@ class Callers:
         pass
 
 
-def route_and_core(budget: BodyBudget) -> tuple[GeneratingRoute[Any], Core, Callers]:
+def route_and_core(budget: BodyBudget, waiting: BodyBudget | None = None) -> tuple[GeneratingRoute[Any], Core, Callers]:
     bodies, core, callers = Noting(2**20, budget), Core(budget), Callers()
     bodies.core = core
-    return GeneratingRoute(Completions(), core, list, callers, bodies, BodyBudget()), core, callers  # type: ignore[arg-type]
+    return GeneratingRoute(Completions(), core, list, callers, bodies, waiting or BodyBudget()), core, callers  # type: ignore[arg-type]
 
 
 async def ask(route: GeneratingRoute[Any], receive: Receive, token: bytes = b"Bearer good") -> None:
@@ -412,7 +416,7 @@ async def test_nothing_is_read_for_who_is_unknown_or_has_no_room() -> None:
     callers.error, core.is_full = None, True
     with pytest.raises(NoRoomError, match="full"):
         await ask(route, never)
-    assert core.num_refused == 0, "the core counts what it refuses itself"
+    assert (core.num_refused("caller"), core.num_refused("gateway")) == (1.0, 1.0)
 
 
 async def test_body_for_which_there_is_no_room_counts_as_refused() -> None:
@@ -422,7 +426,15 @@ async def test_body_for_which_there_is_no_room_counts_as_refused() -> None:
         other.take(190)
         with pytest.raises(NoRoomError):
             await ask(route, never)
-    assert core.num_refused == 1
+    assert (core.num_refused("caller"), core.num_refused("gateway")) == (0.0, 1.0)
+
+
+async def test_waiting_body_for_which_there_is_no_room_counts_as_refused() -> None:
+    route, core, _ = route_and_core(BodyBudget(), waiting=BodyBudget(len(BODY) - 1))
+    core.has_place = False
+    with pytest.raises(NoRoomError, match="bodies"):
+        await ask(route, pieces_of(BODY, 10))
+    assert (core.num_refused("gateway"), core.taken) == (1.0, [])
 
 
 async def test_body_is_held_and_counts_until_it_is_a_request_and_no_longer() -> None:

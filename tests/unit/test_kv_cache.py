@@ -150,6 +150,31 @@ class KvCacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        one = self.pick(data)
+        start = one.num_final
+        length = data.draw(st.integers(start, len(one.text)))
+        needed, unused = blocks_for(length) - start // BLOCK_SIZE, self.num_unused()
+        if needed > unused + len(self.idle):
+            with pytest.raises(NoRoomError):
+                self.cache.fork(one.sequence, length)
+            return
+        fork, sources, targets = self.cache.fork(one.sequence, length)
+        for _ in range(needed - unused):
+            key, _ = self.idle.popitem(last=False)
+            del self.users[key]
+        for key in one.holds:
+            if key is not None:
+                self.users[key] += 1
+        assert sources.shape == targets.shape == (length - start,)
+        moved = [self.written[source] for source in sources]
+        for target, entry in zip(targets, moved, strict=True):
+            assert target not in NULL_SLOTS
+            self.written[target] = entry
+        self.live.append(Expected(fork, one.salt, one.text[:length], list(one.holds)))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         one = self.pick(data)
         self.live.remove(one)

@@ -1,8 +1,10 @@
 """Any causal language model in a Hugging Face folder can be loaded and served exactly, or is refused."""
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from tiny_models import (
     tiny_shape,
 )
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BloomConfig,
@@ -40,7 +43,8 @@ from transformers import (
 from draftwire.errors import InvalidRequestError
 from draftwire.models import loading
 from draftwire.models.cached_model import CachedModel, Reading
-from draftwire.models.decoder import TransformersDecoder, decoder_of
+from draftwire.models.card import load_card
+from draftwire.models.decoder import decoder_of
 from draftwire.models.loading import LoadedModel, load_lean_model, load_model
 from draftwire.models.tokenizer import load_tokenizer, tokenizer_files
 
@@ -100,14 +104,14 @@ def test_layers_of_an_unknown_kind_are_refused_by_name(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save(tiny_network("qwen3", VOCAB_SIZE), tmp_path)
-    load = AutoModelForCausalLM.from_pretrained
+    make = AutoModelForCausalLM.from_config
 
-    def load_with_layer(*args: object, **kwargs: object) -> PreTrainedModel:
-        model = load(*args, **kwargs)
+    def make_with_layer(*args: object, **kwargs: object) -> PreTrainedModel:
+        model = make(*args, **kwargs)
         model.config.layer_types = ["full_attention", kind]
         return model
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load_with_layer)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", make_with_layer)
     with pytest.raises(InvalidRequestError, match=kind):
         load_model(path)
 
@@ -220,37 +224,137 @@ def test_tokenizer_file_with_a_path_in_its_name_is_refused() -> None:
         load_tokenizer({"../evil.json": b"{}"})
 
 
-def quantised(folder: Path, method: str) -> str:
-    """Writes a model whose configuration says that it is quantised."""
+QUANTISED: dict[str, tuple[dict[str, Any], str]] = {
+    "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq, 4 bits"),
+    "awq": ({"quantization_config": {"quant_method": "awq", "w_bit": 4, "bits": 4}}, "awq, 4 bits"),
+    "fp8": ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "fp8"),
+    "bitsandbytes": (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}},
+        "bitsandbytes, 4 bits",
+    ),
+    "mxfp4": ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+    "compressed-tensors": ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+    "unknown": ({"quantization_config": {"weights": "small"}}, "of an unknown method"),
+}
+"""Entries of configurations, and what is said of them."""
+
+
+def configured(folder: Path, **entries: Any) -> str:
+    """Writes a model whose configuration has some more entries, and whose weights cannot be read."""
     path = Path(save(tiny_network("llama", VOCAB_SIZE), folder))
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, "bits": 4}
-    (path / "config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(json.dumps(config | entries))
+    header = json.dumps({"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}).encode()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(36))
     return str(path)
 
 
-def test_quantised_model_that_this_machine_cannot_load_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="cannot be loaded on cpu: "):
-        load_model(quantised(tmp_path, "gptq"))
-
-
-def test_quantised_model_is_made_on_its_device_and_run_by_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("load", [load_model, load_lean_model])
+@pytest.mark.parametrize("case", QUANTISED)
+def test_quantised_model_is_refused_before_its_weights_are_read_and_told_which_engine_serves_it(
+    tmp_path: Path, case: str, load: Callable[[str], object]
 ) -> None:
-    load = AutoModelForCausalLM.from_pretrained
+    entries, method = QUANTISED[case]
+    with pytest.raises(InvalidRequestError) as refused:
+        load(configured(tmp_path, **entries))
+    assert str(refused.value) == (
+        f"{tmp_path} is quantised ({method}), and this engine reads dense float weights: `--engine vllm` of the "
+        "verifier serves quantised ones"
+    )
 
-    def load_quantised(path: str, **options: Any) -> PreTrainedModel:
-        assert options.pop("device_map") == {"": "cpu"}
-        asked_for = options["config"].quantization_config
-        del options["config"].quantization_config
-        model = load(path, **options)
-        model.config.quantization_config = asked_for
-        model.to = None  # as layers that must not be moved
-        return model
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load_quantised)
-    loaded = load_model(quantised(tmp_path, "gptq"))
-    assert isinstance(decoder_of(loaded.model), TransformersDecoder)
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"peft_type": "LORA", "base_model_name_or_path": "org/base"}, "is a LoRA adapter of org/base (adapter_config"),
+        ({"peft_type": "IA3"}, "is an adapter (adapter_config"),
+    ],
+)
+@pytest.mark.parametrize("is_beside_weights", [False, True])
+def test_adapter_is_refused_alone_and_beside_weights(
+    tmp_path: Path, entries: dict[str, str], said: str, is_beside_weights: bool
+) -> None:
+    """Beside weights, transformers would apply it or not, depending on whether peft is installed."""
+    if is_beside_weights:
+        save(tiny_network("llama", VOCAB_SIZE), tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(entries))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    for load in (load_model, load_lean_model, load_card):
+        with pytest.raises(InvalidRequestError, match=re.escape(said)) as refused:
+            load(str(tmp_path))
+        assert "merge_and_unload" in str(refused.value)
+
+
+# Mixtures of experts
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "head_dim": 4,
+}
+"""Of attention whose keys and values are compressed, of other sizes each."""
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 8},
+    "qwen3_moe": {"num_experts": 4, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 4},
+    "deepseek_v3": MLA
+    | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "afmoe": {"num_experts": 4, "num_local_experts": 4},
+    **{key: {"num_local_experts": 4} for key in ("phimoe", "granitemoe")},
+    "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    "deepseek_v2": MLA | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "minimax_m2": {"num_local_experts": 4},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2},
+}
+
+
+def mixture(kind: str, folder: Path, **entries: Any) -> str:
+    config = AutoConfig.for_model(kind, **(tiny_shape(VOCAB_SIZE, 64) | EXPERTS | entries))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return save(randomize(AutoModelForCausalLM.from_config(config, dtype=torch.float32)), folder)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixture_of_experts_is_served_exactly_rolled_back_and_among_others(kind: str, tmp_path: Path) -> None:
+    """Each token is routed by itself, so neither its neighbours in a step nor a cut block change its experts."""
+    path = mixture(kind, tmp_path, **MIXTURES[kind])
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model = CachedModel(decoder_of(load_model(path).model), 256)
+    other, ids = [(7 * place) % VOCAB_SIZE for place in range(50)], [3, 5, 7, 2, 8, 9, 4, 6, 2, 3]
+    sequence = model.cache.open(ids)
+    model.read([Reading(sequence, ids, 1)])
+    for length, more in ((7, [11, 10, 1]), (4, [2, 2, 5, 5, 9]), (9, [7])):
+        model.cache.truncate(sequence, length)
+        ids, beside = ids[:length] + more, model.cache.open()
+        logits = model.read([Reading(sequence, more, len(more)), Reading(beside, other, 3)])
+        model.cache.close(beside)
+        fresh = [reference(input_ids=torch.tensor([text])).logits[0] for text in (ids, other)]
+        assert (logits - torch.cat([fresh[0][-len(more) :], fresh[1][-3:]])).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "entries", "reason"),
+    [
+        ("gpt_oss", {"num_local_experts": 2, "head_dim": 8}, "attention sinks"),
+        ("qwen3_next", {"num_experts": 4}, "roll back"),
+        ("llama4_text", {"num_local_experts": 2, "head_dim": 8}, "chunked_attention"),
+    ],
+)
+def test_mixture_whose_attention_is_not_supported_is_refused_before_its_weights_are_read(
+    kind: str, entries: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = mixture(kind, tmp_path, **entries)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises(InvalidRequestError, match=reason):
+        load_model(path)
 
 
 @pytest.mark.parametrize("device", ["cuda:7", "gpu", "meta"])

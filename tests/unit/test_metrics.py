@@ -31,7 +31,7 @@ from draftwire_verifier.drafters import Drafters, Greeting
 from draftwire_verifier.gathering import Gathering
 from draftwire_verifier.idle import IdleWatch
 from draftwire_verifier.metrics import VerifierMetrics
-from tests.metric_families import IDLE
+from tests.metric_families import IDLE, OF_PROCESS, PROCESS_SERIES
 
 OF_MODEL = {"model_name": "big", "engine": "0"}
 BOUNDS = (0.5, 1.0, 2.0)
@@ -273,7 +273,21 @@ async def test_names_are_the_same_whatever_a_scraper_accepts(accepted: str) -> N
     assert answer.headers["Content-Type"] == PLAIN
     assert 'draftwire:requests_total{result="stop"}' in names
     assert names == samples_of(generate_latest(metrics.registry).decode())
-    assert all(name.startswith("draftwire:") for name in names)
+    assert all(name.startswith(("draftwire:", "process_")) for name in names)
+
+
+def test_process_is_measured_under_the_names_that_every_exporter_uses() -> None:
+    samples = [sample for family in ServiceMetrics().registry.collect() for sample in family.samples]
+    assert {sample.name for sample in samples if sample.name.startswith(OF_PROCESS)} == PROCESS_SERIES
+
+
+def test_tokens_are_counted_by_caller_only_where_that_is_asked_for() -> None:
+    for counts, expected in ((False, None), (True, 5.0)):
+        metrics = GatewayMetrics(counts_callers=counts)
+        metrics.count_prompts(5, "alice")
+        metrics.count_generated(5, "alice")
+        for kind in ("prompt", "generation"):
+            assert value(metrics, "caller_tokens_total", caller="alice", kind=kind) == expected
 
 
 async def test_metrics_of_this_machine_are_read_by_no_page_under_another_name() -> None:
@@ -338,10 +352,11 @@ async def test_who_asks_while_metrics_are_made_gets_the_next_ones_with_all_other
 async def test_names_are_the_same_on_the_gateways_own_port(accepted: str) -> None:
     core = GatewayCore(GatewayConfig(), SimpleNamespace())  # type: ignore[arg-type]
     app = make_app(core, list, Access(None), SimpleNamespace(refusal=""), pages={})
+    before = samples_of(generate_latest(core.metrics.registry).decode())
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1") as client:
         answer = await client.get("/metrics", headers={"accept": accepted})
     assert answer.headers["content-type"] == PLAIN
-    assert samples_of(answer.text) == samples_of(generate_latest(core.metrics.registry).decode())
+    assert samples_of(answer.text) == before
     assert 'draftwire:requests_total{result="stop"}' in samples_of(answer.text)
 
 

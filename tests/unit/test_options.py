@@ -173,6 +173,11 @@ def test_unknown_and_empty_variables_end_the_process(
         (GatewayConfig, {"tls_ca": CA, "verifier": "10.0.0.1:1", "tokens_file": Path("tokens.toml")}),
         (GatewayConfig, {"tls_cert": CERT, "tls_key": KEY, "tls_ca": CA, "tls_require_client_cert": True}),
         *((config, {"kv_cache_tokens": 16, "max_added_latency_ms": 0.5}) for config in (VerifierConfig, DrafterConfig)),
+        *(
+            (config, {"kv_cache_tokens": "auto", "gpu_memory_utilization": 0.4, "device": "cuda"})
+            for config in (VerifierConfig, DrafterConfig)
+        ),
+        (GatewayConfig, {"caller_metrics": True, "api_key": "12345678", "access_log": True}),
         (DrafterConfig, {"layer_parallel_size": 4, "layer_parallel_ranks": 2, "layer_parallel_timeout_s": 5.0}),
         (DrafterConfig, {"layer_groups": "0 1-3 4", "layer_parallel_ranks": 3, "bonus_calibration": False}),
         (DrafterConfig, {"device": "cuda:0", "max_draft_tokens": 1, "connect_timeout_s": 0.5, "drain_seconds": 0.0}),
@@ -229,6 +234,9 @@ def test_values_left_alone_give_the_default_configuration(config_class: type) ->
                 ("max_draft_tokens", 0),
                 ("kv_cache_tokens", 15),
                 ("kv_cache_tokens", -1),
+                ("kv_cache_tokens", "most"),
+                ("gpu_memory_utilization", 0.0),
+                ("gpu_memory_utilization", 0.5),
                 ("max_added_latency_ms", 0.0),
                 ("max_added_latency_ms", -1.0),
                 ("max_added_latency_ms", math.inf),
@@ -245,6 +253,7 @@ def test_values_left_alone_give_the_default_configuration(config_class: type) ->
         ),
         *((config, "otlp_endpoint", f"http://host:4317{path}") for config in SERVICES.values() for path in "/?#"),
         (GatewayConfig, "trace_sample_ratio", 0.5),
+        (GatewayConfig, "caller_metrics", True),
         (VerifierConfig, "tls_ca", Path("x")),
         (DrafterConfig, "tls_ca", Path("x")),
         (GatewayConfig, "tls_require_client_cert", True),

@@ -43,6 +43,7 @@ from draftwire.models.parallel.spread_decoder import HEAD, SpreadTransformersDec
 from draftwire.models.parallel.step_plan import (
     PLAN_SIZE,
     CopyPlan,
+    Fit,
     Heartbeat,
     ReadPlan,
     StepPlan,
@@ -217,6 +218,48 @@ def test_lower_precision_differs_by_rounding_alone(ranks: Ranks, folders: dict[s
 def test_other_models_are_spread_by_transformers(name: str, size: int, ranks: Ranks, folders: dict[str, str]) -> None:
     own = ranks.run(size, logits, folders[name])[0]
     assert compare(own, expected(folders[name]), 5e-4) > 0.0, "float32 rounding of logits of about 10"
+
+
+# Size of the cache
+
+
+def fitted(group: ProcessGroup, path: str, counts: list[int]) -> Any:
+    """Returns the blocks of each rank's cache, and on rank 0 its size and logits; a count of 0 is no room."""
+
+    def count(_model: CachedModel) -> int:
+        if not counts[group.rank]:
+            raise InvalidRequestError("no room")
+        return counts[group.rank]
+
+    decoder = load_parallel_target(ModelSource(path, "float32"), group).decoder
+    model = ParallelModel(decoder, 64, group=group, count=count)
+    if group.rank:
+        follow(model)
+        return model.cache.num_blocks
+    model.read([Reading(model.cache.open(), [1, 2], 1)])
+    num_tokens = model.fit(count)
+    logits = model.read([Reading(model.cache.open(), [1, 2, 3], 1)])
+    model.stop()
+    return model.cache.num_blocks, num_tokens, logits.clone()
+
+
+@pytest.mark.parametrize("counts", [[96, 48], [48, 96]])
+def test_all_ranks_take_what_fits_on_each(counts: list[int], ranks: Ranks, folders: dict[str, str]) -> None:
+    path = folders["llama with all biases"]
+    (num_blocks, num_tokens, logits), other = ranks.run(2, fitted, path, counts)
+    assert (num_blocks, num_tokens, other) == (3, 48, 3)
+    whole = CachedModel(decoder_of(load_model(path, "float32").model), 64)
+    assert (logits - whole.read([Reading(whole.cache.open(), [1, 2, 3], 1)])).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("counts", [[0, 48], [48, 0]])
+def test_rank_without_room_ends_the_group_and_says_so(counts: list[int], ranks: Ranks, folders: dict[str, str]) -> None:
+    workers = ranks.begin(fitted, [(folders["llama with all biases"], counts)] * 2)
+    without = counts.index(0)
+    with pytest.raises(InvalidRequestError, match="no room"):
+        workers[without].answer()
+    with pytest.raises(UnavailableError):
+        workers[1 - without].answer()
 
 
 # Loading
@@ -429,6 +472,7 @@ PLANS: list[StepPlan] = [
     CopyPlan(np.array([], dtype=np.int64), np.array([], dtype=np.int64)),
     Heartbeat(),
     Stop(),
+    Fit(),
 ]
 
 

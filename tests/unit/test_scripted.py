@@ -4,6 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from scipy.stats import binomtest
 from strategy_loading import load_drafter
 
 from draftwire.drafting.scripted_drafter import ScriptedDrafter
-from draftwire.drafting.strategy import Drafting, DraftRequest
+from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.engine.model_loading import load_target
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.local_loop import LocalRun, LoopRound, speculate
@@ -65,6 +66,8 @@ def test_script_is_read_from_a_models_name() -> None:
         ("draft_ms=nan", "draft_ms"),
         ("calibration_ms=inf", "calibration_ms"),
         ("read_us=-0.1", "read_us"),
+        ("draft_row_us=-1", "draft_row_us"),
+        ("recovered=1.5", "recovered"),
         ("acceptance=", "float"),
         ("acceptance=0.8/", "float"),
         ("acceptance=1.1", "acceptance"),
@@ -205,6 +208,35 @@ def test_step_of_the_drafter_takes_its_time_once_for_all_sessions() -> None:
     waited(step.calibration_s, 0.02 + 20 * 1e-3)
     waited(step.draft_s, 3 * 0.01)
     assert step.num_read == 20
+
+
+def test_further_blocks_of_a_step_take_their_own_time_where_the_script_says_so() -> None:
+    drafter = ScriptedDrafter(Script(draft_ms=10, draft_row_us=5000))
+    request = DraftRequest(2, SamplingParams(), KEY, 320)
+    draftings = [Drafting(drafter.open([1]), request) for _ in range(3)]
+    started = time.perf_counter()
+    drafter.step(draftings)
+    waited(time.perf_counter() - started, 2 * (0.01 + 2 * 0.005))
+
+
+def test_rejected_token_is_what_the_drafter_thinks_of_first_as_often_as_the_script_says() -> None:
+    script = Script(acceptance=(0.5,), recovered=0.25)
+    target = ScriptedTarget(script, 1000)
+    row = target.read([Reading(target.cache.open(), [1] * 3, 1)])[0].exp()
+    request = DraftRequest(1, SamplingParams(), KEY, 320, num_guesses=4)
+    drafter = ScriptedDrafter(script)
+    sequence = drafter.open([1] * 3)
+    (draft,) = drafter.step([Drafting(sequence, request)]).drafts
+    assert isinstance(draft, Draft)
+    assert float(row[draft.token_ids[0]]) == pytest.approx(0.5)
+    assert [float(row[token]) for token in draft.guesses[0]] == pytest.approx([0.125, *[0.0375] * 3])
+    fork = drafter.fork(sequence, 3, [ord("x")])
+    assert fork.num_unread == 1
+    (draft,) = drafter.step([Drafting(fork, replace(request, num_tokens=0))]).drafts
+    assert isinstance(draft, Draft)
+    assert (draft.token_ids, len(draft.guesses[0]), fork.num_unread) == ([], 4, 0)
+    row = target.read([Reading(target.cache.open(), [1] * 4, 1)])[0].exp()
+    assert float(row[draft.guesses[0][0]]) == pytest.approx(0.5), "what it expects comes first"
 
 
 def test_cut_block_of_the_script_ends_and_the_others_go_on() -> None:

@@ -10,12 +10,13 @@ import structlog
 import torch
 from torch import Tensor
 
+from draftwire.engine.cache_sizing import count_of, fitter_of, size_while_loading
 from draftwire.engine.ranks.rank_config import RankConfig
-from draftwire.errors import DraftwireError, GroupLostError, NoRoomError
-from draftwire.models.cached_model import Reading
+from draftwire.errors import DraftwireError, GroupLostError, InvalidRequestError, NoRoomError
+from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.card import ModelCard
 from draftwire.models.decoder import check_decoder
-from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.parallel.layer_groups import written
 from draftwire.models.parallel.layer_parallel_loading import load_layer_parallel
@@ -37,6 +38,8 @@ class LoadedRank:
     card: ModelCard
     model: ParallelModel
     group: ProcessGroup
+    count: Callable[[CachedModel], int] | None
+    """Says how many tokens the KV cache has room for on this rank; None if its size is set."""
 
 
 def join_group(config: RankConfig) -> ProcessGroup:
@@ -68,8 +71,27 @@ class GroupModel:
         self._service = service
         self.vocab_size = rank.model.vocab_size
         self.device = rank.model.device
-        self.cache = rank.model.cache
         self.spoke_at = -math.inf
+
+    @property
+    def cache(self) -> KvCache:
+        """The block manager of the KV cache, which is the same on all ranks."""
+        return self._model.cache
+
+    def fit(self, count: Callable[[CachedModel], int]) -> int:
+        """Gives the KV cache the size that fits on all ranks; see `CachedModel.fit`.
+
+        Raises:
+            InvalidRequestError: nothing fits on this rank.
+            GroupLostError: it does not on another one, or any other error.
+        """
+        try:
+            return self._model.fit(count)
+        except InvalidRequestError:
+            raise
+        except Exception as error:
+            reason = str(error) if isinstance(error, DraftwireError) else type(error).__name__
+            raise GroupLostError(f"the {self._service}'s group is lost: {reason}") from error
 
     @property
     def extends_exactly(self) -> bool:
@@ -130,13 +152,15 @@ def load_target_rank(config: RankConfig, on_progress: Progress | None = None) ->
         UnavailableError: another rank did not join in time, or was lost.
     """
     loading, group = config.loading, join_group(config)
+    fitter = fitter_of(config.engine, str(group.device), group.size)
     source = ModelSource(loading.model, loading.dtype, loading.revision)
     loaded = load_parallel_target(source, group, loading.decoder, on_progress)
     is_lean = isinstance(loaded.decoder, LeanDecoder)
     log.info("models.decoder_chosen", decoder="lean" if is_lean else "transformers", rank=group.rank)
     # Not static: graphs with collectives in them have not been tried on GPUs.
-    model = ParallelModel(loaded.decoder, config.cache_tokens, group=group)
-    return LoadedRank(loaded.card, model, group)
+    count = count_of(fitter, loaded.card)
+    model = ParallelModel(loaded.decoder, size_while_loading(config.engine), group=group, count=count)
+    return LoadedRank(loaded.card, model, group, count)
 
 
 def load_draft_rank(config: RankConfig) -> LoadedRank:
@@ -148,8 +172,10 @@ def load_draft_rank(config: RankConfig) -> LoadedRank:
     """
     loading, group = config.loading, join_group(config)
     layers, device = config.layers.parallelism, str(group.device)
+    fitter = fitter_of(config.engine, device, group.size)
     loaded = load_layer_parallel(loading.model, loading.dtype, device, loading.revision, layers, group)
     log.info("models.layers_grouped", groups=written(loaded.groups), rank=group.rank)
     # Not static: graphs with collectives in them have not been tried on GPUs.
-    model = ParallelModel(loaded.exact, config.cache_tokens, drafting=loaded.drafting, group=group)
-    return LoadedRank(loaded.card, model, group)
+    count, num_tokens = count_of(fitter, loaded.card), size_while_loading(config.engine)
+    model = ParallelModel(loaded.exact, num_tokens, drafting=loaded.drafting, group=group, count=count)
+    return LoadedRank(loaded.card, model, group, count)

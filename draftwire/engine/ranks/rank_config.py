@@ -36,8 +36,8 @@ class RankConfig:
     """"verifier" or "drafter"."""
     place: Place
     loading: ModelSettings
-    cache_tokens: int
-    """Capacity of the KV cache, tokens."""
+    engine: EngineSettings
+    """Of which a rank needs the size of the KV cache and, to find it, that of the largest step."""
     timeout_s: float
     """How long ranks wait for each other, seconds."""
     log_format: str
@@ -51,7 +51,7 @@ class RankConfig:
             config.wanted_group.service,
             place,
             config.loading,
-            config.engine.kv_cache_tokens,
+            config.engine,
             config.wanted_group.timeout_s,
             config.server.log_format,
             config.wanted_group.layers,
@@ -62,7 +62,8 @@ class RankConfig:
         """Parses the format of `text`."""
         values = json.loads(text)
         place, loading = Place(**values.pop("place")), ModelSettings(**values.pop("loading"))
-        return cls(place=place, loading=loading, layers=LayerParallelSettings(**values.pop("layers")), **values)
+        engine, layers = EngineSettings(**values.pop("engine")), LayerParallelSettings(**values.pop("layers"))
+        return cls(place=place, loading=loading, engine=engine, layers=layers, **values)
 
     @property
     def text(self) -> str:

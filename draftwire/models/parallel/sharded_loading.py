@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 from transformers.utils.logging import disable_progress_bar
@@ -27,7 +27,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.models.card import ModelCard, context_length_of, path_of, stop_token_ids_of
 from draftwire.models.decoder import Decoder, check_decoder
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
-from draftwire.models.loading import FINGERPRINT_ENTRIES, check_layers, dtype_on_cpu
+from draftwire.models.loading import FINGERPRINT_ENTRIES, dtype_on_cpu, on_meta
 from draftwire.models.parallel.process_group import ProcessGroup
 from draftwire.models.parallel.spread_decoder import (
     BY_INNER,
@@ -40,6 +40,7 @@ from draftwire.models.parallel.spread_decoder import (
     why_not_spread,
 )
 from draftwire.models.parallel.tensor_parallel import check_divides
+from draftwire.models.unsupported import check_layers, refuse_quantised
 
 LOADING_SECONDS = 3600.0
 """Timeout of waiting for the slowest rank to load."""
@@ -215,10 +216,12 @@ def load_parallel_target(
         raise
 
 
-def _dtype_of(source: ModelSource, config: Any, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+def _dtype_of(
+    source: ModelSource, config: Any, whole: Any, checkpoint: Checkpoint, device: torch.device
+) -> torch.dtype:
     """Returns the dtype of the weights, chosen as by `load_model`."""
     if source.dtype == "auto" and device.type == "cpu":
-        return dtype_on_cpu(config)
+        return dtype_on_cpu(whole)
     named = getattr(config, "dtype", None) if source.dtype == "auto" else getattr(torch, source.dtype)
     found = named or checkpoint.dtype()
     if not isinstance(found, torch.dtype):
@@ -230,9 +233,8 @@ def _load(source: ModelSource, group: ProcessGroup, decoder: str, on_progress: P
     check_decoder(decoder)
     disable_progress_bar()  # would write into the log
     config = AutoConfig.from_pretrained(source.name, revision=source.revision)
-    if getattr(config, "quantization_config", None):
-        raise InvalidRequestError(f"{source.name} is quantised; such models are not spread over processes")
-    whole = _on_meta(config)
+    refuse_quantised(source.name, config)
+    whole: Any = on_meta(config)
     check_layers(source.name, whole)
     reason = why_not_lean(whole)
     if decoder == "lean" and reason:
@@ -243,18 +245,12 @@ def _load(source: ModelSource, group: ProcessGroup, decoder: str, on_progress: P
         raise InvalidRequestError(f"{source.name} cannot be spread over processes: {obstacle}")
     check_divides(config, group.size)
     with Checkpoint.find(source.name, source.revision) as checkpoint:
-        whole.to(_dtype_of(source, config, checkpoint, group.device))
+        whole.to(_dtype_of(source, config, whole, checkpoint, group.device))
         card = _card(source, whole, checkpoint, group.rank)
         part = _part_of(whole, checkpoint, group, on_progress)
     if is_lean:
         return LoadedShard(LeanDecoder(part, consumes=True, group=group), card)
     return LoadedShard(SpreadTransformersDecoder(part, group, card.description.vocab_size), card)
-
-
-def _on_meta(config: Any) -> Any:
-    """Returns a model on the meta device: shapes without weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config).eval()
 
 
 def _part_of(whole: Any, checkpoint: Checkpoint, group: ProcessGroup, on_progress: Progress) -> PreTrainedModel:
@@ -271,7 +267,7 @@ def _part_of(whole: Any, checkpoint: Checkpoint, group: ProcessGroup, on_progres
     config.intermediate_size //= group.size
     config.tie_word_embeddings = False
     config.dtype = whole.dtype
-    part: Any = _on_meta(config)
+    part: Any = on_meta(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
     parts = {name: Part.of(name, shape, whole.config, group) for name, shape in shapes.items()}
     part.lm_head = torch.nn.Linear(config.hidden_size, parts[HEAD].size, bias=False, device="meta")

@@ -35,6 +35,7 @@ class PlanKind(IntEnum):
     COPY = 3
     HEARTBEAT = 4
     STOP = 5
+    FIT = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,12 @@ class Stop:
     """Ends the sequence of plans."""
 
 
-StepPlan = ReadPlan | CopyPlan | Heartbeat | Stop
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Gives the KV cache the size that fits on all ranks."""
+
+
+StepPlan = ReadPlan | CopyPlan | Heartbeat | Stop | Fit
 
 
 class PlanChannel:
@@ -131,6 +137,8 @@ def encode(plan: StepPlan) -> Numbers:
             return _numbers(PlanKind.HEARTBEAT, (0, 0, 0))
         case Stop():
             return _numbers(PlanKind.STOP, (0, 0, 0))
+        case Fit():
+            return _numbers(PlanKind.FIT, (0, 0, 0))
 
 
 def decode(numbers: Numbers) -> StepPlan:
@@ -154,6 +162,8 @@ def decode(numbers: Numbers) -> StepPlan:
             return Heartbeat()
         case PlanKind.STOP:
             return Stop()
+        case PlanKind.FIT:
+            return Fit()
 
 
 def _numbers(kind: PlanKind, counts: tuple[int, int, int], *body: Sequence[int] | Numbers) -> Numbers:

@@ -6,13 +6,14 @@ run the same step on their shards of the weights and of the cache.
 Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3: two all-reduces per layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel, IdRows
@@ -20,7 +21,16 @@ from draftwire.models.decoder import Decoder
 from draftwire.models.packing import Segment
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.parallel.process_group import ProcessGroup
-from draftwire.models.parallel.step_plan import CopyPlan, Heartbeat, PlanChannel, ReadPlan, StepPlan, Stop, host_ids
+from draftwire.models.parallel.step_plan import (
+    CopyPlan,
+    Fit,
+    Heartbeat,
+    PlanChannel,
+    ReadPlan,
+    StepPlan,
+    Stop,
+    host_ids,
+)
 
 
 def check_divides(config: Any, size: int) -> None:
@@ -66,6 +76,7 @@ class ParallelModel(CachedModel):
         drafting: LayerParallelDecoder | None = None,
         *,
         group: ProcessGroup,
+        count: Callable[[CachedModel], int] | None = None,
     ) -> None:
         """Starts with an empty cache, of the same size on all ranks.
 
@@ -75,9 +86,11 @@ class ParallelModel(CachedModel):
             is_static: as for `CachedModel`.
             drafting: as for `CachedModel`, this rank's shard.
             group: the process group of the decoders.
+            count: as for `fit`, on this rank; None if the size of the cache is not to be found.
         """
         super().__init__(decoder, cache_tokens, is_static, drafting)
         self.group = group
+        self._count = count
         self._plans = PlanChannel(group)
 
     def heartbeat(self) -> None:
@@ -96,6 +109,22 @@ class ParallelModel(CachedModel):
             UnavailableError: as `heartbeat`.
         """
         self._plans.announce(Stop())
+
+    @override
+    def fit(self, count: Callable[[CachedModel], int]) -> int:
+        """Gives the KV cache the size that fits on all ranks, the smallest that any of them counts."""
+        self._plans.announce(Fit())
+        return self._fit_together(count)
+
+    def _fit_together(self, count: Callable[[CachedModel], int]) -> int:
+        try:
+            own = torch.tensor([count(self)], dtype=torch.int64)
+            num_tokens = int(self.group.all_gather(own).min())
+            self.resize(num_tokens)
+            return num_tokens
+        except BaseException as error:
+            self.group.break_off(f"the KV cache was not sized: {type(error).__name__}")
+            raise
 
     def _run(self, segments: list[Segment], token_ids: IdRows, kept: Sequence[int], fuzzily: bool) -> Tensor:
         self._plans.announce(ReadPlan(segments, host_ids(token_ids), kept, fuzzily))
@@ -125,6 +154,9 @@ class ParallelModel(CachedModel):
                 super()._copy(sources, targets)
             case Heartbeat():
                 self.group.meet()
+            case Fit():
+                assert self._count is not None, "ranks have the same settings"
+                self._fit_together(self._count)
             case Stop():
                 return False
             case _:

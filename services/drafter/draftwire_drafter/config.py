@@ -65,6 +65,7 @@ class DrafterConfig:
     tracing: TracingSettings = field(default_factory=TracingSettings)
 
     def __post_init__(self) -> None:
+        self.engine.check_device(self.loading.device)
         self.tls.check_listening(self.server.host)
         self.tls.check_dialling(
             self.server.host

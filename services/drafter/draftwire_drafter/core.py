@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -22,9 +22,16 @@ from draftwire.errors import (
     ProtocolViolationError,
     UnavailableError,
 )
-from draftwire.method.rounds import BlockSent, Calibration, DraftBlock, DraftSessionSpec, SendDrafted
+from draftwire.method.rounds import (
+    BlockSent,
+    Calibration,
+    DraftBlock,
+    DraftSessionSpec,
+    RoundOutcome,
+    SendDrafted,
+)
 from draftwire.models.card import ModelCard
-from draftwire.models.description import FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS
+from draftwire.models.description import DRAFT_AHEAD, FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS
 from draftwire.requests.automaton import Automaton
 from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.engine import DraftEngine
@@ -68,6 +75,7 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
     config: DrafterConfig
     metrics: DrafterMetrics
     _scheduler: Scheduler
+    _engine: DraftEngine
 
     def __init__(
         self, config: DrafterConfig, connect: Connect, place: Place | None = None, followers: Followers | None = None
@@ -87,18 +95,25 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         self._opening: dict[SessionKey, asyncio.Future[None]] = {}
 
     def _load_engine(self) -> tuple[ModelCard, DraftEngine]:
-        loaded = load_strategy(self.config.drafts.strategy, ConfiguredContext(self.config, self.group))
-        capabilities = frozenset({FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS})
-        description = replace(loaded.card.description, capabilities=capabilities)
-        return replace(loaded.card, description=description), DraftEngine(loaded.strategy)
+        context = ConfiguredContext(self.config, self.group)
+        loaded = load_strategy(self.config.drafts.strategy, context)
+        self.kv_cache_tokens = context.kv_cache_tokens
+        engine = DraftEngine(loaded.strategy)
+        capabilities = {FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS}
+        if engine.drafts_ahead:
+            capabilities.add(DRAFT_AHEAD)
+        description = replace(loaded.card.description, capabilities=frozenset(capabilities))
+        return replace(loaded.card, description=description), engine
 
     def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> Scheduler:
-        return Scheduler(
+        scheduler = Scheduler(
             context_length=self.description.context_length,
             max_draft_tokens=self.config.engine.max_draft_tokens,
             room=room,
             pacer=pacer,
         )
+        self._engine.has_requests = lambda: scheduler.has_requests
+        return scheduler
 
     async def open_session(self, spec: DraftSessionSpec, lease_id: int) -> int:
         """Opens a session and returns when its prefill is done and the link to its verifier is open.
@@ -152,6 +167,7 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
     def close_session(self, session_id: int, epoch: int) -> None:
         """Closes a session, if it is open, and frees its KV cache. If it is still opening, that call fails."""
         super().close_session(session_id, epoch)
+        self._move_branches()
         self._end_opening((session_id, epoch), ProtocolViolationError("session was closed while it opened"))
 
     def calibrate(self, calibration: Calibration) -> None:
@@ -160,7 +176,28 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
             self._scheduler.calibrate(calibration)
         except DraftwireError as error:
             self._fail((calibration.fence.session_id, calibration.fence.epoch), error)
+        self._move_branches()
         self._work.set()
+
+    def learn(self, address: str, outcomes: Iterable[RoundOutcome]) -> None:
+        """Takes note of how rounds ended, of sessions of the verifier at an address, which tells it."""
+        for outcome in outcomes:
+            session = self._scheduler.sessions.get((outcome.fence.session_id, outcome.fence.epoch))
+            if session is None or session.spec.verifier_address == address:
+                self._scheduler.learn(outcome)
+        self._move_branches()
+        self._work.set()
+
+    def _move_branches(self) -> None:
+        """Has the engine take over, or free, the sequences of branches that have come true, or cannot any more."""
+        scheduler = self._scheduler
+        adopted, scheduler.adopted = scheduler.adopted, []
+        left, scheduler.left = scheduler.left, []
+        for branch in adopted:
+            self._torch.post(self._engine.adopt, (branch.fence.session_id, branch.fence.epoch), branch)
+        for branch in left:
+            self._torch.post(self._engine.leave, branch)
+        self.metrics.count_branches(scheduler.branch_outcomes)
 
     def send_drafted(self, command: SendDrafted) -> None:
         """Ends the block that is being drafted and sends it as far as it is drawn, with a reply to the gateway."""
@@ -171,6 +208,7 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         self.metrics.count_step(len(step.items), result.calibration_s + result.draft_s)
         self.metrics.time(result, step.reads_prompts)
         all_completed = self._scheduler.complete(step, result)
+        self._move_branches()
         for completed in all_completed:
             if completed.is_opened:
                 self._end_opening(completed.session.key)
@@ -199,9 +237,10 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         self._leases.send(session.lease_id, BlockSent(*session.key, number, attempt))
 
     def _fail(self, key: SessionKey, error: Exception) -> None:
-        if key in self._scheduler.sessions:
+        session = self._scheduler.sessions.get(key)
+        if session is not None:
             reason = str(error) if isinstance(error, DraftwireError) else type(error).__name__
-            log.warning("drafter.session_failed", session_id=key[0], reason=reason)
+            log.warning("drafter.session_failed", session_id=key[0], request_id=session.request_id, reason=reason)
             self._end_opening(key, error)
         super()._fail(key, error)
 

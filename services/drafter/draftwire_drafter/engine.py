@@ -1,16 +1,29 @@
 """The engine of the drafter: runs the drafting strategy, on the torch thread."""
 
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
-from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest, DraftSequence
+from draftwire.drafting.strategy import (
+    Draft,
+    Drafting,
+    DraftingStrategy,
+    DraftRequest,
+    DraftSequence,
+    ForkingStrategy,
+    never,
+)
 from draftwire.engine.leases import SessionKey
+from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.engine.step_engine import StepEngine
-from draftwire.errors import DraftwireError
+from draftwire.errors import DraftwireError, NoRoomError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import DraftBlock, DraftTimings
 from draftwire.requests.parameters import SamplingParams
-from draftwire_drafter.scheduler import DraftOutcome, Step, StepItem, StepResult
+from draftwire_drafter.ahead import GUESSES, Branch
+from draftwire_drafter.scheduler import AheadItem, AheadOutcome, DraftOutcome, DraftSession, Step, StepItem, StepResult
 
 
 class DraftEngine(StepEngine[Step, StepResult]):
@@ -19,7 +32,16 @@ class DraftEngine(StepEngine[Step, StepResult]):
     def __init__(self, strategy: DraftingStrategy) -> None:
         """Starts without sessions; `strategy` is loaded."""
         self.strategy = strategy
+        self._forking = strategy if isinstance(strategy, ForkingStrategy) and strategy.can_fork else None
         self._sequences: dict[SessionKey, DraftSequence] = {}
+        self._branches: dict[Branch, DraftSequence] = {}
+        self.has_requests: Callable[[], bool] = never
+        """Whether something that was requested waits: then what nobody asked for ends."""
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether it can draft for several texts that a session may have next."""
+        return self._forking is not None
 
     def _time_prompt(self, num_tokens: int) -> tuple[int, float]:
         request = DraftRequest(2, SamplingParams(), DrawKey(bytes(KEY_BYTES), 0, 0), vocab_size=2**31)
@@ -28,8 +50,26 @@ class DraftEngine(StepEngine[Step, StepResult]):
         sequence.close()
         return done.num_read, done.calibration_s
 
+    def run_largest(self, num_sessions: int, num_draft_tokens: int) -> None:
+        """Runs a step as large as any: a block for every session, beside a prompt.
+
+        Args:
+            num_sessions: most sessions.
+            num_draft_tokens: of each block.
+        """
+        key, context_length = DrawKey(bytes(KEY_BYTES), 0, 0), self.strategy.context_length
+        sampling = SamplingParams(temperature=1.0, top_p=0.95)
+        request = DraftRequest(min(num_draft_tokens, context_length - 1), sampling, key, vocab_size=2**31)
+        draftings = [Drafting(self.strategy.open([0]), request) for _ in range(num_sessions)]
+        draftings.append(Drafting(self.strategy.open([0] * min(LARGEST_CHUNK, context_length)), None, LARGEST_CHUNK))
+        self.strategy.step(draftings)
+        for drafting in draftings:
+            drafting.sequence.close()
+
     def step(self, step: Step) -> StepResult:
-        """Runs a step: prefill, calibration to the committed tokens, drafting of blocks."""
+        """Runs a step: prefill, calibration to the committed tokens, drafting of blocks; or drafting ahead."""
+        if step.ahead:
+            return self._draft_ahead(step.ahead)
         started = time.perf_counter()
         draftings = [self._drafting(item) for item in step.items]
         prepared_s = time.perf_counter() - started
@@ -43,7 +83,61 @@ class DraftEngine(StepEngine[Step, StepResult]):
             calibration_s=done.calibration_s,
             draft_s=done.draft_s,
             num_passes=done.num_passes,
+            guesses={index: draft.guesses for index, draft in enumerate(done.drafts) if isinstance(draft, Draft)},
         )
+
+    def _draft_ahead(self, items: Sequence[AheadItem]) -> StepResult:
+        """Drafts for texts that sessions may have next. A branch for which there is no room is left out."""
+        draftings = {index: self._drafting_ahead(item) for index, item in enumerate(items)}
+        possible = {index: drafting for index, drafting in draftings.items() if drafting is not None}
+        done = self.strategy.step(list(possible.values()))
+        timings = DraftTimings(int(done.calibration_s * 1e6), int(done.draft_s * 1e6))
+        outcomes: list[AheadOutcome] = [NoRoomError("the KV cache is full")] * len(items)
+        for index, draft in zip(possible, done.drafts, strict=True):
+            is_short = isinstance(draft, Draft) and len(draft.token_ids) < items[index].num_wanted
+            outcomes[index] = None if is_short else draft
+        seconds = (done.calibration_s, done.draft_s)
+        return StepResult([], [], [], done.num_read, *seconds, done.num_passes, ahead=outcomes, timings=timings)
+
+    def _drafting_ahead(self, item: AheadItem) -> Drafting | None:
+        session, branch, parent = item.session, item.branch, item.parent
+        if parent is None:
+            sequence = self._sequence_of(branch, session)
+            sequence.calibrate(branch.fence.prefix_len, branch.block or [])
+            return Drafting(sequence, self._request(session, branch.fence.round, 0))
+        assert self._forking is not None, "drafters that cannot fork are not asked to draft ahead"
+        base_len = parent.fence.prefix_len + branch.num_kept
+        try:
+            fork = self._forking.fork(self._sequence_of(parent, session), base_len, branch.added[branch.num_kept :])
+        except NoRoomError:
+            return None
+        self._branches[branch] = fork
+        request = self._request(session, branch.fence.round, branch.num_draft_tokens)
+        return Drafting(fork, replace(request, is_cut=partial(self._is_cut, session, branch)))
+
+    def _is_cut(self, session: DraftSession, branch: Branch) -> bool:
+        """Whether the block of a branch ends: it is not wanted any more, or others are; see `Branch.calibration`."""
+        if branch.calibration is not None:
+            return session.cut_at == (branch.fence.round, branch.calibration.attempt)
+        return branch.is_left or self.has_requests()
+
+    def _sequence_of(self, branch: Branch, session: DraftSession) -> DraftSequence:
+        return self._branches.get(branch) or self._sequences[session.key]
+
+    def adopt(self, key: SessionKey, branch: Branch) -> None:
+        """Makes the sequence of a branch its session's."""
+        sequence = self._branches.pop(branch)
+        if key in self._sequences:
+            self._sequences.pop(key).close()
+            self._sequences[key] = sequence
+        else:  # the session was closed meanwhile
+            sequence.close()
+
+    def leave(self, branch: Branch) -> None:
+        """Frees the sequence of a branch, if it has one."""
+        sequence = self._branches.pop(branch, None)
+        if sequence is not None:
+            sequence.close()
 
     def forget(self, key: SessionKey) -> None:
         """Frees a session's sequence."""
@@ -63,21 +157,26 @@ class DraftEngine(StepEngine[Step, StepResult]):
             sequence.calibrate(item.base_len, item.token_ids)
         if calibration is None:
             return Drafting(sequence, None, item.max_read)
-        spec = session.spec
-        key = DrawKey(spec.drafting_key, parameters.choice, calibration.fence.round, calibration.attempt)
-        request = DraftRequest(
-            calibration.num_draft_tokens,
+        asked = calibration.fence.round, calibration.attempt
+        request = self._request(session, calibration.fence.round, calibration.num_draft_tokens, calibration.attempt)
+        request = replace(request, num_guesses=session.num_guesses, is_cut=lambda: session.cut_at == asked)
+        return Drafting(sequence, request, item.max_read)
+
+    def _request(self, session: DraftSession, number: int, num_tokens: int, attempt: int = 0) -> DraftRequest:
+        """Returns the request for a block of a round, with guesses, which nothing cuts."""
+        spec, parameters = session.spec, session.spec.parameters
+        return DraftRequest(
+            num_tokens,
             parameters.sampling,
-            key,
+            DrawKey(spec.drafting_key, parameters.choice, number, attempt),
             spec.target_vocab_size,
             is_coupled=parameters.rule.is_coupled,
             needs_probs=parameters.rule.needs_draft_probs,
             prompt_len=parameters.prompt_len,
             stop_token_ids=parameters.stop_token_ids,
             automaton=session.automaton,
-            is_cut=lambda: session.cut_at == (calibration.fence.round, calibration.attempt),
+            num_guesses=GUESSES,
         )
-        return Drafting(sequence, request, item.max_read)
 
 
 def _outcome(item: StepItem, draft: Draft | DraftwireError | None, timings: DraftTimings) -> DraftOutcome:

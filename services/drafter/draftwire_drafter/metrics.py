@@ -1,5 +1,7 @@
 """Prometheus metrics of a drafter."""
 
+from collections import Counter
+
 from draftwire.engine.engine_metrics import EngineMetrics
 from draftwire_drafter.scheduler import StepResult
 
@@ -14,6 +16,11 @@ class DrafterMetrics(EngineMetrics):
         self.draft_bytes = self.counter(
             "draft_bytes_sent", "Bytes of the messages with draft blocks, heads of HTTP/2 frames included."
         )
+        self.branches = self.counter(
+            "branches",
+            'Texts that were drafted for ahead: "hit" came true, "missed" did not, "abandoned" had no time or no room.',
+            ("outcome",),
+        )
         self.calibration_s = self.tally(
             "calibration_seconds",
             "Reading what was committed since the last block, for all sessions of a step; exact unless bonus "
@@ -24,6 +31,12 @@ class DrafterMetrics(EngineMetrics):
             "What drafting took in a step, over its forward passes for drafted tokens: with each, the drawing of a "
             "token, and once the first draw and the encoding of blocks. On a GPU also what is left of calibration.",
         )
+
+    def count_branches(self, outcomes: Counter[str]) -> None:
+        """Counts branches by what became of them, and empties the counter."""
+        for outcome, count in outcomes.items():
+            self.branches.labels(outcome).inc(count)
+        outcomes.clear()
 
     def time(self, result: StepResult, reads_prompts: bool) -> None:
         """Observes the durations of calibration and drafting in a step."""

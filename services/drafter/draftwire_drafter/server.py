@@ -3,6 +3,7 @@
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 import grpc
 from typing_extensions import override
@@ -22,14 +23,14 @@ from draftwire.runtime.model_service import ModelServicer
 from draftwire.runtime.outbox import exchange
 from draftwire.runtime.service import Service
 from draftwire.runtime.time_limits import Watchdog
-from draftwire.runtime.tls import Dialler, server_credentials, watch_tls
+from draftwire.runtime.tls import Dialler, expiries_of, server_credentials, watch_tls
 from draftwire.runtime.tracing_setup import open_tracer
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, session_pb2
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
 from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.core import BlockLink, DrafterCore
 from draftwire_drafter.spans import DrafterSpans
-from draftwire_drafter.wire import GrpcBlockLink, Introduction, check_block_fits
+from draftwire_drafter.wire import GrpcBlockLink, Introduction, LinkEvents, check_block_fits
 
 
 class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
@@ -114,15 +115,14 @@ def make_service(config: DrafterConfig, place: Place | None = None, followers: F
 
     async def connect(address: str, card: ModelCard, on_lost: Callable[[], None]) -> BlockLink:
         introduction = Introduction(card, core.instance_id, identities.get(address))
-        count_bytes = core.metrics.draft_bytes.inc
-        link = await GrpcBlockLink.connect(
-            address, introduction, dialler, config.connect_timeout_s, on_lost, count_bytes
-        )
+        events = LinkEvents(on_lost, core.metrics.draft_bytes.inc, partial(core.learn, address))
+        link = await GrpcBlockLink.connect(address, introduction, dialler, config.connect_timeout_s, events)
         if link.identity is not None:
             identities[address] = link.identity
         return link
 
     core = DrafterCore(config, connect, place, followers)
+    core.metrics.watch_certificates(partial(expiries_of, tls))
     tracer = open_tracer(config.tracing, "drafter", f"{core.instance_id:016x}")
     core.spans = DrafterSpans(tracer) if tracer is not None else None
 

@@ -1,18 +1,21 @@
 """Settings and model loading for a drafting strategy. Torch is imported where weights are loaded, and not before."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from draftwire.drafting.model_free.names import RETRIEVAL, SUFFIX
 from draftwire.drafting.model_free.registry import TextDrafters
-from draftwire.engine.model_settings import limited, refuse_settings_of_weights
+from draftwire.engine.model_settings import limited, refuse_settings_of_weights, size_without_memory
 from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.method.quantization import Quantization
 from draftwire.models.card import ModelCard, load_card
+from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.script import Script, is_scripted
 from draftwire.runtime.settings import require
 from draftwire_drafter.config import DrafterConfig
+from draftwire_drafter.engine import DraftEngine
 
 if TYPE_CHECKING:
     from draftwire.models.cached_model import DraftModel
@@ -25,6 +28,13 @@ class ConfiguredContext:
         """Takes the drafter's settings and the ranks that share its model."""
         self._config = config
         self._group = group
+        self._num_tokens: int | None = None
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Size of the KV cache, tokens. The strategy has been loaded."""
+        assert self._num_tokens is not None, "every strategy limits its card"
+        return self._num_tokens
 
     @property
     def model(self) -> str:
@@ -43,7 +53,9 @@ class ConfiguredContext:
 
     def limited(self, card: ModelCard) -> ModelCard:
         """Returns the card with the context length limited to the capacity of the KV cache."""
-        return limited(card, self._config.engine)
+        if self._num_tokens is None:
+            self._num_tokens = size_without_memory(self._config.engine, card.description.context_length)
+        return limited(card, self._num_tokens)
 
     def load_card(self) -> ModelCard:
         """Loads tokenizer and configuration, without weights."""
@@ -57,13 +69,29 @@ class ConfiguredContext:
         if place.size == 1:
             from draftwire.engine.model_loading import load_draft_model
 
-            return load_draft_model(config.loading, config.engine, config.layers)
+            loaded = load_draft_model(config.loading, config.engine, config.layers)
+            self._size_cache(loaded.card, loaded.model, loaded.fit)
+            return loaded.card, loaded.model
         from draftwire.engine.ranks.group_model import GroupModel, load_draft_rank
 
         rank = load_draft_rank(RankConfig.of(config, place))
         model = GroupModel(rank, "drafter")
         self._group.take(model)
+        self._size_cache(rank.card, model, None if rank.count is None else partial(model.fit, rank.count))
         return rank.card, model
+
+    def _size_cache(self, card: ModelCard, model: "DraftModel", fit: Callable[[], int] | None) -> None:
+        """Finds the size of the KV cache, if that is not set."""
+        if fit is None:
+            return
+        from draftwire.drafting.language_model import LanguageModelDrafter
+        from draftwire.engine.cache_sizing import run_largest
+
+        engine = self._config.engine
+        context_length = min(card.description.context_length, model.cache.num_blocks * BLOCK_SIZE)
+        trial = DraftEngine(LanguageModelDrafter(model, context_length, 0, self.quantization, self.calibrates))
+        run_largest(partial(trial.run_largest, engine.max_sessions, engine.max_draft_tokens), engine)
+        self._num_tokens = fit()
 
     def require_no_weights(self, what: str) -> None:
         """Refuses settings that have no effect without weights; `what` names the kind of model."""

@@ -10,13 +10,14 @@ import grpc
 import structlog
 
 from draftwire.errors import DraftwireError, ProtocolViolationError, UnavailableError
-from draftwire.method.rounds import DraftBlock, DrafterIdentity
+from draftwire.method.rounds import DraftBlock, DrafterIdentity, RoundOutcome
 from draftwire.models.card import ModelCard
 from draftwire.models.description import vocabulary_mismatch
 from draftwire.runtime import messages
 from draftwire.runtime.channels import FRAME_BYTES, require_room
 from draftwire.runtime.outbox import Outbox
 from draftwire.runtime.peers import ModelPeer
+from draftwire.runtime.served_request import context_of_no_request
 from draftwire.runtime.status import error_of
 from draftwire.runtime.tls import Dialler
 from draftwire.v1 import verifier_pb2
@@ -37,6 +38,18 @@ class Introduction:
     """What the verifier knows the drafter by since an earlier connection."""
 
 
+@dataclass(frozen=True, slots=True)
+class LinkEvents:
+    """What is called when something happens to a link, on the event loop."""
+
+    on_lost: Callable[[], None]
+    """Once, when the stream ends after the welcome, for any reason."""
+    on_sent: Callable[[int], None]
+    """With the size of each message with blocks, bytes."""
+    on_outcomes: Callable[[list[RoundOutcome]], None]
+    """With what the verifier tells of rounds."""
+
+
 class GrpcBlockLink:
     """One long-lived stream to one verifier, for the blocks of all sessions."""
 
@@ -45,12 +58,11 @@ class GrpcBlockLink:
         address: str,
         channel: grpc.aio.Channel,
         max_message_bytes: int,
-        on_lost: Callable[[], None],
-        on_sent: Callable[[int], None],
+        events: LinkEvents,
     ) -> None:
         """Use `connect`."""
         self.address = address
-        self._on_lost, self._on_sent = on_lost, on_sent
+        self._events = events
         self._max_message_bytes = max_message_bytes
         self.broken = False
         self.identity: DrafterIdentity | None = None
@@ -68,8 +80,7 @@ class GrpcBlockLink:
         introduction: Introduction,
         dialler: Dialler,
         timeout_s: float,
-        on_lost: Callable[[], None],
-        on_sent: Callable[[int], None],
+        events: LinkEvents,
     ) -> GrpcBlockLink:
         """Opens the stream and waits for the verifier's welcome.
 
@@ -78,8 +89,7 @@ class GrpcBlockLink:
             introduction: model and process, for the hello.
             dialler: opens the connection.
             timeout_s: how long to wait for the welcome.
-            on_lost: called once when the stream ends afterwards, for any reason.
-            on_sent: called with the size of each message with blocks, bytes.
+            events: what is called when something happens to the link.
 
         Raises:
             ModelMismatchError: the verifier's vocabulary differs; names the first differing token.
@@ -87,7 +97,7 @@ class GrpcBlockLink:
             UnavailableError: no welcome before the timeout.
         """
         channel = dialler.open(address, bulk=True)
-        link = cls(address, channel, dialler.connections.max_message_bytes, on_lost, on_sent)
+        link = cls(address, channel, dialler.connections.max_message_bytes, events)
         card = introduction.card
         hello = verifier_pb2.DrafterHello(
             model=messages.model_to_proto(card.description),
@@ -116,7 +126,7 @@ class GrpcBlockLink:
             if not is_welcome:  # also if this coroutine was cancelled
                 link._outbox.close()
                 await channel.close()
-        link._lifetime = asyncio.create_task(link._watch(call))
+        link._lifetime = asyncio.create_task(link._watch(call), context=context_of_no_request())
         log.info("drafter.verifier_connected", address=address)
         return link
 
@@ -144,17 +154,18 @@ class GrpcBlockLink:
         """Encodes a message and counts its bytes: to measure it would be to encode it another time."""
         data = request.SerializeToString()
         if request.HasField("blocks"):
-            self._on_sent(len(data) + FRAME_BYTES)
+            self._events.on_sent(len(data) + FRAME_BYTES)
         return data
 
     async def _watch(
         self, call: grpc.aio.StreamStreamCall[verifier_pb2.PushDraftBlocksRequest, verifier_pb2.PushDraftBlocksResponse]
     ) -> None:
-        """Waits for the end of the stream, then marks the link as broken."""
+        """Reads outcomes until the end of the stream, then marks the link as broken."""
         reason: str | None = None
         try:
-            while await call.read() is not grpc.aio.EOF:
-                pass
+            while isinstance(response := await call.read(), verifier_pb2.PushDraftBlocksResponse):
+                if response.HasField("outcomes"):
+                    self._events.on_outcomes(messages.outcomes_from_proto(response.outcomes))
             reason = await call.details()
         except grpc.aio.AioRpcError as error:
             reason = error.details()
@@ -162,7 +173,7 @@ class GrpcBlockLink:
             self.broken = True
             self._outbox.close()
         log.warning("drafter.verifier_lost", address=self.address, reason=reason)
-        self._on_lost()
+        self._events.on_lost()
         await self._channel.close()
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,12 +11,13 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from draftwire.drafting.model_free.names import RETRIEVAL, SUFFIX, parts_of
-from draftwire.errors import ContextLengthError, InvalidRequestError, NoRoomError
+from draftwire.errors import ContextLengthError, InvalidRequestError
 from draftwire.models.description import ModelDescription
 from draftwire.models.tokenizer import load_tokenizer
 from draftwire.requests.automaton import FormVocabulary
 from draftwire.requests.tool_calls import SYNTAXES, ToolSyntax, syntax_of_template
 from draftwire.runtime.form_sandbox import FormSandbox
+from draftwire.runtime.served_request import served_request_id
 from draftwire.runtime.watched_files import read_bytes
 from draftwire_gateway.config import AUTO_LOCAL_DRAFTS, AUTO_TOOL_SYNTAX, NO_LOCAL_DRAFTS, GatewayConfig
 from draftwire_gateway.metrics import GatewayMetrics
@@ -51,7 +52,7 @@ class GatewayCore:
         """Needs `serve_model` before the first request."""
         self.config = config
         self._peers = peers
-        self.metrics = GatewayMetrics()
+        self.metrics = GatewayMetrics(counts_callers=config.caller_metrics)
         self.pairs = Pairs(config.max_speculative_tokens, config.num_speculative_tokens)
         """Choose the lengths of drafts."""
         self.tracing: RequestTracing | None = None
@@ -94,6 +95,8 @@ class GatewayCore:
             adapts_length=config.speculation == "adaptive",
             local_strategies=local_strategies(config.local_drafts),
             drafter_names=self._drafter_names,
+            rounds_ahead=config.loop.draft_ahead_rounds,
+            max_branches=config.loop.draft_ahead_branches,
         )
 
     def _drafter_names(self) -> tuple[str, ...]:
@@ -133,11 +136,7 @@ class GatewayCore:
         Raises:
             NoRoomError: too many requests run and wait.
         """
-        try:
-            self.queue.refuse_if_full(num_choices)
-        except NoRoomError:
-            self.metrics.requests_refused.labels("gateway").inc(num_choices)
-            raise
+        self.queue.refuse_if_full(num_choices)
 
     @asynccontextmanager
     async def admit(self, num_choices: int, caller: str = "") -> AsyncIterator[QueuePlace]:
@@ -154,12 +153,7 @@ class GatewayCore:
         most = self.config.max_requests
         if num_choices > most:
             raise InvalidRequestError(f"num_choices: {num_choices} choices in all; at most {most} may run at once")
-        async with AsyncExitStack() as cleanup:
-            try:
-                place = await cleanup.enter_async_context(self.queue.place(num_choices, caller))
-            except NoRoomError:
-                self.metrics.requests_refused.labels("gateway").inc(num_choices)
-                raise
+        async with self.queue.place(num_choices, caller) as place:
             yield place
 
     async def tokenize(self, text: str, caller: str = "", *, with_special: bool = True) -> list[int]:
@@ -261,8 +255,10 @@ class GatewayCore:
             NoRoomError: no verifier had room for as long as a request may wait.
             UnavailableError: no verifier can be reached.
         """
-        trace = self.tracing.begin(traceparent, len(generations)) if self.tracing is not None else None
-        with RequestRecord(self.metrics, generations, trace) as record:
+        trace = None
+        if self.tracing is not None:
+            trace = self.tracing.begin(traceparent, len(generations), served_request_id())
+        with RequestRecord(self.metrics, generations, trace, place.caller) as record:
 
             async def make_loop(generation: Generation) -> GenerationLoop:
                 loop = await self._make_loop(generation, trace)

@@ -1,7 +1,8 @@
 """Prometheus metrics of a gateway."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from prometheus_client import Gauge
@@ -9,11 +10,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
+from draftwire.errors import NoRoomError
 from draftwire.runtime.metrics import LONG_SECONDS, PREFIX, ServiceMetrics
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 
 RESULTS = ("stop", "length", "cancelled", "invalid", "refused", "failed")
 """Values of the label `result`: how a choice of a request ended."""
+GENERATING_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+"""Routes that are exported at 0 from the start, so that rates see the first increase."""
 PARTS = ("lost", "prefill", "draft", "wire", "queue", "verify", "gateway")
 """Parts of a round's time; see `RoundTimes`. `draft` includes the drafter's calibration here."""
 
@@ -48,11 +52,26 @@ class PeersOfOneRole(Protocol):
 class GatewayMetrics(ServiceMetrics):
     """The metrics of a gateway."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_callers: bool = False) -> None:
+        """`counts_callers`: whether tokens are counted by caller, which makes two series of each."""
         super().__init__()
+        self._counts_callers = counts_callers
+        self.http_requests = self.counter(
+            "http_requests", "HTTP requests ended, by the pattern of their route and status.", ("route", "status")
+        )
         self.requests = self.counter("requests", "Choices of requests ended, by result.", ("result",))
         self.requests_refused = self.counter(
             "requests_refused", "Choices of requests for which there was no room, by who had none.", ("by",)
+        )
+        self._caller_requests_refused = self.counter(
+            "caller_requests_refused",
+            "The same by the name of the caller's token, where there are tokens.",
+            ("caller", "by"),
+        )
+        self._caller_tokens = self.counter(
+            "caller_tokens",
+            "Tokens of prompts and completions, by the name of the caller's token; only with caller_metrics.",
+            ("caller", "kind"),
         )
         self.lossy_requests = self.counter(
             "lossy_requests",
@@ -61,9 +80,11 @@ class GatewayMetrics(ServiceMetrics):
         )
         self.drafters_lost = self.counter("drafters_lost", "Times that a session went on without its drafter.")
         self.verifiers_lost = self.counter("verifiers_lost", "Times that a session lost its verifier.")
+        for route in GENERATING_ROUTES:
+            self.http_requests.labels(route, "200")
         for result in RESULTS:
             self.requests.labels(result)  # exported as 0 from the start, so that rates see the first increase
-        for role in ("gateway", "verifier"):
+        for role in ("gateway", "verifier", "caller"):
             self.requests_refused.labels(role)
         self._count_rounds()
         self._count_waiting()
@@ -118,6 +139,39 @@ class GatewayMetrics(ServiceMetrics):
             "Choices of requests that wait for a place, or for room at a verifier.",
             registry=self.of_model.registry,
         )
+
+    @contextmanager
+    def counting_refusals(self, by: str, caller: str, num_choices: int = 1) -> Iterator[None]:
+        """Counts the choices of a request that is refused with `NoRoomError`; the error propagates.
+
+        Args:
+            by: who has no room: the gateway, the verifier, or the caller, at a limit of its token.
+            caller: name of the caller's token; empty without tokens.
+            num_choices: choices of the request, as far as they are known.
+        """
+        try:
+            yield
+        except NoRoomError:
+            self.count_refused(by, caller, num_choices)
+            raise
+
+    def count_refused(self, by: str, caller: str, num_choices: int) -> None:
+        """Counts the choices of a refused request; see `counting_refusals`."""
+        self.requests_refused.labels(by).inc(num_choices)
+        if caller:
+            self._caller_requests_refused.labels(caller, by).inc(num_choices)
+
+    def count_prompts(self, num_tokens: int, caller: str) -> None:
+        """Counts the tokens of a request's prompts."""
+        self.prompt_tokens.inc(num_tokens)
+        if self._counts_callers:
+            self._caller_tokens.labels(caller, "prompt").inc(num_tokens)
+
+    def count_generated(self, num_tokens: int, caller: str) -> None:
+        """Counts tokens that a caller gets."""
+        self.tokens.inc(num_tokens)
+        if self._counts_callers:
+            self._caller_tokens.labels(caller, "generation").inc(num_tokens)
 
     def observe_round(self, times: RoundTimes) -> None:
         """Counts a committed round; see `RoundObserver`."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.runtime.served_request import served_request
 from draftwire_gateway.metrics import GatewayMetrics
 from draftwire_gateway.session.choices import ChoiceEvent
 from draftwire_gateway.session.committed_text import Delta, Finish
@@ -20,7 +21,11 @@ class RequestRecord:
     """
 
     def __init__(
-        self, metrics: GatewayMetrics, generations: Sequence[Generation], trace: RequestSpans | None = None
+        self,
+        metrics: GatewayMetrics,
+        generations: Sequence[Generation],
+        trace: RequestSpans | None = None,
+        caller: str = "",
     ) -> None:
         """Counts the prompts.
 
@@ -28,6 +33,7 @@ class RequestRecord:
             metrics: of the gateway.
             generations: the choices.
             trace: span of the request, already started; None traces nothing.
+            caller: name of the caller's token; empty without tokens.
         """
         self._metrics = metrics
         self._generations = generations
@@ -35,7 +41,12 @@ class RequestRecord:
         self._num_unfinished = len(generations)
         self._latencies = Latencies(metrics)
         self._statistics: dict[int, Statistics] = {}
-        metrics.prompt_tokens.inc(sum({each.prompt_index: len(each.prompt_ids) for each in generations}.values()))
+        self._caller = caller
+        self._request = served_request()
+        num_tokens = sum({each.prompt_index: len(each.prompt_ids) for each in generations}.values())
+        metrics.count_prompts(num_tokens, caller)
+        if self._request is not None:
+            self._request.num_prompt_tokens = num_tokens
 
     def begin_choice(self, choice: int, statistics: Statistics) -> None:
         """Records an attempt at a choice, whose statistics still grow. One that was refused was tried before."""
@@ -46,7 +57,9 @@ class RequestRecord:
         """Counts an event of a choice."""
         match event.event:
             case Delta(token_ids=token_ids):
-                self._metrics.tokens.inc(len(token_ids))
+                self._metrics.count_generated(len(token_ids), self._caller)
+                if self._request is not None:
+                    self._request.num_generated_tokens += len(token_ids)
                 self._latencies.count_tokens(event.generation.choice, len(token_ids))
             case Finish(reason=reason):
                 self._num_unfinished -= 1
@@ -61,7 +74,7 @@ class RequestRecord:
     ) -> None:
         result = _result_of(error)
         if isinstance(error, NoRoomError):
-            self._metrics.requests_refused.labels("verifier").inc(self._num_unfinished)
+            self._metrics.count_refused("verifier", self._caller, self._num_unfinished)
         if self._trace is not None:
             self._trace.end(result, error if result in ("invalid", "failed") else None)
         if self._num_unfinished:

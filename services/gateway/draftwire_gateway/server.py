@@ -6,7 +6,8 @@ import asyncio
 import random
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -20,14 +21,16 @@ from draftwire.runtime.addresses import host_of_peer
 from draftwire.runtime.call_limits import SPARE_CALLS, CallLimits
 from draftwire.runtime.channels import check_prompt_fits
 from draftwire.runtime.http_server import MAX_HTTP_CONNECTIONS, HttpEndpoint, HttpListener
-from draftwire.runtime.interceptor import Metadata
+from draftwire.runtime.interceptor import Metadata, ignore_ends, value_of
 from draftwire.runtime.logging import configure_logging
 from draftwire.runtime.process import run_service
+from draftwire.runtime.served_request import note_caller
 from draftwire.runtime.service import Service
-from draftwire.runtime.tls import Dialler, TlsFiles, server_context, server_credentials, watch_tls
+from draftwire.runtime.tls import Dialler, TlsFiles, expiries_of, server_context, server_credentials, watch_tls
 from draftwire.runtime.tracing_setup import open_tracer
 from draftwire.runtime.unknown_fields import refuse_unknown_fields
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
+from draftwire_gateway.access_log import log_call
 from draftwire_gateway.auth.access import Access, payer
 from draftwire_gateway.body_budget import BodyBudget
 from draftwire_gateway.config import GatewayConfig
@@ -97,13 +100,19 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             UnauthenticatedError: the caller shows no valid token.
             NoRoomError: the caller has reached a limit, or too many requests run and wait.
         """
-        caller = self._access.authenticate(_single(metadata, "authorization"))
+        caller = self._access.authenticate(value_of(metadata, "authorization"))
+        note_caller(caller.name)
         if method != GENERATE:
             yield
             return
-        self._core.refuse_if_full()
-        with caller.request():
-            yield
+        counting = self._core.metrics.counting_refusals
+        with counting("gateway", caller.name):
+            self._core.refuse_if_full()
+        with ExitStack() as running:
+            with counting("caller", caller.name):
+                running.enter_context(caller.request())
+            with counting("gateway", caller.name):  # which may give up a request that arrives too slowly
+                yield
 
     @override
     async def Generate(
@@ -115,13 +124,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._check_sizes(request)
         refuse_unknown_fields(request)
         num_choices = _num_choices(request)
+        counting = self._core.metrics.counting_refusals
         async with AsyncExitStack() as running:
-            running.enter_context(caller.request(num_choices))
-            with self._waiting.share(caller.name) as share:
-                share.take(request.ByteSize())
-                place = await running.enter_async_context(self._core.admit(num_choices, caller.name))
-            generations = await self._core.complete(await self._requested(request, caller.name))
-            generations = await self._core.check_form(generations, payer(caller, host_of_peer(context.peer())))
+            with counting("caller", caller.name, num_choices):
+                running.enter_context(caller.request(num_choices))
+            with counting("gateway", caller.name, num_choices):
+                with self._waiting.share(caller.name) as share:
+                    share.take(request.ByteSize())
+                    place = await running.enter_async_context(self._core.admit(num_choices, caller.name))
+                generations = await self._core.complete(await self._requested(request, caller.name))
+                generations = await self._core.check_form(generations, payer(caller, host_of_peer(context.peer())))
             traceparent = _metadata(context, "traceparent") or ""
             async with aclosing(self._core.generate(generations, place, traceparent)) as events:
                 async for event in events:
@@ -281,13 +293,7 @@ def _conversation(chat: gateway_pb2.ChatPrompt) -> Conversation:
 
 def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> str | None:
     """Returns the value of a call's header; None if it is missing or repeated."""
-    return _single(context.invocation_metadata() or (), name)
-
-
-def _single(metadata: Metadata, name: str) -> str | None:
-    """Returns the value of a header; None if it is missing or repeated."""
-    values = [str(value) for key, value in metadata if key == name]
-    return values[0] if len(values) == 1 else None
+    return value_of(context.invocation_metadata() or (), name)
 
 
 def _event_to_proto(choice_event: ChoiceEvent) -> gateway_pb2.GenerateResponse:
@@ -358,6 +364,8 @@ def _statistics_to_proto(statistics: Statistics) -> gateway_pb2.GenerationStatis
         mean_acceptance_length=statistics.mean_acceptance_length,
         draft_acceptance_rate=statistics.draft_acceptance_rate,
         draft_length_histogram=statistics.draft_length_histogram,
+        num_ahead_hits=statistics.num_ahead_hits,
+        num_ahead_misses=statistics.num_ahead_misses,
     )
 
 
@@ -423,6 +431,7 @@ async def make_service(config: GatewayConfig) -> Service:
     )
     core = GatewayCore(config, pool)
     core.metrics.watch((verifiers, drafters))
+    core.metrics.watch_certificates(partial(expiries_of, tls))
     tracer = open_tracer(config.tracing, "gateway", secrets.token_hex(8))
     if tracer is not None:
         core.tracing = RequestTracing(tracer, config.trace_sample_ratio, random.SystemRandom())
@@ -459,6 +468,7 @@ async def make_service(config: GatewayConfig) -> Service:
             max_request_bytes, config.max_requests + config.max_waiting_requests + SPARE_CALLS, is_public=True
         ),
         admit=servicer.admit,
+        on_call_end=log_call if config.access_log else ignore_ends,
         credentials=server_credentials(tls, config.tls),
         metrics=core.metrics,
         register=register,

@@ -48,6 +48,7 @@ class VerifierConfig:
     commas: package.module.Attribute. Prove them with draftwire check-rule first."""
 
     def __post_init__(self) -> None:
+        self.engine.check_device(self.loading.device)
         self.tls.check_listening(self.server.host)
         require(all(self.own_rules), f"rules takes package.module.Attribute, by commas, not {self.rules!r}")
         require(self.tls.tls_target_name is None, "tls_target_name sets nothing here: a verifier calls nobody")

@@ -1,13 +1,16 @@
 """The verifier without gRPC: sessions, drafters, audit, and delivery of verdicts."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 
 from draftwire.audit import AuditSums, FirstUses
 from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.admission import Room
+from draftwire.engine.cache_sizing import run_largest
 from draftwire.engine.engine_service import EngineService
 from draftwire.engine.leases import SessionFailed
 from draftwire.engine.model_loading import LoadedTarget, load_target
@@ -20,12 +23,23 @@ from draftwire.errors import (
     BlockViolationError,
     DraftwireError,
     ProtocolViolationError,
+    UnavailableError,
     Violation,
 )
-from draftwire.method.rounds import FenceVerdict, PlainRun, PromptRead, ReceivedBlock, TargetSessionSpec, Verdict
+from draftwire.method.rounds import (
+    FenceVerdict,
+    PlainRun,
+    PromptRead,
+    ReceivedBlock,
+    RoundOutcome,
+    TargetSessionSpec,
+    Verdict,
+)
 from draftwire.models.card import ModelCard
-from draftwire.models.description import ISSUED_IDENTITIES, ModelDescription
+from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ISSUED_IDENTITIES, ModelDescription
+from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.requests.automaton import Automaton
+from draftwire.runtime.outbox import Outbox
 from draftwire.verification.rule import VerificationRule, facts_of
 from draftwire.verification.rule_loading import served_rules
 from draftwire_verifier.config import VerifierConfig
@@ -36,6 +50,9 @@ from draftwire_verifier.progress import LoadProgress
 from draftwire_verifier.scheduler import Completed, Scheduler, Step, StepResult, TargetSession
 
 log = structlog.get_logger()
+
+MAX_OUTCOMES = 4096
+"""Outcomes that wait for a drafter's stream at most; further ones are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +93,8 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         self.drafters = Drafters()
         super().__init__(config, VerifierMetrics(self.drafters), place, followers)
         self._first_uses = FirstUses()
+        self._outcomes: dict[int | None, Outbox[RoundOutcome]] = {}
+        """By id of the drafter that reads them."""
 
     async def _load(self) -> None:
         await super()._load()
@@ -84,17 +103,27 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     def _load_engine(self) -> tuple[ModelCard, TargetEngine]:
         self._rules = served_rules(self.config.own_rules)
         target = self._load_target()
+        self.kv_cache_tokens = self._size_cache(target)
+        card = limited(target.card, self.kv_cache_tokens)
         texts = self.config.texts
-        fingerprint = target.card.description.vocabulary_fingerprint
+        fingerprint = card.description.vocabulary_fingerprint
         self._text_drafters = TextDrafters.load(texts.retrieval_store, texts.shared_tokens, fingerprint)
         description = replace(
-            target.card.description,
-            capabilities=frozenset({ISSUED_IDENTITIES}),
+            card.description,
+            capabilities=frozenset({HELD_BLOCKS, ISSUED_IDENTITIES}),
             rules=tuple(map(facts_of, self._rules.values())),
             local_strategies=self._text_drafters.names,
         )
-        card = replace(target.card, description=description)
-        return card, TargetEngine(target.model, description.context_length)
+        return replace(card, description=description), TargetEngine(target.model, description.context_length)
+
+    def _size_cache(self, target: LoadedTarget) -> int:
+        """Returns the size of the KV cache, which is found if it is not set, tokens."""
+        settings, size = self.config.engine, target.model.cache.num_blocks * BLOCK_SIZE
+        if target.fit is None:
+            return settings.kv_cache_tokens if isinstance(settings.kv_cache_tokens, int) else size
+        trial = TargetEngine(target.model, limited(target.card, size).description.context_length)
+        run_largest(partial(trial.run_largest, settings.max_sessions, settings.max_draft_tokens), settings)
+        return target.fit()
 
     def _load_target(self) -> LoadedTarget:
         if self.group.place.size == 1:
@@ -108,7 +137,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             progress.end()
         model = GroupModel(rank, "verifier")
         self.group.take(model)
-        return LoadedTarget(limited(rank.card, self.config.engine), model)
+        return LoadedTarget(rank.card, model, None if rank.count is None else partial(model.fit, rank.count))
 
     def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> Scheduler:
         return Scheduler(
@@ -188,10 +217,40 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             except BlockViolationError as error:
                 self._refuse_block(block, error)
                 continue
-            if session is not None and not self._may_use(session, block):
-                self._scheduler.set_aside(session)
-                self.metrics.blocks_set_aside.inc()
+            if session is not None:
+                self._set_aside_unless_trusted(session)
         self._work.set()
+
+    def take_outcomes(self, drafter: Drafter, model: ModelDescription) -> Outbox[RoundOutcome]:
+        """Returns an outbox that receives how rounds ended whose blocks a drafter sent; nothing if it could do nothing
+        with it. A drafter with several streams gets it on the latest.
+        """
+        outbox = Outbox[RoundOutcome](MAX_OUTCOMES)
+        if DRAFT_AHEAD in model.capabilities:
+            self._outcomes[drafter.id] = outbox
+        return outbox
+
+    def end_outcomes(self, drafter: Drafter, outbox: Outbox[RoundOutcome]) -> None:
+        """Ends what `take_outcomes` began."""
+        if self._outcomes.get(drafter.id) is outbox:
+            del self._outcomes[drafter.id]
+
+    def _tell(self, session: TargetSession, verdict: Verdict) -> None:
+        """Tells the drafter of a round's block how the round ended, if its session holds blocks. One that reads too
+        slowly hears of it from the gateway alone.
+        """
+        is_drafters = bool(verdict.num_draft_tokens) and not verdict.local_strategy
+        if session.spec.max_held_blocks and is_drafters and session.drafter_id in self._outcomes:
+            with suppress(UnavailableError):
+                self._outcomes[session.drafter_id].put(RoundOutcome(session.fence, verdict.token_ids))
+
+    def _set_aside_unless_trusted(self, session: TargetSession) -> None:
+        """Has a queued block audited alone if its tokens may not enter the text."""
+        if session.block is None or session.block.local_strategy:
+            return
+        if not self._may_use(session, session.block):
+            self._scheduler.set_aside(session)
+            self.metrics.blocks_set_aside.inc()
 
     def _may_use(self, session: TargetSession, block: ReceivedBlock) -> bool:
         """Whether the tokens of a queued block may enter the text, as far as their sender is trusted.
@@ -223,9 +282,11 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         self.metrics.blocks_refused.labels(error.violation.value).inc()
         session_id, epoch = block.fence.session_id, block.fence.epoch
         if error.violation is not Violation.PEER or self.drafters.may_log_refusal(block.drafter_id):
+            session = self._scheduler.sessions.get((session_id, epoch))
             log.warning(
                 "verifier.block_refused",
                 session_id=session_id,
+                request_id=session.request_id if session is not None else "",
                 violation=error.violation.value,
                 reason=str(error),
                 drafter_id=block.drafter_id,
@@ -284,6 +345,8 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             self._leases.send(session.lease_id, event)
             if isinstance(event, Verdict):
                 self.metrics.count(event, is_first=event.fence.round == session.spec.first_round)
+                self._tell(session, event)
+                self._set_aside_unless_trusted(session)
         self._audit(step, result)
         return deliveries
 

@@ -2,11 +2,14 @@
 
 import time
 
+import torch
+
 from draftwire.audit import AuditSums, audit_sums
 from draftwire.engine.leases import SessionKey
+from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.engine.step_engine import StepEngine
 from draftwire.errors import BlockViolationError
-from draftwire.method.distributions import rows_of
+from draftwire.method.distributions import DenseRows, rows_of
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.sampling import TokenEdits
@@ -38,6 +41,24 @@ class TargetEngine(StepEngine[Step, StepResult]):
         judge(self.model, [Judging(sequence, [0] * num_tokens, [], None, SamplingParams(), rule, key)])
         self.model.cache.close(sequence)
         return num_tokens, time.perf_counter() - started
+
+    def run_largest(self, num_sessions: int, num_draft_tokens: int) -> None:
+        """Runs a step as large as any: a block of every session, judged by what takes the most memory, beside a prompt.
+
+        Args:
+            num_sessions: most sessions.
+            num_draft_tokens: of each block.
+        """
+        model, rule, key = self.model, rule_named("block"), DrawKey(bytes(KEY_BYTES), 0, 0)
+        drafted = [0] * min(num_draft_tokens, self._context_length - 1)
+        prompt = [0] * min(LARGEST_CHUNK, self._context_length)
+        rows = DenseRows(torch.full((len(drafted), model.vocab_size), 1.0 / model.vocab_size))
+        sampling = SamplingParams(temperature=1.0, top_p=0.95)
+        sequences = [model.cache.open() for _ in range(num_sessions + 1)]
+        blocks = [Judging(one, [0], drafted, rows, sampling, rule, key) for one in sequences[:-1]]
+        judge(model, [*blocks, Judging(sequences[-1], prompt, [], None, sampling, rule, key)])
+        for sequence in sequences:
+            model.cache.close(sequence)
 
     def step(self, step: Step) -> StepResult:
         """Runs a step: verification of blocks, plain decoding, prefill."""

@@ -122,6 +122,12 @@ class _WaitCollector(Collector):
             "Time without a step in which a session waited for its drafter, or for the gateway after a verdict.",
             exported_s,
         )
+        held = CounterMetricFamily(
+            PREFIX + "held_blocks", "Blocks drafted ahead, by whether their text came true.", labels=["outcome"]
+        )
+        held.add_metric(["hit"], scheduler.num_hits)
+        held.add_metric(["missed"], scheduler.num_missed)
+        yield held
         yield CounterMetricFamily(
             PREFIX + "engine_gathering_seconds",
             "Part of engine_waiting_for_drafts_seconds in which a step could have begun, and waited to be shared.",

@@ -13,8 +13,10 @@ from draftwire.audit import AuditSums
 from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.session_book import EngineSession, SessionBook
 from draftwire.errors import BlockViolationError, DraftwireError, InvalidRequestError, Violation
+from draftwire.method.ahead_limits import MAX_ROUNDS_AHEAD
 from draftwire.method.encoding import log_probs
 from draftwire.method.rounds import (
+    DraftTimings,
     Fence,
     FenceVerdict,
     LocalDraft,
@@ -32,6 +34,7 @@ from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
 from draftwire.verification.target import Judgement, JudgingOutcome, StillReading
 from draftwire_verifier.gathering import Gathering, Ready, UsualWait
+from draftwire_verifier.held_blocks import HeldBlocks
 from draftwire_verifier.idle import IdleWatch
 from draftwire_verifier.local_drafts import LocalText, check_local
 
@@ -61,6 +64,8 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     """Whether its draft tokens count in the audit: not if an earlier session drew with the same random numbers."""
     block: ReceivedBlock | None = None
     """The block to verify in the current round."""
+    held: HeldBlocks = field(default_factory=HeldBlocks)
+    """Blocks of coming rounds."""
     local: LocalText | None = None
     """What drafts the rounds of its runs, or could; None if nothing ever did and nothing is watched."""
     waits_since: float | None = None
@@ -154,6 +159,10 @@ class Scheduler(SessionBook[TargetSession, Step]):
     """Sums the time in which no step runs while a session waits for a draft."""
     gathering: Gathering = field(default_factory=Gathering)
     """Decides whether steps wait for sessions that are not ready yet."""
+    num_hits: int = 0
+    """Held blocks whose text has come true."""
+    num_missed: int = 0
+    """Blocks of other texts, or for which there was no room."""
     _step_began_at: float = -math.inf
     """When the latest step began, by the clock."""
 
@@ -210,16 +219,19 @@ class Scheduler(SessionBook[TargetSession, Step]):
         if permit.number <= session.permit_number:
             return None
         session.drafter_id, session.permit_number = block.drafter_id, permit.number
+        self.num_missed += session.held.clear()
         return session
 
     def end_speculation(self, session: TargetSession) -> None:
         """Refuses further blocks for a session, until another drafter sends a permit with a higher number."""
         session.drafter_id = None
+        self.num_missed += session.held.clear()
 
     def offer_block(self, block: ReceivedBlock) -> TargetSession | None:
         """Queues a draft block for verification, if it is the first work for the session's current round.
 
-        A stale block is dropped, whatever else is wrong with it; so is one with a permit of a lower number.
+        A stale block is dropped, whatever else is wrong with it; so is one with a permit of a lower number. A session
+        that holds blocks keeps one of a coming round, and drops one of another text than the current round's.
 
         Returns:
             The session, if the block was queued.
@@ -234,6 +246,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
         if known is not None and not known.has_speculation:
             self.dropped["no_speculation"] += 1
             return None
+        if known is not None and known.spec.max_held_blocks and self._hold(known, block):
+            return None
         session, verdict = self._judge(block.fence)
         if verdict is FenceVerdict.STALE:
             return None
@@ -243,26 +257,35 @@ class Scheduler(SessionBook[TargetSession, Step]):
             raise BlockViolationError(Violation.PREFIX, "block for another prefix than the session's")
         if session is None:
             return None
-        if isinstance(block.draft, BlockViolationError):
-            raise block.draft
-        limit = session.spec.parameters.max_draft_tokens
-        if len(block.token_ids) > limit:
-            raise BlockViolationError(
-                Violation.LENGTH,
-                f"block of {len(block.token_ids)} draft tokens, the session's limit is {limit}",
-            )
-        if len(session.committed) + len(block.token_ids) >= session.spec.max_len:
-            raise BlockViolationError(Violation.LENGTH, "block reaches beyond the session's max_len")
-        if session.rule.needs_draft_probs and not block.has_distributions:
-            raise BlockViolationError(
-                Violation.NO_DISTRIBUTIONS, f"rule {session.rule.name} needs the distributions that were drawn from"
-            )
+        _check_block(session, block)
         session.block = block
         if session.waits_since is not None:
             self.draft_wait_s += self.clock() - session.waits_since
             self._end_wait(session)
         self._enqueue(session)
         return session
+
+    def _hold(self, session: TargetSession, block: ReceivedBlock) -> bool:
+        """Keeps a block of a coming round, or drops one of another text than the current round's. Which one is dropped
+        depends on the order of arrival and on prefixes alone.
+
+        Returns:
+            Whether that was done: false for a block of this text and round, or of an earlier round.
+
+        Raises:
+            BlockViolationError: the block violates the protocol.
+        """
+        rounds_ahead = block.fence.round - session.round
+        if rounds_ahead < 0 or block.fence == session.fence:
+            return False
+        if session.drafter_id != block.drafter_id:
+            raise BlockViolationError(Violation.PEER, "block from a drafter that is not the session's")
+        if rounds_ahead > MAX_ROUNDS_AHEAD:
+            raise BlockViolationError(Violation.PREFIX, f"block for a round that is {rounds_ahead} rounds ahead")
+        _check_block(session, block)
+        if rounds_ahead == 0 or not session.held.add(block, session.spec.max_held_blocks):
+            self.num_missed += 1
+        return True
 
     def set_aside(self, session: TargetSession) -> None:
         """Has the block that a session has queued audited alone: its round is decided as if the block were empty."""
@@ -354,7 +377,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
             stopped = not session.spec.parameters.stop_token_ids.isdisjoint(judgement.token_ids)
             full = len(session.committed) >= session.spec.max_len
             session.plain_rounds_left = 0 if stopped or full else session.plain_rounds_left - 1
-        if session.plain_rounds_left:
+        next_is_held = self._take_held(session, judgement.token_ids)
+        if session.plain_rounds_left or next_is_held:
             self._enqueue(session)
         else:
             session.waits_since = self.clock()
@@ -377,8 +401,25 @@ class Scheduler(SessionBook[TargetSession, Step]):
             draft_logprobs=_draft_logprobs(block, judgement.token_ids) if session.spec.reports_draft_logprobs else [],
             local_strategy=block.local_strategy if block else "",
             watched=watched,
-            **({"timings": block.timings} if block else {}),
+            next_is_held=next_is_held,
+            timings=block.timings if block else DraftTimings(),
         )
+
+    def _take_held(self, session: TargetSession, token_ids: Sequence[int]) -> bool:
+        """Makes a held block that was drafted for the session's text the one to verify next; returns whether there is
+        one. Blocks for other texts of the round are dropped.
+        """
+        if not session.held:
+            return False
+        block, num_missed = session.held.take(session.fence)
+        is_over = not session.spec.parameters.stop_token_ids.isdisjoint(token_ids)
+        if block is None or is_over or session.plain_rounds_left:
+            self.num_missed += num_missed + (block is not None)
+            return False
+        self.num_missed += num_missed
+        self.num_hits += 1
+        session.block = block
+        return True
 
     def _holds(self, now: float) -> bool:
         """Whether the next step waits for sessions that are not ready yet."""
@@ -466,6 +507,27 @@ class Scheduler(SessionBook[TargetSession, Step]):
             )
         if spec.watched is not None:
             check_local(spec.watched, spec, self.text_drafters)
+
+
+def _check_block(session: TargetSession, block: ReceivedBlock) -> None:
+    """Checks a block after the prefix that it names.
+
+    Raises:
+        BlockViolationError: it violates the protocol.
+    """
+    if isinstance(block.draft, BlockViolationError):
+        raise block.draft
+    limit = session.spec.parameters.max_draft_tokens
+    if len(block.token_ids) > limit:
+        raise BlockViolationError(
+            Violation.LENGTH, f"block of {len(block.token_ids)} draft tokens, the session's limit is {limit}"
+        )
+    if block.fence.prefix_len + len(block.token_ids) >= session.spec.max_len:
+        raise BlockViolationError(Violation.LENGTH, "block reaches beyond the session's max_len")
+    if session.rule.needs_draft_probs and not block.has_distributions:
+        raise BlockViolationError(
+            Violation.NO_DISTRIBUTIONS, f"rule {session.rule.name} needs the distributions that were drawn from"
+        )
 
 
 def _extra_kind(num_draft_tokens: int, num_accepted: int) -> TokenSource:

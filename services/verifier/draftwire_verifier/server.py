@@ -4,6 +4,7 @@ from __future__ import annotations  # the generics of grpc exist for the type ch
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import grpc
 from typing_extensions import override
@@ -23,7 +24,7 @@ from draftwire.runtime.model_service import ModelServicer
 from draftwire.runtime.outbox import exchange
 from draftwire.runtime.service import Service
 from draftwire.runtime.time_limits import Watchdog
-from draftwire.runtime.tls import server_credentials, watch_tls
+from draftwire.runtime.tls import expiries_of, server_credentials, watch_tls
 from draftwire.runtime.tracing_setup import open_tracer
 from draftwire.v1 import session_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
@@ -31,6 +32,8 @@ from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.core import BlockRefused, TargetEvent, VerifierCore
 from draftwire_verifier.drafters import Drafter, Greeting
 from draftwire_verifier.spans import VerifierSpans
+
+_ORDER = "a drafter says hello once, first, and then sends blocks"
 
 OFF_LOOP_BYTES = 2**18
 """Larger messages (dense distributions) are decoded on another thread than the event loop's."""
@@ -85,25 +88,36 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         context: grpc.aio.ServicerContext[verifier_pb2.PushDraftBlocksRequest, verifier_pb2.PushDraftBlocksResponse],
     ) -> None:
         require_role(context, CallerRole.DRAFTER)
-        drafter: Drafter | None = None
+        requests = aiter(request_iterator)
+        first = await anext(requests, None)
+        if first is None:
+            return
+        if first.WhichOneof("message") != "hello":
+            raise ProtocolViolationError(_ORDER)
+        model = messages.model_from_proto(first.hello.model)
+        drafter = self._core.welcome_drafter(_greeting(first.hello, model, origin_of(context)), model)
+        outcomes = self._core.take_outcomes(drafter, model)
+
+        async def read_blocks() -> None:
+            async for request in requests:
+                if request.WhichOneof("message") != "blocks":
+                    raise ProtocolViolationError(_ORDER)
+                await self._push_blocks(request, drafter)
+
+        async def write_outcomes() -> None:
+            response = verifier_pb2.PushDraftBlocksResponse(
+                welcome=messages.model_to_proto(self._core.description),
+                identity=messages.identity_to_proto(drafter.identity),
+            )
+            await context.write(response)
+            while some := await outcomes.take_all():
+                await context.write(verifier_pb2.PushDraftBlocksResponse(outcomes=messages.outcomes_to_proto(some)))
+
         try:
-            async for request in request_iterator:
-                kind = request.WhichOneof("message")
-                if kind == "hello" and drafter is None:
-                    model = messages.model_from_proto(request.hello.model)
-                    drafter = self._core.welcome_drafter(_greeting(request.hello, model, origin_of(context)), model)
-                    response = verifier_pb2.PushDraftBlocksResponse(
-                        welcome=messages.model_to_proto(self._core.description),
-                        identity=messages.identity_to_proto(drafter.identity),
-                    )
-                    await context.write(response)
-                elif kind == "blocks" and drafter is not None:
-                    await self._push_blocks(request, drafter)
-                else:
-                    raise ProtocolViolationError("a drafter says hello once, first, and then sends blocks")
+            await exchange(read_blocks(), write_outcomes())
         finally:
-            if drafter is not None:
-                drafter.num_streams -= 1
+            self._core.end_outcomes(drafter, outcomes)
+            drafter.num_streams -= 1
 
     async def _push_blocks(self, request: verifier_pb2.PushDraftBlocksRequest, drafter: Drafter) -> None:
         core, num_bytes = self._core, num_received_bytes.get()
@@ -175,6 +189,7 @@ def make_service(config: VerifierConfig, place: Place | None = None, followers: 
     """
     tls = watch_tls(config.tls)
     core = VerifierCore(config, place, followers)
+    core.metrics.watch_certificates(partial(expiries_of, tls))
     tracer = open_tracer(config.tracing, "verifier", f"{core.instance_id:016x}")
     core.spans = VerifierSpans(tracer) if tracer is not None else None
 

@@ -53,7 +53,8 @@ one as 6.7e+07. */}}
 {{- end -}}
 {{- $cuda := gt (int $ranks) 1 | ternary "cuda" "cuda:0" -}}{{/* with several ranks, one GPU each */}}
 {{- $_ := set $options "device" (eq $values.device "cuda" | ternary $cuda $values.device) -}}
-{{- $missing := printf "%s.model: a folder under /models, or a name on the hub" .service -}}
+{{- $in := empty $root.target | ternary "" (printf "targets.%s." $root.target) -}}
+{{- $missing := printf "%s%s.model: a folder under /models, or a name on the hub" $in .service -}}
 {{- $_ := set $options "model" (required $missing $values.model) -}}
 {{- $_ := set $options "max_added_latency_ms" $root.Values.maxAddedLatencyMs -}}
 {{- end -}}

@@ -1,8 +1,25 @@
 {{/* Most templates take (dict "root" $ "service" "verifier"). */}}
 
+{{- define "draftwire.ownName" -}}
+{{ .Values.nameOverride | default "draftwire" }}
+{{- end }}
+
+{{/* The beginning of names of the objects of a release. The names of pods, which end with numbers, have at most 63
+characters. */}}
+{{- define "draftwire.releaseName" -}}
+{{- $own := include "draftwire.ownName" . -}}
+{{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name $own) (contains $own .Release.Name) -}}
+{{- .Values.fullnameOverride | default $name | trunc 40 | trimSuffix "-" -}}
+{{- end }}
+
+{{/* The same of the objects of one of its targets. */}}
 {{- define "draftwire.fullname" -}}
-{{- $name := ternary .Release.Name (printf "%s-draftwire" .Release.Name) (contains "draftwire" .Release.Name) -}}
-{{- $name | trunc 40 | trimSuffix "-" -}}
+{{- $name := include "draftwire.releaseName" . -}}
+{{- if .target -}}
+{{- printf "%s-%s" (trunc (sub 39 (len .target) | int) $name | trimSuffix "-") .target -}}
+{{- else -}}
+{{- $name -}}
+{{- end -}}
 {{- end }}
 
 {{- define "draftwire.name" -}}
@@ -16,21 +33,34 @@ before they are ready, and would use ours, which has leaders only, instead. */}}
 {{- end }}
 
 {{- define "draftwire.selector" -}}
-app.kubernetes.io/name: draftwire
+app.kubernetes.io/name: {{ include "draftwire.ownName" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
-app.kubernetes.io/component: {{ .service }}
+app.kubernetes.io/component: {{ with .root.target }}{{ . }}-{{ end }}{{ .service }}
 {{- end }}
 
-{{- define "draftwire.labels" -}}
+{{- define "draftwire.ownLabels" -}}
 {{ include "draftwire.selector" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end }}
 
+{{- define "draftwire.labels" -}}
+{{ include "draftwire.ownLabels" . }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* torch for GPUs is in images of another tag. A gateway has no torch, and its image both tags. */}}
 {{- define "draftwire.image" -}}
 {{- with .root.Values.image -}}
-{{- with .registry }}{{ . }}/{{ end -}}draftwire-{{ $.service }}:{{ .tag | default $.root.Chart.AppVersion }}
+{{- $repository := print .registry (empty .registry | ternary "" "/") "draftwire-" $.service -}}
+{{- $tag := .tag | default $.root.Chart.AppVersion -}}
+{{- if and (eq (get (index $.root.Values $.service) "device") "cuda") (not (hasSuffix .cudaSuffix $tag)) -}}
+{{- $tag = print $tag .cudaSuffix -}}
+{{- end -}}
+{{ get .repositories $.service | default $repository }}:{{ get .tags $.service | default $tag }}
 {{- with get .digests $.service }}@{{ . }}{{ end -}}
 {{- end -}}
 {{- end }}
@@ -63,6 +93,13 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- $wanted := ceil (mulf .verifier.replicas .drafter.perVerifier) | int -}}
 {{ kindIs "invalid" .drafter.replicas | ternary $wanted .drafter.replicas }}
 {{- end -}}
+{{- end }}
+
+{{/* The least that a pod needs after SIGTERM is to be sent: ranks are released after the drain, 10 s for the current step
+and 6 s to end. */}}
+{{- define "draftwire.leastGraceSeconds" -}}
+{{- $values := index .root.Values .service -}}
+{{ add (ceil $values.drainSeconds) ($values.preStopSeconds | default 0) 30 }}
 {{- end }}
 
 {{/* The gateway waits for the first verifier, and for the drafters known by then. */}}

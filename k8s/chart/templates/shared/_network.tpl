@@ -73,10 +73,12 @@ spec:
 {{- end }}
 {{- end }}
 
-{{- define "draftwire.toHub" -}}
-{{- if .root.Values.models.hub.enabled }}
-{{- with .root.Values.networkPolicy.hub }}
-{{- include "draftwire.rule" (dict "side" "to" "peers" .to "ports" .ports) }}
+{{/* Egress of the services that load models: the hub, and what init containers fetch from. */}}
+{{- define "draftwire.toModels" -}}
+{{- with .root.Values.networkPolicy }}
+{{- if $.root.Values.models.hub.enabled }}
+{{- include "draftwire.rule" (dict "side" "to" "peers" .hub.to "ports" .hub.ports) }}
 {{- end }}
+{{- include "draftwire.rule" (dict "side" "to" "peers" .storage.to "ports" .storage.ports) }}
 {{- end }}
 {{- end }}

@@ -13,6 +13,10 @@ apiVersion: v1
 kind: ServiceAccount
 metadata:
   {{- include "draftwire.metadata" . | nindent 2 }}
+  {{- with (index .root.Values .service).serviceAccount.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 automountServiceAccountToken: false
 {{- end }}
 
@@ -30,13 +34,23 @@ spec:
       {{- include "draftwire.selector" . | nindent 6 }}
 {{- end }}
 
+{{/* appProtocol: what a mesh, an Ingress controller or a Gateway speaks to the port; none of them guesses HTTP/2. */}}
 {{- define "draftwire.servicePorts" -}}
-- {name: grpc, port: {{ include "draftwire.port" . }}, targetPort: grpc}
+{{- $protocols := dict "grpc" "kubernetes.io/h2c" "http" "http" -}}
+{{- if .root.Values.tls.enabled -}}
+{{- $protocols = dict "grpc" "https" "http" "https" -}}
+{{- end -}}
+{{- if eq .service "gateway" -}}
+{{- range $port, $protocol := .root.Values.gateway.service.appProtocols -}}
+{{- $_ := set $protocols $port ($protocol | default (get $protocols $port)) -}}
+{{- end -}}
+{{- end -}}
+- {name: grpc, port: {{ include "draftwire.port" . }}, targetPort: grpc, appProtocol: {{ $protocols.grpc }}}
 {{- if eq .service "gateway" }}
-- {name: http, port: 8000, targetPort: http}
+- {name: http, port: 8000, targetPort: http, appProtocol: {{ $protocols.http }}}
 {{- end }}
 {{- if and .root.Values.monitoring.enabled (ne .service "gateway") }}{{/* whose metrics have a Service of their own */}}
-- {name: metrics, port: {{ include "draftwire.metricsPort" . }}, targetPort: metrics}
+- {name: metrics, port: {{ include "draftwire.metricsPort" . }}, targetPort: metrics, appProtocol: http}
 {{- end }}
 {{- end }}
 

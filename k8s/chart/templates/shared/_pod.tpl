@@ -8,7 +8,7 @@ metadata:
   labels:
     {{- /* No version labels: a new chart version alone must not restart a pod with a large model. */}}
     {{- include "draftwire.selector" . | nindent 4 }}
-    {{- with $values.podLabels }}
+    {{- with merge (deepCopy $values.podLabels) .root.Values.commonLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   {{- with $values.podAnnotations }}
@@ -20,8 +20,7 @@ spec:
   automountServiceAccountToken: {{ and (eq .service "gateway") (eq .root.Values.discovery "kubernetes") }}
   # Links would set variables such as DRAFTWIRE_GATEWAY_PORT=tcp://..., which the services parse as options.
   enableServiceLinks: false
-  # Ranks are released after the drain: 10 s for the current step and 6 s to end.
-  terminationGracePeriodSeconds: {{ add (ceil $values.drainSeconds) ($values.preStopSeconds | default 0) 30 }}
+  terminationGracePeriodSeconds: {{ $values.terminationGracePeriodSeconds | default (include "draftwire.leastGraceSeconds" .) | int }}
   securityContext:
     {{- include "draftwire.podSecurity" . | nindent 4 }}
   {{- with .root.Values.image.pullSecrets }}
@@ -30,8 +29,10 @@ spec:
     - name: {{ . }}
     {{- end }}
   {{- end }}
-  {{- with $values.priorityClassName }}
-  priorityClassName: {{ . }}
+  {{- range $field := list "priorityClassName" "schedulerName" "runtimeClassName" }}
+  {{- with get $values $field }}
+  {{ $field }}: {{ . }}
+  {{- end }}
   {{- end }}
   {{- with $values.nodeSelector }}
   nodeSelector:
@@ -41,7 +42,7 @@ spec:
   tolerations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with $values.affinity }}
+  {{- with include "draftwire.affinity" . | fromYaml }}
   affinity:
     {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -50,6 +51,13 @@ spec:
     {{- $own := dict "labelSelector" (dict "matchLabels" (include "draftwire.selector" $ | fromYaml)) }}
     {{- range . }}
     - {{ merge (deepCopy .) $own | toYaml | nindent 6 | trim }}
+    {{- end }}
+  {{- end }}
+  {{- with $values.initContainers }}
+  initContainers:
+    {{- $security := dict "securityContext" (include "draftwire.containerSecurity" $ | fromYaml) }}
+    {{- range . }}
+    - {{ merge (deepCopy .) $security | toYaml | nindent 6 | trim }}
     {{- end }}
   {{- end }}
   containers:
@@ -83,18 +91,36 @@ spec:
 {{- end }}
 
 {{- define "draftwire.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile: {type: RuntimeDefault}
+{{- $fields := dict "runAsNonRoot" true "runAsUser" 10001 "runAsGroup" 10001 "fsGroup" 10001
+  "fsGroupChangePolicy" "OnRootMismatch" "seccompProfile" (dict "type" "RuntimeDefault") -}}
+{{- include "draftwire.change" (dict "of" $fields "by" (index .root.Values .service).podSecurityContext) -}}
+{{ toYaml $fields }}
 {{- end }}
 
 {{- define "draftwire.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
+{{- $fields := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true
+  "capabilities" (dict "drop" (list "ALL")) -}}
+{{- include "draftwire.change" (dict "of" $fields "by" (index .root.Values .service).securityContext) -}}
+{{ toYaml $fields }}
+{{- end }}
+
+{{/* That of the values; drafters are near verifiers too, since each round has a trip between them. */}}
+{{- define "draftwire.affinity" -}}
+{{- $affinity := deepCopy (index .root.Values .service).affinity -}}
+{{- if eq .service "drafter" -}}
+{{- with .root.Values.drafter.nearVerifiers -}}
+{{- if .topologyKey -}}
+{{- $labels := include "draftwire.selector" (dict "root" $.root "service" "verifier") | fromYaml -}}
+{{- $term := dict "topologyKey" .topologyKey "labelSelector" (dict "matchLabels" $labels) -}}
+{{- $kind := .required | ternary "requiredDuringSchedulingIgnoredDuringExecution" "preferredDuringSchedulingIgnoredDuringExecution" -}}
+{{- $own := .required | ternary $term (dict "weight" 100 "podAffinityTerm" $term) -}}
+{{- $pods := get $affinity "podAffinity" | default dict -}}
+{{- $_ := set $pods $kind (append (get $pods $kind | default list) $own) -}}
+{{- $_ := set $affinity "podAffinity" $pods -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{ toYaml $affinity }}
 {{- end }}
 
 {{- define "draftwire.resources" -}}
@@ -138,15 +164,20 @@ livenessProbe:
 - {name: tokens, mountPath: /etc/draftwire/tokens, readOnly: true}
 {{- end }}
 {{- else }}
-{{- if .root.Values.models.volume }}
+{{- with .root.Values.models }}
+{{- if and (or .volume .claim.size) (include "draftwire.usesClaim" (merge (dict "name" "models" "claim" .claim) $)) }}
 - {name: models, mountPath: /models, readOnly: true}
 {{- end }}
-{{- if .root.Values.models.hub.enabled }}
+{{- if and .hub.enabled (include "draftwire.usesClaim" (merge (dict "name" "hub" "claim" .hub.claim) $)) }}
 - {name: hub, mountPath: /hub}
+{{- end }}
 {{- end }}
 {{- if gt (include "draftwire.ranks" . | int) 1 }}
 - {name: shm, mountPath: /dev/shm}
 {{- end }}
+{{- end }}
+{{- with (index .root.Values .service).extraVolumeMounts }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}
 
@@ -164,14 +195,11 @@ livenessProbe:
   secret: {secretName: {{ . }}, defaultMode: 0440}
 {{- end }}
 {{- else }}
-{{- with .root.Values.models.volume }}
-- name: models
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .root.Values.models.hub }}
-{{- if .enabled }}
-- name: hub
-  {{- .cache | default (dict "emptyDir" dict) | toYaml | nindent 2 }}
+{{- with .root.Values.models }}
+{{- include "draftwire.volume" (merge (dict "name" "models" "volume" .volume "claim" .claim) $) }}
+{{- if .hub.enabled }}
+{{- $cache := .hub.cache | default (dict "emptyDir" dict) }}
+{{- include "draftwire.volume" (merge (dict "name" "hub" "volume" $cache "claim" .hub.claim) $) }}
 {{- end }}
 {{- end }}
 {{- if gt (include "draftwire.ranks" . | int) 1 }}
@@ -179,5 +207,8 @@ livenessProbe:
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ get (index .root.Values .service) "sharedMemory" }}}
 {{- end }}
+{{- end }}
+{{- with (index .root.Values .service).extraVolumes }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}

@@ -15,6 +15,7 @@ from starlette.routing import Route as StarletteRoute
 import draftwire
 from draftwire.runtime.addresses import is_loopback
 from draftwire.runtime.metrics_endpoint import MetricsPage
+from draftwire.runtime.served_request import REQUEST_ID, note_caller
 from draftwire_gateway.auth.access import Access
 from draftwire_gateway.body_budget import BodyBudget
 from draftwire_gateway.config import GatewayConfig
@@ -26,6 +27,8 @@ from draftwire_gateway.http.openapi_document import openapi_document
 from draftwire_gateway.http.playground_pages import HEADERS, Page, read_pages
 from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.http.request_guard import Gate, Guard
+from draftwire_gateway.http.request_observer import RequestObserver
+from draftwire_gateway.http.route_names import route_of
 from draftwire_gateway.http.routes import Chat, Completions, Responses, Route
 from draftwire_gateway.http.streaming import GeneratingRoute
 from draftwire_gateway.http.text_routes import BodyRoute, Detokenize, TextRoute, Tokenize
@@ -51,8 +54,15 @@ def make_app(
             allow_origins=core.config.origins,
             allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
-            expose_headers=["retry-after", "retry-after-ms"],
+            expose_headers=["retry-after", "retry-after-ms", REQUEST_ID],
         )
+    pages = read_pages() if pages is None else pages
+    app.add_middleware(  # the outermost: what the others refuse is counted too
+        RequestObserver,
+        route_of=partial(route_of, files=frozenset(pages)),
+        metrics=core.metrics,
+        logs=core.config.access_log,
+    )
     app.add_exception_handler(HTTPException, _no_route)
     bodies = BodyReader(
         core.config.connections.max_message_bytes, ignores_unknown=core.config.unknown_parameters == "ignore"
@@ -74,7 +84,7 @@ def make_app(
         )
     _add_models(app, ModelList(core, drafters), access)
     _add_state(app, core, access, gate)
-    for path, page in (read_pages() if pages is None else pages).items():
+    for path, page in pages.items():
         app.add_api_route(path, partial(_page, page), methods=["GET"], response_model=None)
     return app
 
@@ -101,12 +111,12 @@ def _add_description(app: FastAPI) -> None:
 def _add_models(app: FastAPI, models: ModelList, access: Access) -> None:
     @app.get("/v1/models", response_model=None)
     async def list_models(request: Request) -> Response:
-        access.authenticate(header(request.scope, "authorization"))
+        note_caller(access.authenticate(header(request.scope, "authorization")).name)
         return _json(models.all())
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def retrieve_model(request: Request, name: str) -> Response:
-        access.authenticate(header(request.scope, "authorization"))
+        note_caller(access.authenticate(header(request.scope, "authorization")).name)
         return _json(models.one(name))
 
 
@@ -127,7 +137,7 @@ def _add_state(app: FastAPI, core: GatewayCore, access: Access, gate: Gate) -> N
 
     @app.get("/metrics", response_model=None)
     async def metrics(request: Request) -> Response:
-        access.authenticate(header(request.scope, "authorization"))
+        note_caller(access.authenticate(header(request.scope, "authorization")).name)
         return Response(await page.text(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 

@@ -18,25 +18,12 @@ from draftwire_gateway.http.body_reading import header
 from draftwire_gateway.http.error_bodies import body_of, headers_of, is_expected, status_of
 from draftwire_gateway.http.openai_types import event
 from draftwire_gateway.http.refusal import RefusedError
+from draftwire_gateway.http.route_names import route_of
 
 log = structlog.get_logger()
 
 MOST_IN_A_TURN = 16
 """Requests that are begun in one turn of the event loop; more wait for the next one, behind all other work."""
-KNOWN_ROUTES = frozenset(
-    {
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/responses",
-        "/v1/models",
-        "/tokenize",
-        "/detokenize",
-        "/health",
-        "/ping",
-        "/version",
-        "/metrics",
-    }
-)
 FINAL_ERROR_SECONDS = 1.0
 """How long a stream that is cut waits for the client to read the error."""
 
@@ -122,7 +109,7 @@ class Guard:
             raise
         except Exception as error:
             if not is_expected(error):
-                log.exception("gateway.http_request_failed", path=_route_of(scope))
+                log.exception("gateway.http_request_failed", path=route_of(str(scope["path"])))
             await answer.fail(error)
 
 
@@ -162,12 +149,6 @@ class _Answer:
                 }
             )
         await self.send({"type": "http.response.body", "body": content})
-
-
-def _route_of(scope: Scope) -> str:
-    """Returns the path if it is a known route; other paths are user data, and are not logged."""
-    path = str(scope["path"])
-    return path if path in KNOWN_ROUTES else "another"
 
 
 def refuse_other_origins(scope: Scope, hosts: Collection[str], origins: Collection[str] = ()) -> None:

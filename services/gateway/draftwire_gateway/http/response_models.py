@@ -76,6 +76,10 @@ class SpeculationOfChoice(Described):
     seed: int
     time_to_first_token_ms: float
     duration_ms: float
+    num_ahead_hits: int
+    """Rounds whose block was drafted before their text was known."""
+    num_ahead_misses: int
+    """Rounds for whose block a drafter that may draft ahead had to be asked."""
     num_drafters_lost: int
     num_verifiers_lost: int
 

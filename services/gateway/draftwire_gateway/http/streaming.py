@@ -9,7 +9,8 @@ from typing import Any, Generic
 
 from starlette.types import Message, Receive, Scope, Send
 
-from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.errors import InvalidRequestError
+from draftwire.runtime.served_request import note_caller
 from draftwire_gateway.auth.access import Access, Caller, payer
 from draftwire_gateway.body_budget import BodyBudget, BodyShare
 from draftwire_gateway.core import GatewayCore
@@ -84,10 +85,15 @@ class GeneratingRoute(Generic[Body]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request. Nothing of its body is read for a caller who is unknown or has no room."""
         caller = self._access.authenticate(header(scope, "authorization"))
-        caller.refuse_if_over()
-        self._core.refuse_if_full()
+        note_caller(caller.name)
+        counting = self._core.metrics.counting_refusals
+        with counting("caller", caller.name):
+            caller.refuse_if_over()
+        with counting("gateway", caller.name):
+            self._core.refuse_if_full()
         with self._bodies.budget.share(caller.name) as share:
-            data, body = await self._read(scope, receive, share)
+            with counting("gateway", caller.name):
+                data, body = await self._read(scope, receive, share)
             drafters = [drafter.description.name for drafter in self._drafters()]
             fault = model_fault(body.model, self._core.model_names, drafters)
             if fault is not None:
@@ -99,12 +105,8 @@ class GeneratingRoute(Generic[Body]):
 
     async def _read(self, scope: Scope, receive: Receive, share: BodyShare) -> tuple[bytearray, Body]:
         """Returns a body, as it came and parsed."""
-        try:
-            data = await self._bodies.receive(scope, receive, share)
-            return data, await self._bodies.parse(self._route.body, data)
-        except NoRoomError:
-            self._core.metrics.requests_refused.labels("gateway").inc()
-            raise
+        data = await self._bodies.receive(scope, receive, share)
+        return data, await self._bodies.parse(self._route.body, data)
 
     async def _answer(
         self, data: bytearray, body: Body, share: BodyShare, caller: Caller, delivery: Delivery, send: Send
@@ -112,27 +114,30 @@ class GeneratingRoute(Generic[Body]):
         num_prompts = self._route.num_prompts(body)
         num_choices = num_prompts * check_num_choices(num_prompts, body.n)
         options = self._route.options(body, self._core)
+        counting = self._core.metrics.counting_refusals
         async with AsyncExitStack() as running:
-            running.enter_context(caller.request(num_choices))
-            admission = self._core.admit(num_choices, caller.name)
-            if self._core.queue.has_place(num_choices):
-                place = await running.enter_async_context(admission)
-            else:
-                del body  # which takes many times as much as its text
-                with self._waiting.share(caller.name) as waiting:
-                    waiting.take(len(data))
-                    share.give_back()
+            with counting("caller", caller.name, num_choices):
+                running.enter_context(caller.request(num_choices))
+            with counting("gateway", caller.name, num_choices):
+                admission = self._core.admit(num_choices, caller.name)
+                if self._core.queue.has_place(num_choices):
                     place = await running.enter_async_context(admission)
-                body = await self._bodies.parse(self._route.body, data)
-            del data
-            writer = self._route.writer(body, options)
-            requested = await self._route.requested(body, options, self._core, caller.name)
-            del body
-            generations = await self._core.complete(requested)
-            if not generations:
-                raise InvalidRequestError("generated_choices: all are finished, so nothing is left to send")
-            generations = await self._core.check_form(generations, payer(caller, delivery.host))
-            del requested
+                else:
+                    del body  # which takes many times as much as its text
+                    with self._waiting.share(caller.name) as waiting:
+                        waiting.take(len(data))
+                        share.give_back()
+                        place = await running.enter_async_context(admission)
+                    body = await self._bodies.parse(self._route.body, data)
+                del data
+                writer = self._route.writer(body, options)
+                requested = await self._route.requested(body, options, self._core, caller.name)
+                del body
+                generations = await self._core.complete(requested)
+                if not generations:
+                    raise InvalidRequestError("generated_choices: all are finished, so nothing is left to send")
+                generations = await self._core.check_form(generations, payer(caller, delivery.host))
+                del requested
             share.give_back()
             maker = DeltaMaker(options, self._core)
             async with aclosing(self._deltas(generations, place, maker, caller, delivery.traceparent)) as deltas:

@@ -6,6 +6,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from draftwire.errors import InvalidRequestError
+from draftwire.runtime.served_request import note_caller
 from draftwire_gateway.auth.access import Access
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.body import DetokenizeBody, TokenizeBody
@@ -80,6 +81,7 @@ class BodyRoute(Generic[TextBody]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         caller = self._access.authenticate(header(scope, "authorization"))
+        note_caller(caller.name)
         with self._bodies.budget.share(caller.name) as share:
             body = await self._bodies.read(self._route.body, scope, receive, share)
             if body.model is not None:

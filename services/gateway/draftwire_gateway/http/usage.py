@@ -14,6 +14,8 @@ _SUMMED = (
     "num_drafts",
     "num_draft_tokens",
     "num_accepted_tokens",
+    "num_ahead_hits",
+    "num_ahead_misses",
     "num_drafters_lost",
     "num_verifiers_lost",
 )
@@ -68,6 +70,8 @@ def _speculation(endings: Sequence[Ending]) -> dict[str, Any]:
         "seed": generation.seed,
         "time_to_first_token_ms": total.time_to_first_token_us / 1e3,
         "duration_ms": total.duration_us / 1e3,
+        "num_ahead_hits": total.num_ahead_hits,
+        "num_ahead_misses": total.num_ahead_misses,
         "num_drafters_lost": total.num_drafters_lost,
         "num_verifiers_lost": total.num_verifiers_lost,
     }

@@ -25,6 +25,7 @@ from draftwire.runtime import messages
 from draftwire.runtime.channels import in_messages
 from draftwire.runtime.outbox import Outbox
 from draftwire.runtime.peers import ModelPeer
+from draftwire.runtime.served_request import request_metadata
 from draftwire.runtime.status import MAX_MESSAGE, error_of, error_of_number
 from draftwire.runtime.tls import Dialler, RenewedChannel
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, session_pb2, verifier_pb2, verifier_pb2_grpc
@@ -255,7 +256,9 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
         lease_id = self._leased(spec.session_id, spec.epoch, inbox)
         stub = verifier_pb2_grpc.VerifierServiceStub(self._bulk.get())
         request = messages.target_spec_to_proto(spec, lease_id)
-        await self._open_session(stub.OpenTargetSession(request, timeout=min(OPEN_SECONDS, self._timeout_s)))
+        await self._open_session(
+            stub.OpenTargetSession(request, timeout=min(OPEN_SECONDS, self._timeout_s), metadata=request_metadata())
+        )
 
     def run_plain(self, run: PlainRun) -> None:
         """Requests plain rounds, without waiting."""
@@ -322,7 +325,9 @@ class DrafterLink(SessionLink[drafter_pb2.DraftCommand, drafter_pb2.DraftEvent])
         lease_id = self._leased(spec.session_id, spec.epoch, inbox)
         stub = drafter_pb2_grpc.DrafterServiceStub(self._bulk.get())
         request = messages.draft_spec_to_proto(spec, lease_id)
-        response = await self._open_session(stub.OpenDraftSession(request, timeout=self._timeout_s))
+        response = await self._open_session(
+            stub.OpenDraftSession(request, timeout=self._timeout_s, metadata=request_metadata())
+        )
         if response.drafter_id:
             self._known_as[spec.verifier_address] = response.drafter_id
 

@@ -33,13 +33,15 @@ class BlockWait:
         """Blocks in a row that went missing."""
         self.num_tokens = 0
         """How many tokens were requested of it."""
+        self.is_held = False
+        """Whether it was drafted ahead: how soon it is verified tells nothing of the drafter."""
         self._round = -1
         self._asked_at = 0.0
         self._timeout_s = 0.0
         self._asleep_since = 0.0
         self._has_replied = self._is_missing = False
 
-    def begin(self, round_number: int, num_tokens: int, now: float, timeout_s: float) -> None:
+    def begin(self, round_number: int, num_tokens: int, now: float, timeout_s: float, *, is_held: bool = False) -> None:
         """Starts to wait for the block of a round.
 
         Args:
@@ -47,11 +49,13 @@ class BlockWait:
             num_tokens: how many tokens are requested.
             now: when the block is requested.
             timeout_s: when it is late.
+            is_held: whether the verifier has the block already, which was drafted ahead.
         """
         self._round, self._asked_at, self._timeout_s = round_number, now, timeout_s
         self.num_tokens = num_tokens
-        self.is_awaited, self.flush_requested = True, False
-        self._has_replied = self._is_missing = False
+        self.is_awaited, self.flush_requested = True, is_held
+        self.is_held = self._has_replied = is_held
+        self._is_missing = False
 
     def expire(self, now: float) -> bool:
         """Ends the wait for a block that is late.

@@ -24,7 +24,14 @@ from draftwire.method.rounds import (
     SendDrafted,
     Verdict,
 )
-from draftwire.models.description import FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS, ModelDescription
+from draftwire.models.description import (
+    DRAFT_AHEAD,
+    FLUSH_REPLIES,
+    HELD_BLOCKS,
+    ISSUED_IDENTITIES,
+    PARTIAL_BLOCKS,
+    ModelDescription,
+)
 from draftwire_gateway.session.block_wait import BlockFate, BlockWait
 from draftwire_gateway.session.ports import (
     DrafterLost,
@@ -79,6 +86,7 @@ class DrafterSeat:
         self._known_len = 0
         self._verifier_address = ""
         self._has_permit = False
+        self._rounds_ahead = 0
         self._wait = BlockWait()
         self._pairs = pairs
         self._pair = PairSeat(pairs)
@@ -207,6 +215,10 @@ class DrafterSeat:
         self.permit_number += 1
         self._verifier_address = target.address
         self._has_permit = not _has_identity(drafter.description, target.description)
+        can_go_ahead = (
+            DRAFT_AHEAD in drafter.description.capabilities and HELD_BLOCKS in target.description.capabilities
+        )
+        self._rounds_ahead = self._session.generation.rounds_ahead if can_go_ahead else 0
         inbox = TaggedInbox(self._queue, self._session.epoch, self.permit_number)
         self._opening = asyncio.create_task(_open(drafter, self._spec(drafter.description, target), inbox))
 
@@ -247,13 +259,25 @@ class DrafterSeat:
         """
         base_len = self._known_len
         self._known_len = len(self._session.committed)
-        timeout_s = self.timeout_s(num_draft_tokens, most_s)
-        self._wait.begin(self._session.round, num_draft_tokens, self._now(), timeout_s)
-        self._session.expected.request_block(num_draft_tokens)
+        is_held, is_ahead = self._session.next_is_held, self._rounds_ahead > 0
+        if is_held:
+            timeout_s = self._ready_drafter.round_trip.sent_timeout_s(num_draft_tokens, most_s)
+        else:
+            timeout_s = self.timeout_s(num_draft_tokens, most_s)
+            self._session.statistics.num_ahead_misses += is_ahead
+        self._wait.begin(self._session.round, num_draft_tokens, self._now(), timeout_s, is_held=is_held)
+        self._session.expected.request_block(num_draft_tokens, is_ahead=is_ahead)
         new_ids = self._session.committed.ids[base_len:]
         permit = None if self._has_permit else self._named_permit()
         self._has_permit = True
-        calibration = Calibration(self._session.fence, base_len, new_ids, num_draft_tokens, permit=permit)
+        calibration = Calibration(
+            self._session.fence,
+            base_len,
+            new_ids,
+            num_draft_tokens,
+            permit=permit,
+            max_rounds_ahead=self._rounds_ahead,
+        )
         self._ready_drafter.calibrate(calibration)
         return timeout_s
 
@@ -308,7 +332,8 @@ class DrafterSeat:
         """
         match self._wait.end(verdict.fence.round, verdict.num_draft_tokens > 0 and not verdict.local_strategy):
             case BlockFate.VERIFIED:
-                self._learn(arrived_at, verdict)
+                if not self._wait.is_held:
+                    self._learn(arrived_at, verdict)
                 self._wake()
             case BlockFate.MISSING if self._wait.num_missing == MAX_MISSING_BLOCKS:
                 self.give_up(UnavailableError("its blocks do not reach the verifier"))
@@ -432,6 +457,7 @@ class DrafterSeat:
             target_vocab_size=target.description.vocab_size,
             max_len=min(session.generation.max_len, drafter.context_length),
             permit=Permit.make(session.permit_key, self.permit_number) if self._has_permit else None,
+            max_branches=session.generation.max_branches if self._rounds_ahead else 0,
         )
 
 

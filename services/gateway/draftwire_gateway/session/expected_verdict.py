@@ -19,16 +19,23 @@ class ExpectedVerdict:
         """
         self._generation = generation
         self._num_draft_tokens = 0
+        self._num_ahead = 0
         self._num_plain_rounds = 0
         self._local: LocalDraft | None = None
 
     def open(self, num_plain_rounds: int) -> None:
         """Records that the session is opened on a verifier, which starts with plain rounds."""
-        self._num_draft_tokens, self._num_plain_rounds, self._local = 0, num_plain_rounds, None
+        self._num_draft_tokens, self._num_ahead, self._num_plain_rounds, self._local = 0, 0, num_plain_rounds, None
 
-    def request_block(self, num_draft_tokens: int) -> None:
-        """Records the request of a block; it may be judged even after its drafter was given up."""
+    def request_block(self, num_draft_tokens: int, *, is_ahead: bool = False) -> None:
+        """Records the request of a block; it may be judged even after its drafter was given up.
+
+        Args:
+            num_draft_tokens: of the block.
+            is_ahead: whether the drafter may draft as many for further rounds, before they are requested.
+        """
         self._num_draft_tokens = num_draft_tokens
+        self._num_ahead = max(self._num_ahead, num_draft_tokens) if is_ahead else 0
 
     def request_plain(self, num_rounds: int, draft: LocalDraft | None = None) -> None:
         """Records the request of rounds without a drafter, in which the verifier may draft by itself."""
@@ -36,7 +43,7 @@ class ExpectedVerdict:
 
     def end_round(self, verdict: Verdict) -> None:
         """Ends the open round: what is left is the rest of a plain run."""
-        self._num_draft_tokens, self._num_plain_rounds = 0, verdict.plain_rounds_left
+        self._num_draft_tokens, self._num_plain_rounds = self._num_ahead, verdict.plain_rounds_left
         if not verdict.plain_rounds_left:
             self._local = None
 

@@ -36,6 +36,10 @@ class SpeculationDefaults:
     """By which a verifier drafts by itself where no drafter does, if it can."""
     drafter_names: Callable[[], tuple[str, ...]] = tuple
     """Returns what requests may ask for as `drafter`."""
+    rounds_ahead: int = 0
+    """Rounds for which drafters may draft before their text is known."""
+    max_branches: int = 0
+    """Texts for which they may do so at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,10 @@ class Generation:
     """Names of the models whose drafters may draft; None for all."""
     local_strategies: tuple[str, ...] = ()
     """By which the verifier drafts by itself where no drafter does, if it can."""
+    rounds_ahead: int = 0
+    """Rounds for which a drafter may draft before their text is known."""
+    max_branches: int = 0
+    """Texts for which it may do so at once."""
     has_repeatable_seed: bool = False
     """Whether equal requests draw equal numbers, and the text depends on what is drafted."""
     shown_tokens: frozenset[str] = frozenset()
@@ -200,6 +208,8 @@ def complete_request(
         adapts_length=adapts_length,
         draft_models=draft_models,
         local_strategies=strategies,
+        rounds_ahead=defaults.rounds_ahead,
+        max_branches=defaults.max_branches if defaults.rounds_ahead else 0,
         has_repeatable_seed=is_sampled and not (request.seed is None or request.has_random_seed),
         rule=rule,
         cache_salt=_salt_of(request),

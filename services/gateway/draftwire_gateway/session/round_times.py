@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from draftwire.method.rounds import Verdict, WatchedGuess
+from draftwire.method.rounds import DraftTimings, Verdict, WatchedGuess
 
 
 class WhyPlain(Enum):
@@ -79,6 +79,8 @@ class RoundTimes:
     """Strategy of the verifier that drafted the tokens; empty if a drafter did, or nothing was drafted."""
     watched: WatchedGuess | None = None
     """How what the verifier could have drafted would have fared; None if that is not known."""
+    is_held: bool = False
+    """Whether its block was drafted before its text was known."""
 
     @property
     def duration_s(self) -> float:
@@ -116,6 +118,7 @@ class RoundWatch:
         self._verdict: Verdict | None = None
         """Verdict of a round that was not reported yet."""
         self._arrived_at = 0.0
+        self._is_held = self._next_is_held = False
 
     def ask(self, why_plain: WhyPlain, *, opens: bool = False) -> None:
         """Records the request of a round, or a repeated request of the open round after a loss.
@@ -138,6 +141,7 @@ class RoundWatch:
         if self._observer is None:
             return
         self._verdict, self._arrived_at = verdict, arrived_at
+        self._is_held, self._next_is_held = self._next_is_held, verdict.next_is_held
         if verdict.plain_rounds_left:
             self._report(arrived_at)
             self._asked_at = arrived_at
@@ -157,12 +161,8 @@ class RoundWatch:
         asked_at = started_at if verdict.num_draft_tokens else min(self._asked_at, arrived_at)
         left_s, is_first = arrived_at - asked_at, self._is_first
         parts = []
-        for microseconds in (
-            verdict.verify_us,
-            verdict.queue_us,
-            verdict.timings.draft_us,
-            verdict.timings.calibration_us,
-        ):
+        timings = DraftTimings() if self._is_held else verdict.timings  # it was drafted in an earlier round
+        for microseconds in (verdict.verify_us, verdict.queue_us, timings.draft_us, timings.calibration_us):
             parts.append(0.0 if is_first else min(microseconds / 1e6, left_s))
             left_s -= parts[-1]
         verify_s, queue_s, draft_s, calibration_s = parts
@@ -186,6 +186,7 @@ class RoundWatch:
             gateway_s=max(0.0, left_at - arrived_at),
             local_strategy=verdict.local_strategy,
             watched=verdict.watched,
+            is_held=self._is_held,
         )
         self._verdict, self._is_first = None, False
         self._started_at = self._asked_at = max(left_at, arrived_at)

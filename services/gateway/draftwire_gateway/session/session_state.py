@@ -41,6 +41,8 @@ class SessionState:
         self.prompt = PromptReport(generation.prompt_ids, generation.logprobs.prompt_logprobs is not None)
         self.expected = ExpectedVerdict(generation)
         """What the open round's verdict may be."""
+        self.next_is_held = False
+        """Whether the verifier has the block of the open round since before it began."""
         self.statistics = Statistics(num_prompt_tokens=len(generation.prompt_ids))
         self._spans = spans
 
@@ -80,6 +82,7 @@ class SessionState:
     def commit(self, verdict: Verdict) -> None:
         """Commits all tokens of the open round, and starts the next round."""
         self.round += 1
+        self.next_is_held = verdict.next_is_held
         self.expected.end_round(verdict)
         self.committed.append(verdict.token_ids)
         self.statistics.count(verdict)

@@ -32,6 +32,10 @@ class Statistics:
     draft_us: int = 0
     verify_us: int = 0
     queue_us: int = 0
+    num_ahead_hits: int = 0
+    """Rounds whose block was drafted before their text was known."""
+    num_ahead_misses: int = 0
+    """Rounds for whose block the drafter was asked, though it may draft ahead."""
     num_drafters_lost: int = 0
     num_verifiers_lost: int = 0
 
@@ -53,6 +57,7 @@ class Statistics:
     def count(self, verdict: Verdict) -> None:
         """Counts one round."""
         self.num_rounds += 1
+        self.num_ahead_hits += verdict.next_is_held
         # After a move, generated tokens may be cached too.
         self.num_cached_prompt_tokens = min(verdict.num_cached_tokens, self.num_prompt_tokens)
         self.num_emitted_tokens += len(verdict.token_ids)

@@ -17,6 +17,7 @@ from draftwire.errors import (
 )
 from draftwire.method.keys import Role
 from draftwire.method.rounds import LocalDraft, PlainRun, TargetSessionSpec
+from draftwire.models.description import HELD_BLOCKS
 from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.ports import PeerEvent, Peers, TaggedInbox, TargetPort
 from draftwire_gateway.session.session_state import SessionState
@@ -199,4 +200,5 @@ class VerifierSeat:
             else replace(generation.logprobs, prompt_logprobs=None),
             reports_draft_logprobs=generation.token_details,
             watched=LocalDraft(strategy, generation.num_speculative_tokens) if strategy else None,
+            max_held_blocks=generation.max_branches if HELD_BLOCKS in target.description.capabilities else 0,
         )

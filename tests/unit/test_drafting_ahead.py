@@ -1,0 +1,367 @@
+"""A drafter that drafts for texts that a session may have next: what it sends, when, and what it frees.
+
+Its model is a table, so that a block is the same to the bit however it was batched.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scheduler_contract import FixedPacer
+from session_specs import draft_spec
+from test_cut_blocks import TableModel
+
+from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.engine.admission import Room
+from draftwire.errors import ProtocolViolationError
+from draftwire.method.rounds import (
+    Calibration,
+    CommittedTokens,
+    DraftBlock,
+    DraftSessionSpec,
+    Fence,
+    RoundOutcome,
+)
+from draftwire.models.cached_model import Reading, appended
+from draftwire.models.kv_cache import CachedSequence
+from draftwire.requests.parameters import SamplingParams
+from draftwire_drafter.engine import DraftEngine
+from draftwire_drafter.scheduler import Scheduler
+
+torch.set_num_threads(1)
+
+VOCAB = 12
+PROMPT = [1, 2, 3]
+LENGTH = 3
+BRANCHES = 6
+KEY = bytes(range(16))
+
+
+class ForkingTable(TableModel):
+    """A table whose sequences can be forked."""
+
+    def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> torch.Tensor:
+        with appended(self.cache, [reading.segment for reading in readings]):
+            rows = [reading.token_ids[-1] for reading in readings if reading.keep]
+            return self._logits[torch.tensor(rows, dtype=torch.int64)]
+
+    def fork(self, sequence: CachedSequence, length: int) -> CachedSequence:
+        return self.cache.fork(sequence, length)[0]
+
+
+def make_table(seed: int = 3) -> ForkingTable:
+    generator = torch.Generator().manual_seed(seed)
+    return ForkingTable(torch.softmax(2.0 * torch.randn(VOCAB + 1, VOCAB, generator=generator), dim=1))
+
+
+class Rig:
+    """A drafter's scheduler and engine, driven without an event loop, as its core does."""
+
+    def __init__(self, **spec: Any) -> None:
+        self.model = make_table()
+        self.engine = DraftEngine(LanguageModelDrafter(self.model, 4096))
+        self.scheduler = Scheduler(
+            context_length=4096, max_draft_tokens=8, room=Room(8, 100_000), pacer=FixedPacer(tokens=1000)
+        )
+        self.engine.has_requests = lambda: self.scheduler.has_requests
+        self.sent: list[DraftBlock] = []
+        given = {"token_ids": PROMPT, "drafting_key": KEY, "max_branches": BRANCHES, "max_len": 400}
+        self.spec: DraftSessionSpec = draft_spec(**(given | {"max_draft_tokens": 4, "target_vocab_size": VOCAB} | spec))
+        self.scheduler.open(self.spec, 1)
+
+    def run(self, most: int = 10**6) -> int:
+        """Runs steps, as long as there are any; returns how many."""
+        for count in range(most):
+            step = self.scheduler.next_step()
+            if step is None:
+                return count
+            for done in self.scheduler.complete(step, self.engine.step(step)):
+                if isinstance(done.outcome, DraftBlock):
+                    self.sent.append(done.outcome)
+            self.move()
+        return most
+
+    def move(self) -> None:
+        for branch in self.scheduler.adopted:
+            self.engine.adopt((branch.fence.session_id, branch.fence.epoch), branch)
+        for branch in self.scheduler.left:
+            self.engine.leave(branch)
+        self.scheduler.adopted, self.scheduler.left = [], []
+
+    def calibrate(self, text: "Text", base_len: int, **changes: Any) -> None:
+        given: dict[str, Any] = {"max_rounds_ahead": 1, "num_draft_tokens": LENGTH} | changes
+        ids = text.committed.ids
+        self.scheduler.calibrate(Calibration(text.fence, base_len, ids[base_len:], **given))
+        self.move()
+
+    def tell(self, text: "Text", token_ids: list[int]) -> None:
+        self.scheduler.learn(RoundOutcome(text.fence, token_ids))
+        self.move()
+
+    def blocks_of(self, number: int) -> list[DraftBlock]:
+        return [block for block in self.sent if block.fence.round == number]
+
+
+class Text:
+    """What a session has committed."""
+
+    def __init__(self, ids: list[int] = PROMPT) -> None:
+        self.committed, self.round = CommittedTokens(ids), 0
+
+    def commit(self, *token_ids: int) -> "Text":
+        self.committed.append(list(token_ids))
+        self.round += 1
+        return self
+
+    def copy(self) -> "Text":
+        other = Text(self.committed.ids)
+        other.round = self.round
+        return other
+
+    @property
+    def fence(self) -> Fence:
+        return Fence(1, 0, self.round, len(self.committed), self.committed.hash)
+
+
+def begun(**spec: Any) -> tuple[Rig, Text]:
+    """Returns a drafter that has sent the block of round 1 and drafted ahead, and the text before that round."""
+    rig, text = Rig(**spec), Text().commit(4)
+    rig.calibrate(text, len(PROMPT))
+    rig.run()
+    return rig, text
+
+
+def text_of(block: DraftBlock, texts: list[Text]) -> Text:
+    """Returns the one of some texts that a block is for."""
+    (found,) = (text for text in texts if text.fence == block.fence)
+    return found
+
+
+def endings(rig: Rig, text: Text) -> list[Text]:
+    """Returns all texts that the round of the last block may lead to."""
+    block = rig.blocks_of(text.round)[0].token_ids
+    return [text.copy().commit(*block[:kept], token) for kept in range(len(block) + 1) for token in range(VOCAB)]
+
+
+SAMPLINGS = {
+    "sampled": {},
+    "greedy": {"sampling": SamplingParams(temperature=0.0)},
+    "cut": {"sampling": SamplingParams(temperature=0.8, top_k=4)},
+    "penalised": {"sampling": SamplingParams(presence_penalty=1.5, repetition_penalty=1.3)},
+    "coupled": {"rule": "coupled"},
+    "biased": {"sampling": SamplingParams(logit_bias=((5, 2.0),))},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_block_is_the_same_whether_it_was_drafted_ahead_or_requested(name: str) -> None:
+    """So hits and misses change nothing: a miss draws again with the same numbers, and nothing was done with them."""
+    rig, text = begun(**SAMPLINGS[name])
+    ahead = rig.blocks_of(2)
+    assert len(ahead) == BRANCHES
+    for block in ahead:
+        longer = text_of(block, endings(rig, text))
+        strict = Rig(**SAMPLINGS[name], max_branches=0)
+        strict.calibrate(text, len(PROMPT), max_rounds_ahead=0)
+        strict.run()
+        strict.calibrate(longer, len(text.committed), max_rounds_ahead=0)
+        strict.run()
+        (requested,) = strict.blocks_of(2)
+        assert (block.token_ids, block.distributions) == (requested.token_ids, requested.distributions)
+        assert block.attempt == requested.attempt == 0
+
+
+def test_likeliest_endings_are_drafted_for_and_none_twice() -> None:
+    rig, text = begun()
+    texts = [text_of(block, endings(rig, text)).committed.ids for block in rig.blocks_of(2)]
+    assert len({tuple(ids) for ids in texts}) == BRANCHES
+    block = rig.blocks_of(1)[0].token_ids
+    whole = [ids for ids in texts if ids[: len(text.committed) + LENGTH] == [*text.committed.ids, *block]]
+    assert whole, "that the whole block is accepted is likely"
+    rejected = [ids for ids in texts if ids not in whole]
+    assert rejected, "so is that one of its tokens is not"
+    for ids in rejected:
+        kept = ids[len(text.committed) : -1]
+        assert ids[-1] != block[len(kept)], "the rejected token is not what follows"
+
+
+def test_text_that_came_true_is_not_drafted_for_again_and_goes_on() -> None:
+    rig, text = begun()
+    block = rig.blocks_of(2)[0]
+    longer = text_of(block, endings(rig, text))
+    rig.calibrate(longer, len(text.committed))
+    rig.run()
+    assert rig.blocks_of(2).count(block) == 1
+    assert len(rig.blocks_of(2)) == BRANCHES
+    assert len(rig.blocks_of(3)) == BRANCHES, "the next round is drafted for"
+    assert rig.scheduler.branch_outcomes["hit"] == 1
+    assert rig.scheduler.branch_outcomes["missed"] == BRANCHES - 1
+
+
+def test_other_text_is_drafted_for_when_it_is_requested() -> None:
+    rig, text = begun()
+    known = {block.fence for block in rig.sent}
+    missed = next(one for one in endings(rig, text) if one.fence not in known)
+    rig.calibrate(missed, len(text.committed))
+    assert rig.run(1) == 1
+    assert rig.sent[-1].fence == missed.fence
+
+
+def test_outcome_of_a_round_has_the_next_block_drafted_before_the_calibration_comes() -> None:
+    rig, text = begun()
+    known = {block.fence for block in rig.sent}
+    missed = next(one for one in endings(rig, text) if one.fence not in known)
+    rig.tell(missed, missed.committed.ids[len(text.committed) :])
+    rig.run()
+    assert [block.fence for block in rig.blocks_of(2)].count(missed.fence) == 1
+    assert not rig.blocks_of(3), "no further than one round beyond the calibration"
+    before = len(rig.sent)
+    rig.calibrate(missed, len(text.committed))
+    rig.run()
+    assert rig.sent[before:] == rig.blocks_of(3)
+    assert len(rig.blocks_of(3)) == BRANCHES
+
+
+def test_false_outcome_is_left_to_the_calibration() -> None:
+    rig, text = begun()
+    longer = text.copy().commit(5)
+    wrong = [
+        RoundOutcome(replace(longer.fence, prefix_hash=longer.fence.prefix_hash ^ 1), [5]),
+        RoundOutcome(replace(longer.fence, prefix_len=longer.fence.prefix_len + 1), [5]),
+        RoundOutcome(longer.fence, []),
+        RoundOutcome(replace(longer.fence, session_id=7), [5]),
+        RoundOutcome(text.fence, [4]),
+    ]
+    for outcome in wrong:
+        rig.scheduler.learn(outcome)
+    assert rig.scheduler.sessions[1, 0].committed.ids == text.committed.ids
+    assert rig.scheduler.dropped == {"outcome": 3, "unknown_session": 1, "stale": 1}
+    rig.calibrate(longer, len(text.committed))
+    rig.run(1)
+    assert rig.sent[-1].fence == longer.fence
+
+
+def test_calibration_that_contradicts_an_outcome_is_a_violation() -> None:
+    rig, text = begun()
+    rig.tell(text.copy().commit(5), [5])
+    with pytest.raises(ProtocolViolationError):
+        rig.calibrate(text.copy().commit(6), len(text.committed))
+
+
+def test_session_that_is_not_drafted_for_ahead_takes_no_outcome() -> None:
+    rig, text = begun(max_branches=0)
+    assert not rig.blocks_of(2)
+    rig.tell(text.copy().commit(5), [5])
+    assert rig.scheduler.sessions[1, 0].committed.ids == text.committed.ids
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_drafter_goes_so_many_rounds_ahead_and_no_further(rounds: int) -> None:
+    rig, text = Rig(), Text().commit(4)
+    rig.calibrate(text, len(PROMPT), max_rounds_ahead=rounds)
+    rig.run()
+    assert {block.fence.round for block in rig.sent} == set(range(1, rounds + 2))
+    assert len(rig.sent) <= 1 + BRANCHES
+
+
+def test_texts_end_where_the_session_does_or_at_a_stop_token() -> None:
+    rig, _ = begun(max_len=len(PROMPT) + 1 + LENGTH + 2)
+    for block in rig.blocks_of(2):
+        assert block.fence.prefix_len + len(block.token_ids) < rig.spec.max_len, "one token is left for the verifier"
+    everything = frozenset(range(VOCAB))
+    assert not begun(stop_token_ids=everything)[0].blocks_of(2)
+
+
+def test_what_is_requested_ends_what_nobody_asked_for() -> None:
+    """Cut blocks are not sent, and are drafted anew when they are wanted: time alone has decided on them."""
+    rig, text = Rig(), Text().commit(4)
+    rig.calibrate(text, len(PROMPT))
+    rig.run(3)  # the prompt, the block, and what may follow it
+    step = rig.scheduler.next_step()
+    assert step is not None
+    assert len(step.ahead) == BRANCHES
+    rig.scheduler.open(replace(rig.spec, session_id=2), 1)
+    result = rig.engine.step(step)
+    assert all(draft is None for draft in result.ahead)
+    assert rig.scheduler.complete(step, result) == []
+    rig.move()
+    rig.run()
+    assert len(rig.blocks_of(2)) == BRANCHES
+    assert rig.scheduler.branch_outcomes["abandoned"] == BRANCHES
+
+
+def test_branch_that_is_requested_while_it_is_drafted_is_finished() -> None:
+    rig, text = Rig(), Text().commit(4)
+    rig.calibrate(text, len(PROMPT))
+    rig.run(3)
+    step = rig.scheduler.next_step()
+    assert step is not None
+    wanted = text_of(DraftBlock(step.ahead[1].branch.fence, [], None), endings(rig, text))  # type: ignore[arg-type]
+    rig.calibrate(wanted, len(text.committed))
+    rig.scheduler.open(replace(rig.spec, session_id=2), 1)  # others wait
+    completed = rig.scheduler.complete(step, rig.engine.step(step))
+    rig.move()
+    (block,) = (done.outcome for done in completed if done.outcome is not None)
+    assert isinstance(block, DraftBlock)
+    assert (block.fence, len(block.token_ids)) == (wanted.fence, LENGTH)
+    assert not rig.scheduler.sessions[1, 0].queued
+    rig.run()
+    assert wanted.fence not in {sent.fence for sent in rig.sent}, "it is not drafted again"
+
+
+def test_full_cache_leaves_branches_out() -> None:
+    rig, text = Rig(), Text().commit(4)
+    rig.calibrate(text, len(PROMPT))
+    rig.run(3)
+    filler = rig.model.cache.open()
+    rig.model.cache.append(filler, rig.model.cache.num_free_blocks * 16)
+    rig.run()
+    assert not rig.blocks_of(2)
+    rig.model.cache.close(filler)
+    longer = text.copy().commit(7)
+    rig.calibrate(longer, len(text.committed))
+    rig.run(1)
+    assert rig.sent[-1].fence == longer.fence
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_requested_round_has_one_block_and_nothing_is_left_over(seed: int) -> None:
+    """Outcomes and calibrations come at random, in and between steps, and rounds end at random."""
+    chance = random.Random(seed)
+    rig, text = Rig(**chance.choice(list(SAMPLINGS.values()))), Text()
+    ahead = chance.choice([1, 2])
+    base_len, wanted = len(PROMPT), []
+    text.commit(4)
+    for _ in range(25):
+        rig.calibrate(text, base_len, max_rounds_ahead=ahead)
+        base_len = len(text.committed)
+        wanted.append(text.fence)
+        rig.run(chance.choice([0, 1, 2, 3, 10]))
+        step = rig.scheduler.next_step() if chance.random() < 0.5 else None
+        if text.fence not in {block.fence for block in rig.sent} and step is None:
+            rig.run(1)
+        sent = [block.token_ids for block in rig.sent if block.fence == text.fence]
+        block = sent[0] if sent else []
+        kept = chance.randrange(len(block) + 1)
+        tokens = [*block[:kept], chance.randrange(VOCAB)]
+        text.commit(*tokens)
+        if chance.random() < 0.5:
+            rig.tell(text, tokens)
+        if step is not None:
+            done = rig.scheduler.complete(step, rig.engine.step(step))
+            rig.sent += [one.outcome for one in done if isinstance(one.outcome, DraftBlock)]
+            rig.move()
+        rig.model.cache.check_integrity()
+    rig.calibrate(text, base_len, max_rounds_ahead=ahead)
+    rig.run()
+    counts = Counter(block.fence for block in rig.sent)
+    assert set(counts.values()) == {1}, "a text gets one block of a round at most"
+    assert counts[text.fence] == 1
+    assert rig.scheduler.close(1, 0) is not None
+    rig.engine.forget((1, 0))
+    rig.move()
+    assert not rig.model.cache.sequences
