@@ -2,8 +2,10 @@
 
 A tier is some runs of pytest, one after the other: what starts no services in two workers, then what does. Of the
 tests in `tests/served`, half of the time is waiting, so that two workers take files in turn; those in `tests/slow` use
-all cores by themselves and run alone. Each tier leaves a report in `build/tests`; `summary` adds up those of `test` and
-`slow`, as CI does, and fails where a tier took half as long again as it may.
+all cores by themselves and run alone. Where one or two of these fail, which a starved machine can do to processes and
+browsers, they run again, alone; one that then passes is printed as flaky. Unit tests, and comparisons of distributions,
+get no second run. Each tier leaves a report in `build/tests`; `summary` adds up those of `test` and `slow`, as CI does,
+and fails where a tier took half as long again as it may.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -22,6 +24,10 @@ REPORTS = Path("build") / "tests"
 NUM_SLOWEST = 10
 TOLERANCE = 1.5
 """A tier that takes so many times what it may fails the summary."""
+MOST_AGAIN = 2
+"""So many failed tests of a run are run again; more are no accident."""
+NEVER_AGAIN = ("law", "exact", "reproducib")
+"""In the names of tests that compare distributions: what failed there by chance must be looked at."""
 OUTCOMES = ("failed", "passed", "skipped", "error")
 
 WITHOUT_SERVICES = ("tests/unit", "tests/contract")
@@ -69,6 +75,8 @@ class Report:
     """Seconds and names of tests, setup and teardown included."""
     stacks: str = ""
     """How many stacks of services were started, in words."""
+    flaky: list[str] = field(default_factory=list)
+    """Tests that passed when they were run again."""
 
     @property
     def is_over_budget(self) -> bool:
@@ -78,7 +86,8 @@ class Report:
     def __str__(self) -> str:
         tier = TIERS[self.tier]
         over = "  OVER BUDGET" if self.is_over_budget else ""
-        return f"{self.tier:5} {self.seconds:7.1f} s of {tier.budget_s:g} s; {self.stacks}{over}"
+        flaky = "".join(f"\n  FLAKY: {name}" for name in self.flaky)
+        return f"{self.tier:5} {self.seconds:7.1f} s of {tier.budget_s:g} s; {self.stacks}{over}{flaky}"
 
 
 def run_tier(name: str, extra: Sequence[str]) -> int:
@@ -89,40 +98,80 @@ def run_tier(name: str, extra: Sequence[str]) -> int:
         extra: arguments for each run of pytest.
 
     Returns:
-        The exit status of the first run of pytest that failed, or 0. Later runs are made all the same.
+        The exit status of the first run of pytest that failed, also when what failed was run again, or 0. Later runs
+        are made all the same.
     """
     REPORTS.mkdir(parents=True, exist_ok=True)
     # Tests start hundreds of processes: nothing is compiled for each anew.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    started, statuses, files = time.monotonic(), [], []
+    started, statuses, files, again = time.monotonic(), [], [], []
     for number, arguments in enumerate(TIERS[name].runs):
         files.append(REPORTS / f"{name}-{number}.xml")
-        command = [sys.executable, "-m", "pytest", *arguments, f"--junitxml={files[-1]}", *extra]
-        print("$", *command[1:], flush=True)
-        statuses.append(subprocess.run(command, check=False, env=environment).returncode)
-    report = read_report(name, time.monotonic() - started, files)
+        # Of the tests that failed, a run of its own; `cache_dir` remembers them.
+        kept = ("-o", f"cache_dir={REPORTS / f'{name}-{number}-cache'}")
+        command = [sys.executable, "-m", "pytest", *arguments, *kept, "--cache-clear", *extra]
+        statuses.append(_run([*command, f"--junitxml={files[-1]}"], environment))
+        if statuses[-1] == 1 and deserves_another_run(arguments, files[-1]):
+            again.append(REPORTS / f"{name}-{number}-again.xml")
+            selected = [command[0], *command[1:3], arguments[0], "-m", arguments[-1], *kept, "--lf", "--lfnf=none"]
+            statuses[-1] = _run([*selected, f"--junitxml={again[-1]}"], environment)
+    report = read_report(name, time.monotonic() - started, files, again)
     (REPORTS / f"{name}.json").write_text(json.dumps(asdict(report)))
     print_slowest([report])
     print(report, flush=True)
     return next((status for status in statuses if status), 0)
 
 
-def read_report(tier: str, seconds: float, files: Sequence[Path]) -> Report:
-    """Returns what runs of pytest wrote down."""
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    print("$", *command[1:], flush=True)
+    return subprocess.run(command, check=False, env=environment).returncode
+
+
+def deserves_another_run(arguments: Sequence[str], file: Path) -> bool:
+    """Whether what failed in a run of pytest may have failed because the machine was busy.
+
+    Args:
+        arguments: of that run.
+        file: its report.
+    """
+    failed = [name for name, _, outcome in _cases(file) if outcome in ("failure", "error")]
+    is_law = any(word in name for name in failed for word in NEVER_AGAIN)
+    return arguments[0] not in WITHOUT_SERVICES and len(failed) <= MOST_AGAIN and not is_law
+
+
+def _cases(file: Path) -> Iterator[tuple[str, float, str]]:
+    """Yields name, seconds and outcome of each test of a run."""
+    for case in ElementTree.parse(file).iter("testcase"):
+        name = f"{case.get('classname', '').replace('.', '/')}::{case.get('name')}"
+        tags = ("error", "failure", "skipped")
+        outcome = next((tag for tag in tags if case.find(tag) is not None), "passed")
+        yield name, float(case.get("time", 0.0)), outcome
+
+
+def read_report(tier: str, seconds: float, files: Sequence[Path], again: Sequence[Path] = ()) -> Report:
+    """Returns what runs of pytest wrote down.
+
+    Args:
+        tier: which one ran.
+        seconds: how long it took.
+        files: reports of its runs.
+        again: reports of second runs of what had failed.
+    """
     counts: Counter[str] = Counter()
     tests: list[tuple[float, str]] = []
     stacks: Counter[str] = Counter()
+    second = {name: outcome for path in again for name, _, outcome in _cases(path)}
     for path in files:
-        for case in ElementTree.parse(path).iter("testcase"):
-            name = f"{case.get('classname', '').replace('.', '/')}::{case.get('name')}"
-            tests.append((float(case.get("time", 0.0)), name))
-            counts[next((tag for tag in ("error", "failure", "skipped") if case.find(tag) is not None), "passed")] += 1
+        for name, took_s, outcome in _cases(path):
+            tests.append((took_s, name))
+            counts[second.get(name, outcome)] += 1
         for kind in ElementTree.parse(path).iter("property"):
             if str(kind.get("name")).startswith("stacks "):
                 stacks[str(kind.get("name")).removeprefix("stacks ")] += int(kind.get("value", 0))
     counts["failed"] = counts.pop("failure", 0)
     started = ", ".join(f"{count} stacks {kind}" for kind, count in stacks.items())
-    return Report(tier, seconds, dict(counts), sorted(tests, reverse=True)[:NUM_SLOWEST], started)
+    flaky = [name for name, outcome in second.items() if outcome == "passed"]
+    return Report(tier, seconds, dict(counts), sorted(tests, reverse=True)[:NUM_SLOWEST], started, flaky)
 
 
 def print_slowest(reports: Sequence[Report]) -> None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import tiers
 from tiers import Report, read_report, summary_line
 
@@ -44,3 +45,56 @@ def test_tier_that_takes_half_as_long_again_as_it_may_fails_the_summary(tmp_path
         last = capsys.readouterr().out.splitlines()[-1]
         assert last.startswith("=")
         assert f"in {seconds:.2f}s" in last
+
+
+ONCE = """
+import pathlib, pytest
+def test_starts():
+    mark = pathlib.Path("been-here")
+    is_second = mark.exists()
+    mark.touch()
+    assert is_second
+def test_law(): assert {law}
+def test_passes(): pass
+def test_fails(): assert {fails}
+"""
+
+
+@pytest.mark.parametrize(
+    ("law", "fails", "status", "counts", "flaky"),
+    [
+        (True, True, 0, {"passed": 4, "failed": 0}, ["test_starts"]),
+        (True, False, 1, {"passed": 3, "failed": 1}, ["test_starts"]),
+        (False, True, 1, {"passed": 2, "failed": 2}, []),
+    ],
+)
+def test_failures_of_processes_run_again_alone_but_laws_do_not(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    law: bool,
+    fails: bool,
+    status: int,
+    counts: dict[str, int],
+    flaky: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "test_one.py").write_text(ONCE.format(law=law, fails=fails))
+    monkeypatch.setitem(tiers.TIERS, "test", tiers.Tier(60.0, (("test_one.py", "-m", "not slow"),)))
+    assert tiers.run_tier("test", []) == status
+    report = Report(**tiers.json.loads((tmp_path / tiers.REPORTS / "test.json").read_text()))
+    assert {name: report.counts[name] for name in counts} == counts
+    assert [name.rpartition("::")[2] for name in report.flaky] == flaky
+    assert ("FLAKY" in capfd.readouterr().out) == bool(flaky)
+
+
+def test_unit_tests_and_what_fails_in_many_places_are_not_run_again(tmp_path: Path) -> None:
+    file = tmp_path / "one.xml"
+    case = '<testcase classname="tests.served.test_x" name="test_{}" time="1"><failure/></testcase>'
+    for count, arguments, again in (
+        (2, ("tests/served",), True),
+        (2, ("tests/unit",), False),
+        (3, ("tests/slow",), False),
+    ):
+        file.write_text(f"<testsuites>{''.join(map(case.format, range(count)))}</testsuites>")
+        assert tiers.deserves_another_run(arguments, file) == again
