@@ -65,6 +65,17 @@ RUN --mount=type=bind,source=wheels,target=/wheels \
  && $COMPILE -x "$NOT_COMPILED" /opt/draftwire/lib \
  && mkdir -p /layer/opt && mv /opt/draftwire /layer/opt/ && $DATED
 
+# vLLM with what a verifier needs beside it; its transformers is older than the one of the other images. vLLM's own wheel
+# says for which devices it is.
+FROM builder AS vllm-dependencies
+ENV PIP_CONSTRAINT=/src/constraints-vllm.txt
+COPY constraints-vllm.txt ./
+RUN --mount=type=bind,source=wheels,target=/wheels \
+    $INSTALL '.[vllm]' \
+ && pip --python /opt/draftwire/bin/python uninstall -y draftwire \
+ && $COMPILE -x "$NOT_COMPILED" /opt/draftwire/lib \
+ && mkdir -p /layer/opt && mv /opt/draftwire /layer/opt/ && $DATED
+
 # Our own code, to be laid over what it depends on, and the models of the embedded pair, readable by all wherever they were
 # checked out.
 FROM builder AS package
@@ -122,6 +133,18 @@ ENV DRAFTWIRE_VERIFIER_HOST=0.0.0.0 DRAFTWIRE_VERIFIER_LOG_FORMAT=json DRAFTWIRE
 EXPOSE 50052 9052
 HEALTHCHECK --interval=5s --timeout=15s --start-period=120s --retries=3 \
   CMD ["ready.sh", "DRAFTWIRE_VERIFIER_METRICS_PORT", "9052", "10"]
+ENTRYPOINT ["draftwire", "serve", "verifier"]
+
+# docs/vllm.md. Not built by deploy/build_images.sh: vLLM and what it needs come from an index.
+FROM runtime AS verifier-vllm
+LABEL org.opencontainers.image.title=draftwire-verifier-vllm \
+      org.opencontainers.image.description="Runs the target model on vLLM and judges draft blocks"
+COPY --from=vllm-dependencies /opt/draftwire /opt/draftwire
+COPY --from=package /package /opt/draftwire
+ENV DRAFTWIRE_VERIFIER_HOST=0.0.0.0 DRAFTWIRE_VERIFIER_LOG_FORMAT=json DRAFTWIRE_VERIFIER_ENGINE=vllm
+EXPOSE 50052 9052
+HEALTHCHECK --interval=5s --timeout=15s --start-period=30m --retries=3 \
+  CMD ["ready.sh", "DRAFTWIRE_VERIFIER_METRICS_PORT", "9052"]
 ENTRYPOINT ["draftwire", "serve", "verifier"]
 
 FROM model-runtime AS drafter

@@ -5,7 +5,7 @@ PROTOS := $(wildcard protos/draftwire/v1/*.proto)
 SOURCES := draftwire services examples tests benchmarks deploy
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo up test test-fast test-slow test-clients evidence check-rules fuzz chaos attacks mutants chart images release pins pictures lint format types protos protos-check install clean
+.PHONY: demo up test test-fast test-slow test-clients test-vllm evidence check-rules fuzz chaos attacks mutants chart images release pins pictures lint format types protos protos-check install clean
 
 demo: $(INSTALLED)  ## start the three services, stream one completion, stop them
 	$(BIN)/draftwire demo
@@ -24,6 +24,9 @@ test-slow: $(INSTALLED)  ## the other tests, at most 30 minutes
 
 test-clients: $(INSTALLED)  ## by hand: clients of other projects, in an environment of their own
 	$(BIN)/python -m tests.clients
+
+test-vllm: $(INSTALLED)  ## by hand, a quarter of an hour: the verifier on vLLM, in an environment of its own
+	$(BIN)/python -m tests.on_vllm
 
 evidence: $(INSTALLED)  ## by hand, an hour and a half: other random examples, a million broken blocks, chaos, memory, laws of 20,000, attacks
 	$(BIN)/python -m pytest tests/unit tests/contract -n 2 -m "not slow" --hypothesis-profile=random

@@ -28,7 +28,8 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.logging import configure_logging
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire.verification import rule_named
-from draftwire.verification.target import Judgement, Judging, judge
+from draftwire.verification.deciding import Judgement
+from draftwire.verification.target import Judging, judge
 
 ANSWER_SECONDS = 600.0
 """How long a worker may take to load its models, or to continue the prompts of a task."""

@@ -16,6 +16,8 @@ Float32, at temperature 0 and 1, by number of sessions and length of the prompts
     decoder                       our decoder in a process alone: `judge` with empty blocks, no services
     plain                         our three processes without draft tokens
     speculative                   our three processes with the best block length, rule `block`
+    plain on vllm                 the same with the verifier's target on vLLM: `--verifier-on-vllm PYTHON`
+    speculative on vllm
 
 The two best settings, by median rates, are found by a sweep at the start of the run, unless only one is to be tried.
 Then every repetition has every contestant continue every group of prompts, one group for all sessions at a time; they
@@ -33,12 +35,13 @@ weights) without stop tokens, so that no token has to be masked.
 
 import argparse
 import json
+import os
 import random
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -49,6 +52,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from benchmarks.contestants import (
+    ANSWER_SECONDS,
     ENGINES,
     Contestant,
     Decoded,
@@ -74,7 +78,13 @@ from draftwire.client import Client
 EMBEDDED = "embedded"
 TRANSFORMERS, ASSISTED, TUNED = "transformers", "transformers assisted", "transformers assisted, tuned"
 DECODER, PLAIN, SPECULATIVE = "decoder", "plain", "speculative"
+ON_VLLM = " on vllm"
 RATIOS = (
+    (PLAIN + ON_VLLM, "vllm"),
+    (PLAIN + ON_VLLM, PLAIN),
+    (SPECULATIVE + ON_VLLM, PLAIN + ON_VLLM),
+    (SPECULATIVE + ON_VLLM, SPECULATIVE),
+    (SPECULATIVE + ON_VLLM, "vllm drafts"),
     (SPECULATIVE, PLAIN),
     (SPECULATIVE, ASSISTED),
     (SPECULATIVE, TUNED),
@@ -125,6 +135,8 @@ class Arena:
     decoder: Worker
     transformers: Worker | None
     engines: list[Engine]
+    on_vllm: Client | None = None
+    """Of services whose verifier runs on vLLM."""
     salts: Iterator[int] = field(default_factory=count)
 
     def served(self, name: str, num_draft_tokens: int) -> Contestant:
@@ -144,7 +156,24 @@ class Arena:
             if num_sessions == 1:
                 generated += [self.assisted(ASSISTED, None), self.assisted(TUNED, assistant_tokens)]
         own = [Decoded(DECODER, self.decoder), self.served(PLAIN, 0), self.served(SPECULATIVE, block_length)]
+        if self.on_vllm is not None:
+            for name, length in ((PLAIN, 0), (SPECULATIVE, block_length)):
+                own.append(Served(name + ON_VLLM, self.on_vllm, self.salts, length))
         return [*generated, *self.engines, *own]
+
+
+class StackOnVllm(LocalStack):
+    """Services whose verifier runs on vLLM, by the Python of another environment."""
+
+    def __init__(self, options: Mapping[str, Mapping[str, object]], python: str) -> None:
+        """Takes options of services on our own engine."""
+        verifier = {name: value for name, value in options["verifier"].items() if name != "threads"}
+        super().__init__({**options, "verifier": {**verifier, "engine": "vllm"}}, start_timeout_s=ANSWER_SECONDS)
+        self._python = python
+
+    def interpreter(self, name: str) -> str:
+        """Returns the other environment's Python for the verifier."""
+        return self._python if name == "verifier" else super().interpreter(name)
 
 
 @contextmanager
@@ -173,8 +202,13 @@ def arena(pair: Pair, arguments: argparse.Namespace) -> Iterator[Arena]:
             transformers.wait_ready()
         stack = cleanup.enter_context(LocalStack(options))
         client = cleanup.enter_context(Client(stack.address))
+        on_vllm = None
+        if arguments.verifier_on_vllm is not None:
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{resources.threads - 1}")
+            other = cleanup.enter_context(StackOnVllm(options, arguments.verifier_on_vllm))
+            on_vllm = cleanup.enter_context(Client(other.address))
         decoder.wait_ready()
-        yield Arena(client, decoder, transformers, engines)
+        yield Arena(client, decoder, transformers, engines, on_vllm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +428,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", choices=(TRANSFORMERS, *ENGINES), default=[TRANSFORMERS])
     for engine in ENGINES:
         parser.add_argument(f"--{engine}", metavar="PYTHON", help=f"of the environment of {engine}")
+    parser.add_argument("--verifier-on-vllm", metavar="PYTHON", help="of an environment with draftwire[vllm]")
     parser.add_argument("--engine-draft-tokens", type=int, default=4, help="of other engines; 0: they only run plain")
     parser.add_argument("--temperatures", type=float, nargs="+", help="[default: 0 and 1, or what a pair is made for]")
     parser.add_argument("--sessions", type=int, nargs="+", default=[1], help="prompts that are continued at once")

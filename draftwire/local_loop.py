@@ -22,7 +22,8 @@ from draftwire.models.cached_model import SequenceModel
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import GreedyBlockRule, new_rule
 from draftwire.verification.blocks import BlockBatch
-from draftwire.verification.target import Judgement, Judging, judge
+from draftwire.verification.deciding import Judgement
+from draftwire.verification.target import Judging, judge
 
 Result = TypeVar("Result")
 

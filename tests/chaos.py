@@ -36,7 +36,7 @@ from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import embedded_model
 from draftwire.client import Client
 from draftwire.errors import DraftwireError, NoRoomError, UnavailableError
-from draftwire.verification.target import NEAR_TIE
+from draftwire.verification.deciding import NEAR_TIE
 
 REPLICAS = 2
 """Of each service."""

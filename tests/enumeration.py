@@ -15,7 +15,8 @@ from draftwire.models.cached_model import SequenceModel
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import BlockBatch, LawRule
 from draftwire.verification.blocks import cut_impossible
-from draftwire.verification.target import Judgement, Judging, judge
+from draftwire.verification.deciding import Judgement
+from draftwire.verification.target import Judging, judge
 
 Law = dict[tuple[int, ...], float]
 

@@ -67,6 +67,7 @@ def save_tiny_model(
     tokens: list[str] | None = None,
     stop_token_id: int | None = None,
     num_layers: int = 2,
+    head_dim: int = 8,
 ) -> Path:
     """Writes a small Llama with random weights, whose next token depends on its context, and its tokenizer.
 
@@ -79,6 +80,7 @@ def save_tiny_model(
         tokens: token strings; by default t0, t1, ...
         stop_token_id: token that ends a generation; by default none does.
         num_layers: as it says.
+        head_dim: of its attention; vLLM on CPUs wants 32 or more.
     """
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -87,6 +89,7 @@ def save_tiny_model(
         num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
+        head_dim=head_dim,
         max_position_embeddings=context_length,
         tie_word_embeddings=False,
         bos_token_id=None,

@@ -16,7 +16,8 @@ from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import rule_named
-from draftwire.verification.target import Judgement, Judging, judge
+from draftwire.verification.deciding import Judgement
+from draftwire.verification.target import Judging, judge
 
 RULE = "block"
 

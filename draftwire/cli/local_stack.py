@@ -158,6 +158,10 @@ class LocalStack:
                 service.process.kill()
                 service.process.wait()
 
+    def interpreter(self, name: str) -> str:
+        """Returns the Python that runs a service. One in another environment has draftwire too."""
+        return sys.executable
+
     def _launch(self, name: str, peers: Mapping[str, object]) -> None:
         """Starts a service on a thread of its own, which then reads its log: Ctrl-C interrupts the main thread
         anywhere, even between the start of a process and the line that remembers it.
@@ -184,12 +188,23 @@ class LocalStack:
             with self._launching:
                 if self._is_stopping:
                     raise UnavailableError(f"{name} was stopped before it started")
-                service = self.services[name] = ServiceProcess(name, _start(name, arguments))
+                service = self.services[name] = ServiceProcess(name, self._start(name, arguments))
         except BaseException as error:  # it is the caller's
             launched.set_exception(error)
             return
         launched.set_result(None)
         self._follow(service)
+
+    def _start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [self.interpreter(name), "-m", "draftwire.cli", "serve", name, *arguments],
+            stdin=subprocess.PIPE,  # closed when this process ends, even by SIGKILL; the service then stops
+            stdout=subprocess.DEVNULL,  # if inherited, readers of our output would wait for the services to end
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",  # libraries may write other encodings
+            start_new_session=True,  # Ctrl-C reaches the parent alone, which stops the services in order
+        )
 
     def _wait(self, names: Sequence[str], deadline: float | None, is_done: Callable[[ServiceProcess], bool]) -> None:
         """Returns when all of these services are done. Raises as soon as one has ended, whatever the others do."""
@@ -241,18 +256,6 @@ class LocalStack:
             if "tls" in line:
                 service.has_tls, service.is_serving = bool(line["tls"]), True
             self._events.put(service)
-
-
-def _start(name: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "draftwire.cli", "serve", name, *arguments],
-        stdin=subprocess.PIPE,  # closed when this process ends, even by SIGKILL; the service then stops
-        stdout=subprocess.DEVNULL,  # if inherited, readers of our output would wait for the services to end
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",  # libraries may write other encodings
-        start_new_session=True,  # Ctrl-C reaches the parent alone, which stops the services in order
-    )
 
 
 def _argument(name: str, value: object) -> str:

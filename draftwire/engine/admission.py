@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from draftwire.engine.leases import SessionKey
 from draftwire.errors import NoRoomError, ProtocolViolationError
-from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
+from draftwire.models.kv_cache import BLOCK_SIZE
 
 
 @dataclass(slots=True)
@@ -13,22 +13,26 @@ class Room:
 
     max_sessions: int
     kv_cache_tokens: int
+    block_size: int = BLOCK_SIZE
+    """Tokens in a block of the engine's KV cache, of which a session holds whole ones."""
+    spare_tokens: int = 0
+    """Tokens that a session may hold beyond the longest text that it reserves room for."""
     _blocks: dict[SessionKey, int] = field(default_factory=dict)
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks of the KV cache that no session has reserved."""
-        return blocks_for(self.kv_cache_tokens) - sum(self._blocks.values())
+        return self._blocks_for(self.kv_cache_tokens) - sum(self._blocks.values())
 
     @property
     def size(self) -> int:
         """Capacity of the KV cache, tokens, in whole blocks."""
-        return blocks_for(self.kv_cache_tokens) * BLOCK_SIZE
+        return self._blocks_for(self.kv_cache_tokens) * self.block_size
 
     @property
     def num_reserved(self) -> int:
         """Tokens of the KV cache that sessions have reserved, in whole blocks. Thread-safe."""
-        return sum(list(self._blocks.values())) * BLOCK_SIZE
+        return sum(list(self._blocks.values())) * self.block_size
 
     @property
     def usage(self) -> float:
@@ -43,16 +47,20 @@ class Room:
         """
         if len(self._blocks) >= self.max_sessions:
             raise NoRoomError(f"{self.max_sessions} sessions are open, which is the limit; retry later")
-        if blocks_for(num_tokens) > self.num_free_blocks:
+        num_blocks = self._blocks_for(num_tokens + self.spare_tokens)
+        if num_blocks > self.num_free_blocks:
             raise NoRoomError(
-                f"no room for a session of up to {num_tokens} tokens: {self.num_free_blocks * BLOCK_SIZE} of the KV "
-                f"cache's {self.kv_cache_tokens} tokens are not reserved; ask for fewer max_tokens, or retry later"
+                f"no room for a session of up to {num_tokens} tokens: {self.num_free_blocks * self.block_size} of the "
+                f"KV cache's {self.kv_cache_tokens} tokens are not reserved; ask for fewer max_tokens, or retry later"
             )
-        self._blocks[key] = blocks_for(num_tokens)
+        self._blocks[key] = num_blocks
 
     def release(self, key: SessionKey) -> None:
         """Releases a session's reservation."""
         del self._blocks[key]
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
 
 
 @dataclass(slots=True)

@@ -113,7 +113,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
         compiler = await asyncio.to_thread(lambda: FormCompiler(self.card.form_vocabulary()))
         self._forms = FormCompilerPool(compiler, FormSandbox(self.card.form_vocabulary))
         pacer = PrefillPacer(settings.max_added_latency_ms / 1e3)
-        self._scheduler = self._make_scheduler(Room(settings.max_sessions, self.kv_cache_tokens), pacer)
+        self._scheduler = self._make_scheduler(self._engine.room(settings.max_sessions, self.kv_cache_tokens), pacer)
         for num_tokens, seconds in await self._torch.run(self._engine.warm_up):
             pacer.learn(num_tokens, 0, seconds)
         self.metrics.watch(self._scheduler, self.description.name)

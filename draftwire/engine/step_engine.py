@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
+from draftwire.engine.admission import Room
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.session_book import Step
 
@@ -13,7 +14,10 @@ WARM_UP_TOKENS = (2, 64)
 
 
 class StepEngine(ABC, Generic[Step, Result]):
-    """A model and the KV cache of its sessions. All methods run on the torch thread."""
+    """A model and the KV cache of its sessions. All methods run on the torch thread.
+
+    The seam between a service and what computes for it: a service knows its engine by these methods alone.
+    """
 
     def warm_up(self) -> list[tuple[int, float]]:
         """Runs short prompts, so that no request pays for lazy initialisation.
@@ -39,3 +43,7 @@ class StepEngine(ABC, Generic[Step, Result]):
     @abstractmethod
     def forget(self, key: SessionKey) -> None:
         """Frees a session's KV cache, if it has any."""
+
+    def room(self, max_sessions: int, kv_cache_tokens: int) -> Room:
+        """Returns the room for so many sessions in a KV cache of this size: what is admitted to it always fits."""
+        return Room(max_sessions, kv_cache_tokens)

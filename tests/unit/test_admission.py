@@ -69,3 +69,16 @@ def test_only_so_many_sessions_that_were_closed_early_are_remembered() -> None:
     for session_id in (2, 3, 4):
         with pytest.raises(ProtocolViolationError):
             closed.refuse((session_id, 0))
+
+
+def test_room_of_another_engine_counts_its_blocks_and_what_a_session_may_hold_beyond_its_text() -> None:
+    room = Room(max_sessions=9, kv_cache_tokens=512, block_size=128, spare_tokens=9)
+    assert (room.num_free_blocks, room.size) == (4, 512)
+    room.reserve((1, 0), 119)
+    assert room.num_free_blocks == 3
+    room.reserve((2, 0), 120)
+    assert room.num_free_blocks == 1
+    with pytest.raises(NoRoomError, match="128 of the KV cache's 512 tokens"):
+        room.reserve((3, 0), 120)
+    room.release((2, 0))
+    assert (room.num_free_blocks, room.num_reserved, room.usage) == (3, 128, 0.25)

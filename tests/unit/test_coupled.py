@@ -24,7 +24,7 @@ from draftwire.models.cached_model import CachedModel, SequenceModel
 from draftwire.models.decoder import decoder_of
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, BlockBatch, FixedNoise, KeyedNoise, coupled, verify
-from draftwire.verification.target import NEAR_TIE
+from draftwire.verification.deciding import NEAR_TIE
 
 torch.set_num_threads(1)
 

@@ -43,7 +43,7 @@ from draftwire.models.script import Script, expected_tokens
 from draftwire.models.scripted import ScriptedTarget
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification.target import StillReading
+from draftwire.verification.deciding import StillReading
 from draftwire_drafter import scheduler as drafting
 from draftwire_drafter.engine import DraftEngine
 from draftwire_verifier import scheduler as verifying

@@ -18,7 +18,8 @@ from draftwire.models.kv_cache import KvCache
 from draftwire.requests.logprobs import LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, LawRule
-from draftwire.verification.target import Judgement, Judging, JudgingOutcome, judge
+from draftwire.verification.deciding import Judgement, JudgingOutcome
+from draftwire.verification.target import Judging, judge
 
 torch.set_num_threads(1)
 

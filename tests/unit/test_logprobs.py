@@ -46,9 +46,10 @@ from draftwire.requests.logprobs import (
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime import messages
 from draftwire.v1 import session_pb2
-from draftwire.verification import RULES, target
+from draftwire.verification import RULES, deciding
 from draftwire.verification import reported_logprobs as reading
-from draftwire.verification.target import Judgement, Judging, StillReading, judge
+from draftwire.verification.deciding import Judgement, StillReading
+from draftwire.verification.target import Judging, judge
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.scheduler import REPORTED_CHUNK, Scheduler
 
@@ -171,7 +172,7 @@ def test_emitted_tokens_have_the_log_probabilities_of_a_plain_forward_pass_and_w
 def test_nothing_is_computed_for_those_who_do_not_ask(model: WatchedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = random.Random(1)
     taken, reported = Mock(wraps=reading.log_softmax_of), Mock(wraps=reading.reported)
-    monkeypatch.setattr(target, "log_softmax_of", taken)
+    monkeypatch.setattr(deciding, "log_softmax_of", taken)
     monkeypatch.setattr(reading, "reported", reported)
     parts = [make(model, generator, random_ids(generator, 8), length) for length in (0, 3, 2, 4)]
     judge(model, parts)

@@ -48,7 +48,8 @@ from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, BlockBatch, KeyedNoise, rule_named, verify
-from draftwire.verification.target import NEAR_TIE, StillReading, judge
+from draftwire.verification.deciding import NEAR_TIE, StillReading
+from draftwire.verification.target import judge
 from draftwire_drafter import scheduler as drafting
 from draftwire_drafter.engine import DraftEngine
 from draftwire_verifier import engine as target_engine

@@ -27,7 +27,8 @@ from draftwire.requests.automaton import Automaton, BlockMasks
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire.verification import RULES, LawRule
-from draftwire.verification.target import Judgement, Judging, judge
+from draftwire.verification.deciding import Judgement
+from draftwire.verification.target import Judging, judge
 
 torch.set_num_threads(1)
 

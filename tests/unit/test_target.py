@@ -25,7 +25,8 @@ from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, KvCache
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, BlockBatch, KeyedNoise, TypicalRule, verify
-from draftwire.verification.target import NEAR_TIE, Decided, Judgement, Judging, StillReading, judge
+from draftwire.verification.deciding import NEAR_TIE, Decided, Judgement, StillReading
+from draftwire.verification.target import Judging, judge
 
 torch.set_num_threads(1)
 

@@ -44,7 +44,7 @@ from draftwire.method.rounds import (
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification.target import Judgement, JudgingOutcome, StillReading
+from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
 from draftwire_verifier.scheduler import Scheduler, Step, StepItem, StepResult, TargetSession
 
 VOCAB_SIZE = 100

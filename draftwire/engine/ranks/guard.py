@@ -5,7 +5,7 @@ import faulthandler
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import structlog
 
@@ -13,9 +13,6 @@ from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.place import Place, WantedGroup
 from draftwire.engine.torch_thread import TorchThread
 from draftwire.errors import DraftwireError, GroupLostError
-
-if TYPE_CHECKING:
-    from draftwire.engine.ranks.group_model import GroupModel
 
 log = structlog.get_logger()
 
@@ -33,6 +30,28 @@ MOST_HEARTBEAT_SECONDS = 5.0
 """Longest interval of heartbeats while no step runs."""
 HEARTBEATS_PER_TIMEOUT = 4
 """Fewest heartbeats within the time that ranks wait for each other."""
+
+
+class SharedModel(Protocol):
+    """What several processes compute together. Its methods run on the torch thread."""
+
+    @property
+    def spoke_at(self) -> float:
+        """Time of the last step or heartbeat, by `time.monotonic`. Any thread may read it."""
+
+    def heartbeat(self) -> None:
+        """Checks that the other processes are there.
+
+        Raises:
+            GroupLostError: one is not.
+        """
+
+    def stop(self) -> None:
+        """Stops the other processes.
+
+        Raises:
+            GroupLostError: one could not be stopped.
+        """
 
 
 class GroupGuard:
@@ -59,9 +78,9 @@ class GroupGuard:
         self._service, self._timeout_s = wanted.service, wanted.timeout_s
         self._torch = torch
         self._followers = followers or Followers()
-        self._model: GroupModel | None = None
+        self._model: SharedModel | None = None
 
-    def take(self, model: "GroupModel") -> None:
+    def take(self, model: SharedModel) -> None:
         """Sets the model that the ranks share, once it is loaded. May be called on the torch thread."""
         self._model = model
 

@@ -1,8 +1,11 @@
 """Configuration of a verifier."""
 
+import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from draftwire.engine.ranks.place import WantedGroup
+from draftwire.errors import InvalidRequestError
 from draftwire.runtime.settings import (
     ConnectionSettings,
     EngineSettings,
@@ -31,6 +34,46 @@ class TensorParallelSettings:
         require(0.0 < self.tensor_parallel_timeout_s < float("inf"), "tensor_parallel_timeout_s must be positive")
 
 
+ENGINES = ("draftwire", "vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class TargetEngineSettings:
+    """What computes the target's forward passes; see docs/vllm.md."""
+
+    engine: str = "draftwire"
+    """What runs the target: "draftwire", our own code and transformers, or "vllm", for its models, quantisation,
+    kernels and parallelism; that needs draftwire[vllm]. Rules, sessions, drafters and gateway are the same."""
+    vllm_args: str | None = None
+    """Arguments of vLLM's engine in JSON, by vLLM's names: {"tensor_parallel_size": 4, "quantization": "fp8"}. What
+    other options set, and what this cannot serve exactly, is refused."""
+
+    def __post_init__(self) -> None:
+        require(self.engine in ENGINES, f"engine must be {' or '.join(ENGINES)}, not {self.engine!r}")
+        has_use = self.vllm_args is None or self.is_vllm
+        require(has_use, "vllm_args are for engine vllm")
+        _ = self.arguments  # validates
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether vLLM runs the target."""
+        return self.engine == "vllm"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of vLLM's engine by name.
+
+        Raises:
+            InvalidRequestError: they are no JSON object.
+        """
+        try:
+            given = json.loads(self.vllm_args or "{}")
+        except ValueError as error:
+            raise InvalidRequestError(f"vllm_args are no JSON: {error}") from None
+        require(isinstance(given, dict), "vllm_args must be a JSON object: names and values")
+        return dict(given)
+
+
 @dataclass(frozen=True, slots=True)
 class VerifierConfig:
     """Everything that can be set. Bad values raise at start."""
@@ -39,6 +82,7 @@ class VerifierConfig:
     server: ServerSettings = field(default_factory=lambda: ServerSettings(port=50052, metrics_port=9052))
     engine: EngineSettings = field(default_factory=EngineSettings)
     parallel: TensorParallelSettings = field(default_factory=TensorParallelSettings)
+    target: TargetEngineSettings = field(default_factory=TargetEngineSettings)
     texts: TextDraftSettings = field(default_factory=TextDraftSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
@@ -53,6 +97,25 @@ class VerifierConfig:
         require(all(self.own_rules), f"rules takes package.module.Attribute, by commas, not {self.rules!r}")
         require(self.tls.tls_target_name is None, "tls_target_name sets nothing here: a verifier calls nobody")
 
+        if self.target.is_vllm:
+            self._check_vllm()
+
+    def _check_vllm(self) -> None:
+        """Refuses settings that set nothing for vLLM."""
+        loading, unset = self.loading, ModelSettings(self.loading.model)
+        for name, instead in (
+            ("decoder", "vLLM has its own"),
+            ("threads", "set VLLM_CPU_OMP_THREADS_BIND"),
+            ("cuda_graphs", "set enforce_eager in vllm_args"),
+        ):
+            is_unset = getattr(loading, name) == getattr(unset, name)
+            require(is_unset, f"{name} sets nothing with engine vllm: {instead}")
+        may_choose = loading.device in ("cpu", "cuda")
+        require(may_choose, f"device {loading.device} with engine vllm: CUDA_VISIBLE_DEVICES says which GPUs it takes")
+        size = self.parallel.tensor_parallel_size
+        is_said_once = size == 1 or self.target.arguments.get("tensor_parallel_size", size) == size
+        require(is_said_once, "tensor_parallel_size and that of vllm_args differ: set one of them")
+
     @property
     def own_rules(self) -> tuple[str, ...]:
         """Import path of each of `rules`."""
@@ -62,5 +125,6 @@ class VerifierConfig:
     def wanted_group(self) -> WantedGroup:
         """Size and limits of the group of processes."""
         parallel = self.parallel
-        size, timeout_s = parallel.tensor_parallel_size, parallel.tensor_parallel_timeout_s
+        size = 1 if self.target.is_vllm else parallel.tensor_parallel_size  # vLLM starts its ranks itself
+        timeout_s = parallel.tensor_parallel_timeout_s
         return WantedGroup("verifier", "tensor_parallel_size", size, timeout_s)

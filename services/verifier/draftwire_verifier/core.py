@@ -19,6 +19,7 @@ from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.place import Place
 from draftwire.engine.ranks.rank_config import RankConfig
+from draftwire.engine.step_engine import StepEngine
 from draftwire.errors import (
     BlockViolationError,
     DraftwireError,
@@ -100,11 +101,9 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         await super()._load()
         self.metrics.watch_waits(self._scheduler)
 
-    def _load_engine(self) -> tuple[ModelCard, TargetEngine]:
+    def _load_engine(self) -> tuple[ModelCard, StepEngine[Step, StepResult]]:
         self._rules = served_rules(self.config.own_rules)
-        target = self._load_target()
-        self.kv_cache_tokens = self._size_cache(target)
-        card = limited(target.card, self.kv_cache_tokens)
+        card, engine = self._load_vllm() if self.config.target.is_vllm else self._load_own()
         texts = self.config.texts
         fingerprint = card.description.vocabulary_fingerprint
         self._text_drafters = TextDrafters.load(texts.retrieval_store, texts.shared_tokens, fingerprint)
@@ -114,7 +113,21 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             rules=tuple(map(facts_of, self._rules.values())),
             local_strategies=self._text_drafters.names,
         )
-        return replace(card, description=description), TargetEngine(target.model, description.context_length)
+        return replace(card, description=description), engine
+
+    def _load_own(self) -> tuple[ModelCard, StepEngine[Step, StepResult]]:
+        target = self._load_target()
+        self.kv_cache_tokens = self._size_cache(target)
+        card = limited(target.card, self.kv_cache_tokens)
+        return card, TargetEngine(target.model, card.description.context_length)
+
+    def _load_vllm(self) -> tuple[ModelCard, StepEngine[Step, StepResult]]:
+        from draftwire_verifier.vllm.vllm_engine import load_vllm
+
+        loaded = load_vllm(self.config)
+        self.kv_cache_tokens = loaded.engine.num_cached_tokens
+        self.group.take(loaded.engine)
+        return loaded.card, loaded.engine
 
     def _size_cache(self, target: LoadedTarget) -> int:
         """Returns the size of the KV cache, which is found if it is not set, tokens."""

@@ -4,7 +4,6 @@ import time
 
 import torch
 
-from draftwire.audit import AuditSums, audit_sums
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.engine.step_engine import StepEngine
@@ -17,8 +16,10 @@ from draftwire.models.cached_model import SequenceModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import VerificationRule, rule_named
+from draftwire.verification.deciding import Judgement
 from draftwire.verification.rule import UndraftedRule
-from draftwire.verification.target import Judgement, Judging, StepOutcome, judge
+from draftwire.verification.target import Judging, judge
+from draftwire_verifier.auditing import audits_of
 from draftwire_verifier.scheduler import Step, StepItem, StepResult
 
 
@@ -75,7 +76,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
             num_reused=[judging.sequence.num_reused for judging in judgings],
             num_tokens=done.num_tokens,
             verify_us=int((time.perf_counter() - started) * 1e6),
-            audits=_audits(judgings, done),
+            audits=audits_of(done.decided, [judging.rule for judging in judgings]),
         )
 
     def forget(self, key: SessionKey) -> None:
@@ -114,13 +115,3 @@ class TargetEngine(StepEngine[Step, StepResult]):
     def _without_drafts(self, rule: VerificationRule) -> VerificationRule:
         """Returns a rule that decides as if nothing had been drafted: one object for each, so that they are batched."""
         return self._undrafted.setdefault(rule.name, UndraftedRule(rule))
-
-
-def _audits(judgings: list[Judging], done: StepOutcome) -> list[AuditSums | None]:
-    """Returns the audit sums of each judging's draft tokens; None if the block has no distributions."""
-    audits: list[AuditSums | None] = [None] * len(judgings)
-    for decided in done.decided:
-        if decided.blocks.has_drafts and judgings[decided.members[0]].rule.needs_draft_probs:
-            for member, sums in zip(decided.members, audit_sums(decided.blocks), strict=True):
-                audits[member] = sums
-    return audits

@@ -32,7 +32,7 @@ from draftwire.requests.automaton import Automaton
 from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
-from draftwire.verification.target import Judgement, JudgingOutcome, StillReading
+from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
 from draftwire_verifier.gathering import Gathering, Ready, UsualWait
 from draftwire_verifier.held_blocks import HeldBlocks
 from draftwire_verifier.idle import IdleWatch

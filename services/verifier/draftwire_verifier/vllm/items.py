@@ -1,0 +1,76 @@
+"""What travels to vLLM's ranks with a step, and what rank 0 returns. No vLLM here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from draftwire.audit import AuditSums
+from draftwire.errors import DraftwireError
+from draftwire.method.distributions import DraftRows
+from draftwire.method.draw_key import DrawKey
+from draftwire.requests.automaton import BlockMasks
+from draftwire.requests.logprobs import LogprobsRequest
+from draftwire.requests.parameters import SamplingParams
+from draftwire.verification.deciding import JudgingOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class RoundItem:
+    """One session's part in a step: a round to decide, as soon as the committed tokens are read."""
+
+    draft_tokens: list[int]
+    """The draft block; empty for plain decoding."""
+    draft: DraftRows | None
+    """The distributions of the draft tokens."""
+    sampling: SamplingParams
+    rule: str
+    """Name of the verification rule."""
+    is_used: bool
+    """Whether the draft tokens may enter the text; if not, they are audited alone."""
+    key: DrawKey
+    num_committed: int
+    """Committed tokens before the block."""
+    max_read: int
+    """If more committed tokens are unread than this, only so many are read and nothing is decided."""
+    prompt_len: int
+    stop_token_ids: frozenset[int]
+    logprobs: LogprobsRequest
+    committed: Sequence[int] = ()
+    """The committed tokens, if what is decided or reported depends on them."""
+    masks: BlockMasks | None = None
+    """Masks of the form of its text, if it has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptToReport:
+    """Consecutive prompt tokens of one request that a step reads and reports."""
+
+    start: int
+    """Position of the token that the first row of logits is after."""
+    num_rows: int
+    """How many tokens are reported: those at `start + 1` and behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepItems:
+    """The items of one step of vLLM. Every rank gets them in the scheduler's output."""
+
+    reading: dict[str, RoundItem] = field(default_factory=dict)
+    """All that take part, by request id."""
+    deciding: frozenset[str] = frozenset()
+    """Those whose committed tokens and whole block this step reads to the end."""
+    prompts: dict[str, PromptToReport] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What rank 0 decided."""
+
+    outcomes: dict[str, JudgingOutcome] = field(default_factory=dict)
+    """By request id: of all that were decided or reported."""
+    audits: dict[str, AuditSums | None] = field(default_factory=dict)
+    error: DraftwireError | None = None
+    """Why nothing was decided; the same on every rank."""
+
+    def tokens_of(self, request_id: str) -> list[int]:
+        """Returns the tokens that a request's text gets; none if nothing was decided."""
+        return list(getattr(self.outcomes.get(request_id), "token_ids", ()))

@@ -1,0 +1,135 @@
+"""Decides a step's blocks from vLLM's logits, on rank 0, by the definition that our own engine uses. No vLLM here."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import structlog
+import torch
+from torch import Tensor
+
+from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.method.devices import upload
+from draftwire.method.sampling import TokenEdits
+from draftwire.requests.logprobs import PromptPart
+from draftwire.verification.deciding import NOT_FINITE, Case, Judgement, JudgingOutcome, StillReading, decide
+from draftwire.verification.reported_logprobs import PromptRows, of_prompt
+from draftwire.verification.rule import UndraftedRule, VerificationRule
+from draftwire_verifier.auditing import audits_of
+from draftwire_verifier.vllm.items import RoundItem, StepItems, StepReport
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class RankDecisions:
+    """What a rank keeps to decide. Used on the thread of its forward passes."""
+
+    rules: Mapping[str, VerificationRule]
+    _undrafted: dict[str, UndraftedRule] = field(default_factory=dict)
+    _edits: dict[str, TokenEdits] = field(default_factory=dict)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Drops what is kept of requests that have ended."""
+        for request_id in request_ids:
+            self._edits.pop(request_id, None)
+
+    def decide(
+        self,
+        items: StepItems,
+        starts: Mapping[str, int],
+        logits: Tensor | None,
+        prompt_logits: Mapping[str, Tensor],
+    ) -> StepReport:
+        """Decides the blocks of a step.
+
+        Args:
+            items: of the step.
+            starts: first row of logits of each request that is decided.
+            logits: `[rows, vocab]`: the target's, unprocessed; for each request that is decided, `draft_len + 1` rows.
+                None if none is. Overwritten.
+            prompt_logits: `[num_rows, vocab]` of each of `items.prompts`.
+        """
+        prompts = {name: self._reported(items, name, rows) for name, rows in prompt_logits.items()}
+        names = [name for name in starts if name in items.deciding]
+        cases = [self._case(name, items.reading[name]) for name in names]
+        bad = {name for name, part in prompts.items() if any(math.isnan(token.logprob) for token in part.tokens)}
+        outcomes: dict[str, JudgingOutcome] = {name: StillReading(part) for name, part in prompts.items()}
+        outcomes |= {name: UnavailableError(NOT_FINITE) for name in bad}
+        if not cases:
+            return StepReport(outcomes)
+        assert logits is not None, "rank 0 has the logits of all that is decided"
+        rows = [start for name, case in zip(names, cases, strict=True) for start in _rows(starts[name], case)]
+        if rows != list(range(len(logits))):
+            logits = logits.index_select(0, upload(rows, logits.device, torch.int64))
+        decisions = decide(cases, logits, [index for index, name in enumerate(names) if name in bad])
+        for name, outcome in zip(names, decisions.outcomes, strict=True):
+            if isinstance(outcome, Judgement):
+                outcomes[name] = replace(outcome, prompt=prompts.get(name))
+            elif outcome is not None:
+                outcomes[name] = outcome
+        sums = audits_of(decisions.batches, [case.rule for case in cases])
+        return StepReport(outcomes, dict(zip(names, sums, strict=True)))
+
+    def _case(self, name: str, item: RoundItem) -> Case:
+        return Case(
+            draft_tokens=item.draft_tokens,
+            draft=item.draft,
+            sampling=item.sampling,
+            rule=self._rule(item),
+            key=item.key,
+            num_committed=item.num_committed,
+            committed=item.committed,
+            prompt_len=item.prompt_len,
+            stop_token_ids=item.stop_token_ids,
+            logprobs=item.logprobs,
+            masks=item.masks,
+            edits=self._edits_of(name, item),
+        )
+
+    def _rule(self, item: RoundItem) -> VerificationRule:
+        rule = self.rules[item.rule]
+        return rule if item.is_used else self._undrafted.setdefault(item.rule, UndraftedRule(rule))
+
+    def _edits_of(self, name: str, item: RoundItem) -> TokenEdits:
+        if name not in self._edits:
+            self._edits[name] = TokenEdits(item.sampling, item.stop_token_ids)
+        return self._edits[name]
+
+    def _reported(self, items: StepItems, name: str, logits: Tensor) -> PromptPart:
+        item, wanted = items.reading[name], items.prompts[name]
+        num_top = item.logprobs.prompt_logprobs
+        assert num_top is not None, "asked of those who report their prompt"
+        text = list(item.committed[: wanted.start + wanted.num_rows + 1])
+        edits = self._edits_of(name, item)
+        mode, stops = item.logprobs.mode, item.stop_token_ids
+        rows = PromptRows(text, wanted.num_rows, num_top, mode, item.sampling, stops, edits)
+        return PromptPart(wanted.start + 1, of_prompt(logits, rows))
+
+
+Share = Callable[[StepReport | None], StepReport]
+"""Broadcasts rank 0's report; the other ranks pass None. Every rank calls it once in every step."""
+
+
+def agreed(decide_here: Callable[[], StepReport], share: Share, rank: int) -> StepReport:
+    """Returns what rank 0 decided, on every rank. An error of rank 0 is shared too, so that no rank waits for ever.
+
+    Args:
+        decide_here: decides; called by rank 0 alone.
+        share: see `Share`.
+        rank: of this process.
+    """
+    if rank:
+        return share(None)
+    try:
+        report = decide_here()
+    except DraftwireError as error:
+        report = StepReport(error=error)
+    except Exception as error:  # its message may quote a prompt
+        report = StepReport(error=UnavailableError(f"{type(error).__name__} while deciding"))
+        log.error("verifier.decision_failed", exc_info=error)
+    return share(report)
+
+
+def _rows(start: int, case: Case) -> range:
+    return range(start, start + case.num_rows)
