@@ -45,10 +45,16 @@ class SimulatedPair:
     own_acceptance: float | None = None
     """Of the tokens that the verifier guesses by itself; None if it does not."""
 
+    ahead: float | None = None
+    """Probability that a block is there before it is requested, if it is drafted ahead; None if none is."""
+    ahead_s: float = 0.0
+    """What drafting ahead adds to a step of the verifier, which shares its cores with the drafter."""
+
     @property
     def sources(self) -> list[DraftSource]:
         """Who could draft."""
-        return [DraftSource.DRAFTER] if self.own_acceptance is None else [DraftSource.DRAFTER, DraftSource.VERIFIER]
+        possible = {DraftSource.DRAFTER: 1.0, DraftSource.VERIFIER: self.own_acceptance, DraftSource.AHEAD: self.ahead}
+        return [source for source, value in possible.items() if value is not None]
 
     def acceptance_of(self, arm: Arm, now: float) -> float:
         """Returns the acceptance of an arm's tokens."""
@@ -100,7 +106,10 @@ class Simulation:
     def _ask(self, session: SimulatedSession, now: float) -> None:
         session.asked_at, session.draft_s = now, 0.0
         session.arm = self._next_arm(session, now)
-        if session.arm.source is DraftSource.DRAFTER:
+        if session.arm.source is DraftSource.AHEAD and self._random.random() < (self.pair.ahead or 0.0):
+            self._queue_round(session, now)
+            return
+        if session.arm.uses_drafter:
             self._at(now + self.pair.hop_s, partial(self._queue_draft, session))
             return
         chooser = session.chooser
@@ -113,7 +122,7 @@ class Simulation:
                 return self.fixed
             return Arm(DraftSource.DRAFTER, self.fixed) if self.fixed else PLAIN
         if length := session.chooser.next_length(session.round, 10**6, now):
-            return Arm(DraftSource.DRAFTER, length)
+            return Arm(DraftSource.AHEAD if session.chooser.goes_ahead else DraftSource.DRAFTER, length)
         if DraftSource.VERIFIER not in self.pair.sources:
             return PLAIN
         length = session.chooser.next_own_length(session.round, 10**6, now)
@@ -150,7 +159,8 @@ class Simulation:
             return
         batch, self._verifying, self._verifier_is_busy = self._verifying, [], True
         num_rows = sum(session.arm.length + 1 for session in batch)
-        took = self._took(self.pair.verify_s + self.pair.row_s * num_rows)
+        is_ahead = any(session.arm.source is DraftSource.AHEAD for session in batch)
+        took = self._took(self.pair.verify_s + self.pair.row_s * num_rows + self.pair.ahead_s * is_ahead)
         self._at(now + took, partial(self._end_verifying, batch, took))
 
     def _end_verifying(self, batch: list[SimulatedSession], took: float, now: float) -> None:
@@ -171,7 +181,7 @@ class Simulation:
             session.chooser.observe(round_times(session.round, *times, local_strategy=strategy))
         session.round += 1
         session.plain_left -= 1
-        if session.arm.source is not DraftSource.DRAFTER and session.plain_left:
+        if not session.arm.uses_drafter and session.plain_left:
             session.asked_at = arrived_at
             self._verifying.append(session)
         else:

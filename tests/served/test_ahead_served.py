@@ -76,3 +76,17 @@ def test_hits_save_the_trip_and_the_drafting() -> None:
         assert read_metric(running, "drafter", "branches", 'outcome="hit"') > 0
         strict = client.generate("a", max_tokens=8, num_speculative_tokens=0)
         assert strict.statistics.num_ahead_hits == strict.statistics.num_ahead_misses == 0
+
+
+@pytest.mark.slow
+def test_going_ahead_is_chosen_by_measurement() -> None:
+    """A drafter on cores of its own, which waits for verdicts otherwise."""
+    options = {name: {"model": SCRIPT, "threads": 1} for name in ("verifier", "drafter")}
+    gateway = {"draft_ahead_rounds": 2, "draft_ahead_branches": 16, "local_drafts": "none"}
+    with InProcessStack({**options, "gateway": gateway}) as running, Client(running.address) as client:
+        result = client.generate("a", max_tokens=1200, ignore_eos=True)
+        choices = {choice.drafter: choice for choice in client.explain_speculation().choices}
+    assert set(choices) == {"scripted", "scripted, ahead"}
+    (load,) = choices["scripted, ahead"].loads
+    assert load.chosen == "scripted, ahead", load
+    assert result.statistics.num_ahead_hits > result.statistics.num_rounds / 4

@@ -119,6 +119,28 @@ def test_whoever_drafts_best_is_chosen(case: str, num_sessions: int) -> None:
         assert explained[best.source].length == best.length
 
 
+GOING_AHEAD = {
+    "a long way between the services": (0.005, 0.0, Arm(DraftSource.AHEAD, 8)),
+    "cores that drafter and verifier share": (0.0001, 0.02, Arm(DraftSource.DRAFTER, 8)),
+}
+
+
+@pytest.mark.parametrize("num_sessions", [1, 16])
+@pytest.mark.parametrize("case", GOING_AHEAD)
+def test_drafter_goes_ahead_of_the_verdict_where_that_pays(case: str, num_sessions: int) -> None:
+    hop_s, ahead_s, best = GOING_AHEAD[case]
+    pair = SimulatedPair(0.010, 1e-5, 1e-3, lambda now: 0.9, num_sessions, hop_s, ahead=0.7, ahead_s=ahead_s)
+    arms = [Arm(source, length) for source in pair.sources for length in (2, 8)]
+    fixed = {arm: Simulation(pair, arm).tokens_per_s(10.0, 1.0) for arm in (PLAIN, *arms)}
+    assert max(fixed, key=lambda arm: fixed[arm]) == best
+    chooser = PairChooser(8, 4, pair.sources)
+    assert Simulation(pair, None, chooser=chooser).tokens_per_s(30.0, 15.0) > 0.95 * fixed[best]
+    assert chooser.explain(best.source or DraftSource.DRAFTER).loads[-1].chosen is best.source
+    known = chooser.acceptance[DraftSource.DRAFTER]
+    assert chooser.acceptance[DraftSource.AHEAD] is known, "drafts are the same"
+    assert known.survival(1)[0] == pytest.approx(0.9, abs=0.05), "none counts twice"
+
+
 def test_source_of_which_nothing_is_known_is_tried_at_once_at_a_new_load() -> None:
     costs = costs_of(of0=0.004, of4=0.012)
     assert costs.round_s(Arm(DraftSource.VERIFIER, 4)) == pytest.approx(0.004), "as if guesses were free"

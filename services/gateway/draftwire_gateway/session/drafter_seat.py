@@ -215,9 +215,7 @@ class DrafterSeat:
         self.permit_number += 1
         self._verifier_address = target.address
         self._has_permit = not _has_identity(drafter.description, target.description)
-        can_go_ahead = (
-            DRAFT_AHEAD in drafter.description.capabilities and HELD_BLOCKS in target.description.capabilities
-        )
+        can_go_ahead = _can_go_ahead(drafter.description, target.description)
         self._rounds_ahead = self._session.generation.rounds_ahead if can_go_ahead else 0
         inbox = TaggedInbox(self._queue, self._session.epoch, self.permit_number)
         self._opening = asyncio.create_task(_open(drafter, self._spec(drafter.description, target), inbox))
@@ -259,14 +257,17 @@ class DrafterSeat:
         """
         base_len = self._known_len
         self._known_len = len(self._session.committed)
-        is_held, is_ahead = self._session.next_is_held, self._rounds_ahead > 0
+        length = self._pair.length
+        rounds_ahead = self._rounds_ahead if length is None or length.goes_ahead else 0
+        is_held = self._session.next_is_held
         if is_held:
             timeout_s = self._ready_drafter.round_trip.sent_timeout_s(num_draft_tokens, most_s)
         else:
             timeout_s = self.timeout_s(num_draft_tokens, most_s)
-            self._session.statistics.num_ahead_misses += is_ahead
+            self._session.statistics.num_ahead_misses += rounds_ahead > 0
         self._wait.begin(self._session.round, num_draft_tokens, self._now(), timeout_s, is_held=is_held)
-        self._session.expected.request_block(num_draft_tokens, is_ahead=is_ahead)
+        # Blocks that were drafted for later rounds may still be held when none is drafted ahead any more.
+        self._session.expected.request_block(num_draft_tokens, is_ahead=self._rounds_ahead > 0)
         new_ids = self._session.committed.ids[base_len:]
         permit = None if self._has_permit else self._named_permit()
         self._has_permit = True
@@ -276,7 +277,7 @@ class DrafterSeat:
             new_ids,
             num_draft_tokens,
             permit=permit,
-            max_rounds_ahead=self._rounds_ahead,
+            max_rounds_ahead=rounds_ahead,
         )
         self._ready_drafter.calibrate(calibration)
         return timeout_s
@@ -374,13 +375,18 @@ class DrafterSeat:
 
     def _join(self, target: TargetPort, drafter: DrafterPort | None) -> None:
         """Counts the session in to its pair, if it adapts lengths and somebody could draft."""
-        pair = self._pair_of(target, "" if drafter is None else drafter.description.name)
+        pair = self._pair_of(target, None if drafter is None else drafter.description)
         self._local_strategy = pair.local_strategy
         if self._session.generation.adapts_length:
             self._pair.join(pair if pair.drafters else None)
 
-    def _pair_of(self, target: TargetPort, drafter_model: str) -> PairName:
-        return PairName(target.address, drafter_model, self._session.generation.local_strategy(target.description))
+    def _pair_of(self, target: TargetPort, drafter: ModelDescription | None) -> PairName:
+        generation = self._session.generation
+        local_strategy = generation.local_strategy(target.description)
+        if drafter is None:
+            return PairName(target.address, "", local_strategy)
+        can_go_ahead = generation.rounds_ahead > 0 and _can_go_ahead(drafter, target.description)
+        return PairName(target.address, drafter.name, local_strategy, can_go_ahead)
 
     def _uses_drafter(self) -> bool:
         """Whether a drafter is to draft now, if there is one."""
@@ -430,7 +436,7 @@ class DrafterSeat:
             else:
                 longest = max(longest, model.context_length)
         if found:
-            pairs = [self._pair_of(target, model) for model in found]
+            pairs = [self._pair_of(target, drafter.description) for drafter in found.values()]
             chosen = pairs[0]
             if generation.adapts_length and len(pairs) > 1:
                 chosen = self._pairs.preferred(pairs, self._session.session_id)
@@ -459,6 +465,11 @@ class DrafterSeat:
             permit=Permit.make(session.permit_key, self.permit_number) if self._has_permit else None,
             max_branches=session.generation.max_branches if self._rounds_ahead else 0,
         )
+
+
+def _can_go_ahead(drafter: ModelDescription, target: ModelDescription) -> bool:
+    """Whether a drafter can draft ahead of the verdict, and a verifier hold what it drafts."""
+    return DRAFT_AHEAD in drafter.capabilities and HELD_BLOCKS in target.capabilities
 
 
 def _has_identity(drafter: ModelDescription, target: ModelDescription) -> bool:

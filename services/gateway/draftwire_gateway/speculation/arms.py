@@ -1,4 +1,4 @@
-"""What the rounds of a pair may draft by: nothing, a drafter, or the verifier itself, to some length each."""
+"""What the rounds of a pair may draft by: nothing, a drafter, ahead of the verdict or not, or the verifier itself."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -9,6 +9,8 @@ class DraftSource(Enum):
 
     DRAFTER = "drafter"
     """A drafter of the pair's model."""
+    AHEAD = "ahead"
+    """The same, which uses the time of a verdict to draft for the rounds after."""
     VERIFIER = "verifier"
     """The verifier, without a model."""
 
@@ -20,6 +22,11 @@ class Arm(NamedTuple):
     """None for plain decoding."""
     length: int
     """Draft tokens of a round; 0 for plain decoding."""
+
+    @property
+    def uses_drafter(self) -> bool:
+        """Whether a drafter drafts."""
+        return self.source in (DraftSource.DRAFTER, DraftSource.AHEAD)
 
 
 PLAIN = Arm(None, 0)

@@ -9,7 +9,7 @@ All that is measured is of rounds that are over, so an arm depends on the past o
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from draftwire_gateway.session.round_times import RoundTimes
@@ -20,6 +20,8 @@ from draftwire_gateway.speculation.round_costs import RoundCosts, WindowSums
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 """Lengths that are tried. Those between are hardly better than the nearest."""
+AHEAD_LENGTHS = (1, 2, 4, 8)
+"""Those that are tried ahead of the verdict, in addition to all: each costs probes."""
 MAX_CHOSEN_LENGTH = LENGTHS[-1]
 LEAST_WINDOW_S, MOST_WINDOW_S = 0.3, 3.0
 LEAST_ROUNDS = 20
@@ -141,9 +143,13 @@ class PairChooser:
             sources: who could draft, at least one; the first one begins.
         """
         lengths = [length for length in LENGTHS if length <= max_length]
-        self.arms = (PLAIN, *(Arm(source, length) for source in sources for length in lengths if length))
+        tried = {DraftSource.AHEAD: [length for length in lengths if length in AHEAD_LENGTHS]}
+        self.arms = (
+            PLAIN,
+            *(Arm(source, length) for source in sources for length in tried.get(source, lengths) if length),
+        )
         """Those that are tried."""
-        self.acceptance = {source: AcceptanceEstimate() for source in sources}
+        self.acceptance = estimates_of(sources)
         """Of all sessions of the pair whose random numbers nobody else has."""
         self.num_sessions = 0
         first = min(lengths, key=lambda length: abs(length - first_length))
@@ -408,6 +414,21 @@ class PairChooser:
         chosen, other = self.estimate(state.arm, load), self.estimate(arm, load)
         share = 1.0 - other.tokens_per_second / chosen.tokens_per_second
         return self._window_s(other.round_s) * max(LEAST_LOSS, share)
+
+
+def estimates_of(
+    sources: Iterable[DraftSource], priors: Mapping[DraftSource, AcceptanceEstimate] | None = None
+) -> dict[DraftSource, AcceptanceEstimate]:
+    """Returns an estimate for each source. A drafter's drafts are the same whether they are drawn ahead or not.
+
+    Args:
+        sources: who could draft.
+        priors: by source; None has none.
+    """
+    estimates = {source: AcceptanceEstimate(prior=priors[source] if priors else None) for source in sources}
+    if DraftSource.AHEAD in estimates:
+        estimates[DraftSource.AHEAD] = estimates[DraftSource.DRAFTER]
+    return estimates
 
 
 def _load_of(num_sessions: int) -> int:

@@ -24,11 +24,15 @@ class PairName:
     """Name of the draft model; empty without drafters."""
     local_strategy: str = ""
     """By which the verifier drafts by itself; empty if it does not."""
+    can_go_ahead: bool = False
+    """Whether the drafters may draft ahead of the verdict."""
 
     @property
     def drafters(self) -> dict[DraftSource, str]:
         """The names of those that could draft."""
         named = {DraftSource.DRAFTER: self.drafter_model, DraftSource.VERIFIER: self.local_strategy}
+        if self.can_go_ahead:
+            named[DraftSource.AHEAD] = f"{self.drafter_model}, ahead"
         return {source: name for source, name in named.items() if name}
 
 

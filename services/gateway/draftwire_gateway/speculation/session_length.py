@@ -7,7 +7,7 @@ from typing import NamedTuple
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
-from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, PairChooser, Window
+from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, PairChooser, Window, estimates_of
 
 OWN_DRAFTS = 16
 """A session's drafts, before they alone can shorten its next ones."""
@@ -33,7 +33,7 @@ class SessionLength:
             pair: chooses for all its sessions.
         """
         self._pair = pair
-        self._acceptance = {source: AcceptanceEstimate(prior=known) for source, known in pair.acceptance.items()}
+        self._acceptance = estimates_of(pair.acceptance, pair.acceptance)
         self._asked: deque[Asked] = deque(maxlen=2)
         """The latest requests, of different rounds."""
         self._is_fresh = True
@@ -44,7 +44,12 @@ class SessionLength:
 
     def uses_drafter(self, now: float) -> bool:
         """Whether drafters are to draft for the pair now: a drafter is opened only then."""
-        return self._pair.window(now).arm.source is DraftSource.DRAFTER
+        return self._pair.window(now).arm.uses_drafter
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether the drafter may go on behind the block that was requested last."""
+        return bool(self._asked) and self._asked[-1].arm.source is DraftSource.AHEAD
 
     def close(self) -> None:
         """Counts the session out."""
@@ -60,8 +65,9 @@ class SessionLength:
             now: by the clock of `RoundTimes`.
         """
         window = self._pair.window(now)
-        length = window.arm.length if window.arm.source is DraftSource.DRAFTER else 0
-        return self._ask(round_number, window, DraftSource.DRAFTER, length, most)
+        if not window.arm.uses_drafter:
+            return self._ask(round_number, window, PLAIN, most)
+        return self._ask(round_number, window, window.arm, most)
 
     def next_own_length(self, round_number: int, most: int, now: float) -> int:
         """Returns how many tokens the verifier is to draft by itself for each of the rounds that are requested now, 0
@@ -73,10 +79,10 @@ class SessionLength:
             now: by the clock of `RoundTimes`.
         """
         window = self._pair.window(now)
-        length = window.arm.length
-        if window.arm.source is DraftSource.DRAFTER:
-            length = self._pair.best_length(DraftSource.VERIFIER, window.load)
-        return self._ask(round_number, window, DraftSource.VERIFIER, length, most)
+        arm = window.arm
+        if arm.uses_drafter:
+            arm = Arm(DraftSource.VERIFIER, self._pair.best_length(DraftSource.VERIFIER, window.load))
+        return self._ask(round_number, window, arm, most)
 
     def num_plain_rounds(self, most: int, now: float) -> int:
         """Returns how many rounds without a drafter to request at once, at most `most`."""
@@ -90,11 +96,12 @@ class SessionLength:
             return
         window, arm = asked.window, asked.arm
         for source, own in self._acceptance.items():
-            for known in (own, self._pair.acceptance[source]):
-                _learn(known, times, source, arm)
+            if source is not DraftSource.AHEAD:  # shares the drafter's
+                for known in (own, self._pair.acceptance[source]):
+                    _learn(known, times, source, arm)
         is_whole = arm == window.arm and not times.is_first and not times.lost_s
         was_fresh, self._is_fresh = self._is_fresh, not times.num_draft_tokens or _is_verifiers(times)
-        if arm.source is DraftSource.DRAFTER:
+        if arm.uses_drafter:
             is_whole = is_whole and not was_fresh and times.why_plain not in _NOT_OF_THE_LENGTH
             is_whole = is_whole and not _is_verifiers(times)
         self._pair.observe(times, window, is_whole=is_whole)
@@ -105,12 +112,14 @@ class SessionLength:
             self._is_reading = False
             self._pair.end_reading(now)
 
-    def _ask(self, round_number: int, window: Window, source: DraftSource, length: int, most: int) -> int:
-        """Returns a length as far as there is room, or a shorter one that is better for this session; and remembers."""
-        length = max(0, min(length, most))
-        if length > 1 and window.arm == (source, length) and not window.is_probe:
-            length = self._shortened(window, self._acceptance[source])
-        arm = Arm(source, length) if length else PLAIN
+    def _ask(self, round_number: int, window: Window, wanted: Arm, most: int) -> int:
+        """Returns an arm's length as far as there is room, or a shorter one that is better for this session; and
+        remembers.
+        """
+        length = max(0, min(wanted.length, most))
+        if wanted.source is not None and length > 1 and window.arm == (wanted.source, length) and not window.is_probe:
+            length = self._shortened(window, self._acceptance[wanted.source])
+        arm = Arm(wanted.source, length) if length else PLAIN
         if self._asked and self._asked[-1].round == round_number:
             self._asked.pop()
         self._asked.append(Asked(round_number, window, arm))
@@ -137,7 +146,7 @@ _NOT_OF_THE_LENGTH = (WhyPlain.WARMING_UP, WhyPlain.NO_DRAFTER, WhyPlain.NO_ROOM
 def _learn(acceptance: AcceptanceEstimate, times: RoundTimes, source: DraftSource, arm: Arm) -> None:
     """Adds what a round of some arm shows of a source's acceptance."""
     if source is DraftSource.DRAFTER:
-        if arm.source is source and times.num_draft_tokens and not _is_verifiers(times):
+        if arm.uses_drafter and times.num_draft_tokens and not _is_verifiers(times):
             acceptance.add(times.num_draft_tokens, times.num_accepted_tokens)
     elif arm.source is source and times.local_strategy:
         # A guess may be shorter, at no cost but its rows: what was not guessed counts as not accepted.
