@@ -247,6 +247,16 @@ def test_plain_run_comes_after_with_the_same_seed_and_is_compared(
     assert watched.text_of("#equality").startswith(expected)
 
 
+def test_blocks_that_were_drafted_ahead_are_shown_where_there_may_be_some(gateway: ScriptedGateway) -> None:
+    told = {"num_ahead_hits": 7, "num_ahead_misses": 3}
+    gateway.answers = [stream(chunk(4, token("x")), last(**told)), stream(chunk(4, token("x")), last())]
+    watched = gateway.open()
+    watched.run(compare=False)
+    assert watched.text_of("#ahead") == "7 of 10"
+    watched.run(compare=False)
+    expect(watched.page.locator("#ahead_figure")).to_be_hidden()
+
+
 def test_lengths_are_the_gateways_to_choose_without_a_number_and_shown(gateway: ScriptedGateway) -> None:
     gateway.answers = [
         stream(chunk(4, token("x")), chunk(0, token("y", "plain")), last(draft_length_histogram=[7, 0, 0, 0, 12]))

@@ -26,6 +26,8 @@ import { readEvents } from "./sse.js";
  * @property {boolean} is_lossy
  * @property {number} time_to_first_token_ms
  * @property {number} duration_ms
+ * @property {number} num_ahead_hits Rounds whose block was there when they began.
+ * @property {number} num_ahead_misses Rounds for whose block a drafter that goes ahead was asked.
  *
  * @typedef {object} Chunk
  * @property {Choice[]} choices

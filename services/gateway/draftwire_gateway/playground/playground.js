@@ -35,6 +35,8 @@ function drawFigures() {
   element("tokens").textContent = String(tally.numTokens);
   element("rounds").textContent = String(tally.numRounds);
   element("lengths").textContent = tally.lengths;
+  element("ahead_figure").hidden = tally.ahead === "";
+  element("ahead").textContent = tally.ahead;
   for (const count of document.querySelectorAll("[data-count]")) {
     count.textContent = String(tally.bySource[count.getAttribute("data-count") ?? ""]);
   }

@@ -58,6 +58,12 @@ export class Tally {
     return shown.map(([length, count]) => `${length}: ${count}`).join(", ");
   }
 
+  /** Rounds that were drafted for ahead of the verdict, of those that might have been; empty if none might. */
+  get ahead() {
+    const { num_ahead_hits: hits = 0, num_ahead_misses: misses = 0 } = this.metrics ?? {};
+    return hits + misses > 0 ? `${hits} of ${hits + misses}` : "";
+  }
+
   /**
    * Replaces the counts by the gateway's, which include tokens that the last round accepted beyond the end of the text.
    *
