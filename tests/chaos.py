@@ -47,6 +47,7 @@ DOCUMENTED = (UnavailableError, NoRoomError)
 
 KEEPALIVE = {"keepalive_time_s": 1.0, "keepalive_timeout_s": 1.0}
 MODEL_OPTIONS = {**KEEPALIVE, "threads": 1, "drain_seconds": 3.0}
+ROUNDS_AHEAD = 2
 GATEWAY_OPTIONS = {**KEEPALIVE, "block_timeout_s": 1.0, "drain_seconds": 3.0, "failover_timeout_s": 30.0}
 
 
@@ -98,7 +99,11 @@ class World:
             )
             for kind in models
         }
-        self.gateways = [Server("gateway", {**GATEWAY_OPTIONS, **behind}) for _ in range(REPLICAS)]
+        # Every other gateway has blocks drafted before their text is known.
+        rounds = [index % 2 * ROUNDS_AHEAD for index in range(REPLICAS)]
+        self.gateways = [
+            Server("gateway", {**GATEWAY_OPTIONS, **behind, "draft_ahead_rounds": each}) for each in rounds
+        ]
         self.servers += self.gateways
 
     @property

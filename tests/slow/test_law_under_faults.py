@@ -57,12 +57,14 @@ LATE_ROUNDS = 'rounds_total{kind="plain",reason="late"}'
 
 @dataclass
 class Rig:
-    """Two verifiers, two drafters and a gateway, which reach each other through relays. A context manager."""
+    """Two verifiers, two drafters and two gateways, which reach each other through relays. A context manager."""
 
     pair: tuple[Path, Path]
     relays: dict[str, list[Relay]] = field(default_factory=dict)
     stacks: dict[str, list[LocalStack]] = field(default_factory=dict)
     address: str = ""
+    ahead_address: str = ""
+    """Of a gateway that has blocks drafted before their text is known."""
     _exits: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> "Rig":
@@ -83,8 +85,10 @@ class Rig:
             for one in starting:
                 one.result()
             behind = {kind: ",".join(f"127.0.0.1:{one.port}" for one in self.relays[kind]) for kind in MODELS}
-            gateway = exits.enter_context(LocalStack({"gateway": {**GATEWAY, **behind}}))
-            self.address = gateway.address
+            options = {**GATEWAY, **behind}
+            self.address = exits.enter_context(LocalStack({"gateway": options})).address
+            ahead = exits.enter_context(LocalStack({"gateway": {**options, "draft_ahead_rounds": 2}}))
+            self.ahead_address = ahead.address
             self._exits = exits.pop_all()
         return self
 
@@ -208,17 +212,25 @@ def was_hit(completion: Completion) -> bool:
     return bool(statistics.num_drafters_lost or statistics.num_verifiers_lost or completion.num_resumed)
 
 
-@pytest.mark.parametrize("rule", LOSSLESS)
-def test_law_holds_while_links_are_cut_and_drafters_pause(rig: Rig, law: Tensor, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "goes_ahead"), [*((rule, False) for rule in LOSSLESS), ("block", True), ("coupled", True)]
+)
+def test_law_holds_while_links_are_cut_and_drafters_pause(rig: Rig, law: Tensor, rule: str, goes_ahead: bool) -> None:
     """200 completions. False alarm: 1e-6, by chi-square."""
-    with Client(rig.address) as client, ThreadPoolExecutor(CONCURRENCY) as pool, Faults(rig, seed=1) as faults:
+    address = rig.ahead_address if goes_ahead else rig.address
+    with Client(address) as client, ThreadPoolExecutor(CONCURRENCY) as pool, Faults(rig, seed=1) as faults:
         completions = list(pool.map(lambda seed: draw(client, rule, seed), range(200)))
     numbers = [completion.statistics for completion in completions]
     hits = sum(map(was_hit, completions))
     moved = sum(one.num_verifiers_lost > 0 for one in numbers)
     num_drafts = sum(one.num_drafts for one in numbers)
     resumed = sum(completion.num_resumed > 0 for completion in completions)
-    print(f"{rule}: {num_drafts} drafts, {hits} hit, {moved} moved, {resumed} resumed, {faults.counts}")
+    num_ahead = sum(one.num_ahead_hits for one in numbers)
+    print(
+        f"{rule}: {num_drafts} drafts, {num_ahead} drafted ahead, {hits} hit, {moved} moved, {resumed} resumed, "
+        f"{faults.counts}"
+    )
+    assert (num_ahead > 20) == goes_ahead
     assert hits >= 0.2 * len(completions)
     assert moved >= 1
     assert num_drafts > 0.01 * sum(one.num_rounds for one in numbers), "drafters took part"
