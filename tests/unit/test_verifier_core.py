@@ -1,8 +1,10 @@
 """The verifier's core: who is told of a refused block and a drafter in quarantine, and who is not."""
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -182,6 +184,25 @@ async def test_message_of_more_blocks_than_there_may_be_sessions_ends_the_stream
     with patch.object(messages, "blocks_from_proto") as decode, pytest.raises(ProtocolViolationError, match="at most"):
         await servicer._push_blocks(message(most + 1), drafter)
     decode.assert_not_called()
+
+
+async def test_drafter_that_leaves_after_its_hello_is_answered_as_a_whole(core: VerifierCore) -> None:
+    """A write that is cancelled leaves the call without a status."""
+    written: list[verifier_pb2.PushDraftBlocksResponse] = []
+
+    async def write(response: verifier_pb2.PushDraftBlocksResponse) -> None:
+        await asyncio.sleep(0.05)
+        written.append(response)
+
+    async def requests() -> AsyncIterator[verifier_pb2.PushDraftBlocksRequest]:
+        hello = verifier_pb2.DrafterHello(model=messages.model_to_proto(core.description), instance_id=1)
+        yield verifier_pb2.PushDraftBlocksRequest(hello=hello)
+
+    context: Any = SimpleNamespace(write=write, auth_context=dict, peer=str)
+    await VerifierServicer(core).PushDraftBlocks(requests(), context)
+    (welcome,) = written
+    assert welcome.HasField("welcome")
+    assert len(welcome.identity.token) == 16
 
 
 async def test_quarantine_ends_the_speculation_of_all_its_drafters_sessions_and_no_other(core: VerifierCore) -> None:

@@ -98,26 +98,28 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         drafter = self._core.welcome_drafter(_greeting(first.hello, model, origin_of(context)), model)
         outcomes = self._core.take_outcomes(drafter, model)
 
-        async def read_blocks() -> None:
-            async for request in requests:
-                if request.WhichOneof("message") != "blocks":
-                    raise ProtocolViolationError(_ORDER)
-                await self._push_blocks(request, drafter)
-
         async def write_outcomes() -> None:
+            while some := await outcomes.take_all():
+                await context.write(verifier_pb2.PushDraftBlocksResponse(outcomes=messages.outcomes_to_proto(some)))
+
+        writing: asyncio.Future[None] | None = None
+        try:
             response = verifier_pb2.PushDraftBlocksResponse(
                 welcome=messages.model_to_proto(self._core.description),
                 identity=messages.identity_to_proto(drafter.identity),
             )
             await context.write(response)
-            while some := await outcomes.take_all():
-                await context.write(verifier_pb2.PushDraftBlocksResponse(outcomes=messages.outcomes_to_proto(some)))
-
-        try:
-            await exchange(read_blocks(), write_outcomes())
+            writing = asyncio.ensure_future(write_outcomes())
+            async for request in requests:
+                if request.WhichOneof("message") != "blocks":
+                    raise ProtocolViolationError(_ORDER)
+                await self._push_blocks(request, drafter)
         finally:
             self._core.end_outcomes(drafter, outcomes)
             drafter.num_streams -= 1
+            if writing is not None:  # a write that is cancelled would leave the call without a status
+                outcomes.close()
+                await asyncio.gather(writing, return_exceptions=True)
 
     async def _push_blocks(self, request: verifier_pb2.PushDraftBlocksRequest, drafter: Drafter) -> None:
         core, num_bytes = self._core, num_received_bytes.get()
