@@ -91,14 +91,14 @@ def watch_verifier() -> None:
     """Traces from a block's arrival until its verdict is sent."""
     from draftwire.models.cached_model import CachedModel
     from draftwire.runtime import messages
-    from draftwire.verification import target
+    from draftwire.verification import deciding
     from draftwire_verifier import engine
 
     watch(messages, "blocks_from_proto", "block decoded")
     watch(engine.TargetEngine, "step", "verify step")
     watch(CachedModel, "read", "target's forward pass")
-    watch(target, "_decide", "rule applied")
-    watch(engine, "_audits", "drafter audited")
+    watch(deciding, "_decide", "rule applied")
+    watch(engine, "audits_of", "drafter audited")
     watch(messages, "verdict_to_proto", "verdict encoded")
 
 
