@@ -46,10 +46,17 @@ LONGEST_ROUND_S = 1.0
 """Longer pauses between rounds are no time of use."""
 LEAST_GAIN = 0.01
 """Another arm is chosen if it is better by so much."""
+LEAST_GAIN_OVER_PLAIN = 0.05
+"""Drafts are chosen if they are better than plain decoding by so much: the best of many arms looks better than it is,
+and a window of plain rounds just after drafts worse."""
 MAX_SLOW_READER = 0.5
 """Rounds that waited for their reader for longer than this share of their time are left out, unless most did."""
 SETTLING_ROUNDS = 2.0
 """Where other sessions run, rounds count from so many rounds after a change of the arm on."""
+REMEMBERED_S = 30.0
+"""After so long, a third is left of what is known of yields: one that is not used is trusted again."""
+TRUSTED_S = 1.0
+"""That an arm yields what is expected counts like so much time in which it was measured, of all sessions, seconds."""
 FIRST_PLAIN_ROUNDS = 4
 """Plain rounds that are requested at once before the time of one is known."""
 
@@ -107,12 +114,40 @@ class Window:
 
 
 @dataclass(slots=True)
+class Yield:
+    """What sessions have made of the rate that is expected of them. A drafter's prompts, rounds until it is ready and
+    waits are in no arm's rounds, and are a cost all the same.
+    """
+
+    num_tokens: float = 0.0
+    expected_tokens: float = 0.0
+    """Old ones fade, of both."""
+
+    def fade(self, seconds: float) -> None:
+        """Forgets, as so many seconds pass."""
+        kept = math.exp(-seconds / REMEMBERED_S)
+        self.num_tokens *= kept
+        self.expected_tokens *= kept
+
+    def share(self, rate: float) -> float:
+        """Returns the share, 1 before anything was measured.
+
+        Args:
+            rate: tokens/s that are expected of all sessions.
+        """
+        trusted = TRUSTED_S * rate
+        return (self.num_tokens + trusted) / (self.expected_tokens + trusted)
+
+
+@dataclass(slots=True)
 class Probes:
     """When an arm was probed, and how often at most."""
 
     last_at: float
     """In seconds of use."""
     least_pause_s: float = FIRST_PAUSE_S
+    took_s: float = 0.0
+    """The last one, with all that had to be opened for it."""
 
 
 @dataclass(slots=True)
@@ -122,6 +157,8 @@ class LoadState:
     arm: Arm
     """The chosen one."""
     costs: RoundCosts = field(default_factory=RoundCosts)
+    yields: dict[bool, Yield] = field(default_factory=lambda: {False: Yield(), True: Yield()})
+    """Without a drafter and with one."""
     probes: dict[Arm, Probes] = field(default_factory=dict)
     no_probe_before: float = 0.0
     """In seconds of use."""
@@ -184,8 +221,30 @@ class PairChooser:
             self._window = self._next_window(load, now)
         return self._window
 
+    def count(self, times: RoundTimes, window: Window | None, seconds: float) -> None:
+        """Counts a round of any kind: its tokens, and the time that its session took for them.
+
+        Args:
+            times: of the round.
+            window: in which it was requested; None if that was not chosen.
+            seconds: since the end of the session's round before.
+        """
+        passed_s = min(LONGEST_ROUND_S, max(0.0, times.ended_at - self._used_until))
+        self._used_s += passed_s
+        self._used_until = max(self._used_until, times.ended_at)
+        window = window or self._window
+        state = None if window is None or window.is_probe else self._loads.get(window.load)
+        if window is None or state is None:
+            return
+        for known in state.yields.values():
+            known.fade(passed_s)
+        if state.arm == window.arm and state.costs.measured(window.arm) and not _is_slow(times):
+            known = state.yields[window.arm.uses_drafter]
+            known.num_tokens += times.num_tokens
+            known.expected_tokens += seconds * self._expected_rate(state, window.arm)
+
     def observe(self, times: RoundTimes, window: Window, *, is_whole: bool) -> None:
-        """Takes note of a round of a session.
+        """Takes note of a round of a session, which was counted.
 
         Args:
             times: of the round.
@@ -195,14 +254,11 @@ class PairChooser:
         current = self._window
         if current is None:
             return
-        self._used_s += min(LONGEST_ROUND_S, max(0.0, times.ended_at - self._used_until))
-        self._used_until = max(self._used_until, times.ended_at)
-        service_s = times.ended_at - times.started_at
         is_of_window = window is current or window.arm == current.arm  # runs outlast windows
         is_of_window = is_of_window and times.started_at >= current.counts_from
         if is_of_window and is_whole:
             expected_tokens = self._expected_tokens(current.arm)
-            is_slow = times.gateway_s > MAX_SLOW_READER * service_s
+            is_slow = _is_slow(times)
             (current.slow if is_slow else current.all).add(times, expected_tokens)
             if not is_slow and self._num_reading == 0 and times.started_at >= self._quiet_since:
                 current.quiet.add(times, expected_tokens)
@@ -226,14 +282,11 @@ class PairChooser:
 
     def estimate(self, arm: Arm, load: int) -> ArmEstimate:
         """Returns what is expected of an arm. Something must have been measured at that load."""
-        costs = self._loads[load].costs
-        measured = costs.measured(arm)
-        return ArmEstimate(
-            arm.length,
-            self._expected_tokens(arm) * costs.bias(arm),
-            costs.round_s(arm),
-            0 if measured is None else measured.num_windows,
-        )
+        state = self._loads[load]
+        costs, measured = state.costs, state.costs.measured(arm)
+        tokens, round_s = self._expected_tokens(arm) * costs.bias(arm), costs.round_s(arm)
+        share = state.yields[arm.uses_drafter].share(2**load * tokens / round_s)
+        return ArmEstimate(arm.length, tokens, round_s, 0 if measured is None else measured.num_windows, share)
 
     def best_length(self, source: DraftSource, load: int) -> int:
         """Returns the length that is best for a source by what is known, at least 1."""
@@ -297,6 +350,10 @@ class PairChooser:
         """Returns the mean number of tokens that a round commits, by the acceptance."""
         return 1.0 if arm.source is None else self.acceptance[arm.source].mean_tokens(arm.length)
 
+    def _expected_rate(self, state: LoadState, arm: Arm) -> float:
+        """Returns the tokens/s that are expected of a session in rounds of an arm, of which some was measured."""
+        return self._expected_tokens(arm) * state.costs.bias(arm) / state.costs.round_s(arm)
+
     def _num_surprises(self, arm: Arm) -> int:
         return 0 if arm.source is None else self.acceptance[arm.source].num_surprises
 
@@ -331,7 +388,7 @@ class PairChooser:
         if window.is_probe:
             probes = state.probes.setdefault(window.arm, Probes(self._used_s))
             changes = state.costs.measured(window.arm) is not None and self._best(state, window.load) != state.arm
-            probes.last_at = self._used_s
+            probes.last_at, probes.took_s = self._used_s, now - window.began_at
             state.no_probe_before = self._used_s + self._lost_s(state, window.arm, window.load) / ALL_PROBES_SHARE
             grows = counts and not changes and self.estimate(window.arm, window.load).num_windows >= FIRST_PROBES
             probes.least_pause_s = min(LONGEST_PAUSE_S, 2.0 * probes.least_pause_s) if grows else FIRST_PAUSE_S
@@ -368,40 +425,57 @@ class PairChooser:
         return self._loads[min(self._loads, key=lambda other: abs(other - load))].arm
 
     def _best(self, state: LoadState, load: int) -> Arm:
-        """Returns the best arm that was measured; the chosen one, unless another is better by `LEAST_GAIN`."""
+        """Returns the best arm that was measured; the chosen one, unless another is better by `LEAST_GAIN`; and plain
+        decoding, unless that is worse by `LEAST_GAIN_OVER_PLAIN`.
+        """
         measured = [arm for arm in self.arms if state.costs.measured(arm) is not None]
         rates = {arm: self.estimate(arm, load).tokens_per_second for arm in measured}
         best = max(measured, key=lambda arm: rates[arm])
         if state.arm in rates and rates[best] < (1.0 + LEAST_GAIN) * rates[state.arm]:
-            return state.arm
-        return best
+            best = state.arm
+        least = (1.0 + LEAST_GAIN_OVER_PLAIN) * rates.get(PLAIN, 0.0)
+        return best if rates[best] >= least else PLAIN
 
     def _probes_due_in_s(self, state: LoadState, load: int) -> dict[Arm, float]:
         """Returns after how long each arm but the chosen one is to be probed: the longer, the more that is expected to
         cost.
         """
-        chosen_rate = self.estimate(state.arm, load).tokens_per_second
+        estimates = {arm: self.estimate(arm, load) for arm in self.arms}
+        chosen_rate = estimates[state.arm].tokens_per_second
         left_s = {}
-        for arm in self.arms:
-            if arm == state.arm:
-                continue
-            estimate = self.estimate(arm, load)
+        for arm in self._rivals(state, estimates):
+            estimate = estimates[arm]
             lost_s = self._lost_s(state, arm, load)
             probes = state.probes.get(arm)
             if probes is None:
                 probes = state.probes[arm] = Probes(self._used_s)
+            share = PROBE_SHARE if estimate.num_windows >= FIRST_PROBES else FIRST_PROBE_SHARE
             if estimate.num_windows:
-                share = PROBE_SHARE if estimate.num_windows >= FIRST_PROBES else FIRST_PROBE_SHARE
                 pause_s = max(probes.least_pause_s, lost_s / share)
             elif self._is_unknown(arm) or estimate.tokens_per_second >= (1.0 + LEAST_GAIN) * chosen_rate:
                 pause_s = 0.0  # an expected gain is no cost
             else:
-                pause_s = lost_s / PROBE_SHARE
+                pause_s = lost_s / share
             due_at = probes.last_at + pause_s
             if estimate.num_windows and estimate.tokens_per_second < chosen_rate:  # else it may gain
                 due_at = max(due_at, state.no_probe_before)
             left_s[arm] = due_at - self._used_s
         return left_s
+
+    def _rivals(self, state: LoadState, estimates: Mapping[Arm, ArmEstimate]) -> list[Arm]:
+        """Returns the arms that may turn out to be better than the chosen one: plain decoding, the best length of each
+        source, the lengths next to the chosen one, and all that are expected to be better.
+        """
+        rates = {arm: estimate.tokens_per_second for arm, estimate in estimates.items()}
+        sources: dict[DraftSource | None, list[Arm]] = {}
+        for arm in self.arms:
+            sources.setdefault(arm.source, []).append(arm)
+        rivals = {max(arms, key=lambda arm: rates[arm]) for arms in sources.values()}
+        own = sources[state.arm.source]
+        at = own.index(state.arm)
+        rivals |= {*own[max(0, at - 1) : at + 2]}
+        least = (1.0 + LEAST_GAIN) * rates[state.arm]
+        return [arm for arm in self.arms if arm != state.arm and (arm in rivals or rates[arm] >= least)]
 
     def _is_unknown(self, arm: Arm) -> bool:
         """Whether nothing tells what an arm that was not measured is worth: all else is inferred from plain decoding,
@@ -413,7 +487,8 @@ class PairChooser:
         """Returns the time in which the chosen arm would make the tokens that a probe of another one costs."""
         chosen, other = self.estimate(state.arm, load), self.estimate(arm, load)
         share = 1.0 - other.tokens_per_second / chosen.tokens_per_second
-        return self._window_s(other.round_s) * max(LEAST_LOSS, share)
+        took_s = state.probes[arm].took_s if arm in state.probes else 0.0
+        return max(took_s, self._window_s(other.round_s)) * max(LEAST_LOSS, share)
 
 
 def estimates_of(
@@ -429,6 +504,11 @@ def estimates_of(
     if DraftSource.AHEAD in estimates:
         estimates[DraftSource.AHEAD] = estimates[DraftSource.DRAFTER]
     return estimates
+
+
+def _is_slow(times: RoundTimes) -> bool:
+    """Whether a round waited for its reader."""
+    return times.gateway_s > MAX_SLOW_READER * (times.ended_at - times.started_at)
 
 
 def _load_of(num_sessions: int) -> int:
