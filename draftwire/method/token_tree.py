@@ -5,7 +5,7 @@ A tree is given by `parents`, one entry for each draft token, its *node*: the in
 which they were drafted. No entries at all mean a chain, where each token follows the one before it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -162,6 +162,14 @@ class TokenTree:
             order.append(left.pop())
             left.extend(self.children(order[-1]))
         return tuple(reversed(order))
+
+    def ended_at(self, ends: Collection[int]) -> tuple[int, ...]:
+        """Returns the nodes that are left, ascending, if nothing may follow some nodes."""
+        lost: set[int] = set()
+        for node, parent in enumerate(self.parents):
+            if parent in ends or parent in lost:
+                lost.add(node)
+        return tuple(node for node in range(len(self.parents)) if node not in lost)
 
     def cut(self, kept: Sequence[int]) -> "TokenTree":
         """Returns the tree of some of the nodes, renumbered.

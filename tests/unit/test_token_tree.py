@@ -102,3 +102,14 @@ def test_cut_tree_keeps_what_its_nodes_follow() -> None:
     assert cut.parents == (-1, 0, 0, 1)
     for node, old in enumerate(kept):
         assert [kept[own] for own in cut.path_to(node)] == list(EXAMPLE.path_to(old))
+
+
+def test_nothing_is_left_behind_nodes_that_end_the_tree() -> None:
+    assert EXAMPLE.ended_at(()) == tuple(range(8))
+    assert EXAMPLE.ended_at((0, 7)) == (0, 1, 3, 7)
+    assert EXAMPLE.ended_at((2, 5)) == (0, 1, 2, 3, 4, 7)
+    assert EXAMPLE.ended_at((ROOT,)) == ()
+    for tree in every_shape(4):
+        for end in range(len(tree)):
+            kept = tree.ended_at((end,))
+            assert [node for node in range(len(tree)) if end not in tree.path_to(node)[:-1]] == list(kept)
