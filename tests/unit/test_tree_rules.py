@@ -553,3 +553,22 @@ def test_greedy_target_is_followed_by_every_rule() -> None:
                     break
                 node = found[0]
             assert (int(outcome.last_nodes[index]), int(outcome.extra_tokens[index])) == (node, best)
+
+
+# What must not be
+
+
+def test_pruning_by_values_biases_rules_that_read_distributions_and_no_walk() -> None:
+    """The last node is dropped if it is token 0. Dropped for its parent's token, with what would be drawn there, it
+    biases nothing."""
+    pair, shape = random_pairs(3)[1], TokenTree((-1, -1, 0))
+    trees = all_trees(pair, shape, is_distinct=True)
+    for node, is_biased in ((2, True), (0, False)):
+        kept = [(0, 1) if row[node] == 0 else (0, 1, 2) for row in trees.tokens.tolist()]
+        numbers = trees.numbers.clone()
+        numbers[:, 3] = torch.where(trees.tokens[:, node] == 0, NOTHING, numbers[:, 3])
+        pruned = replace(trees, batch=trees.batch.cut(kept), numbers=numbers)
+        for rule in STATED.values():
+            assert (deviation_of(stated_tree_emissions(rule, pruned), pruned) > 0.01) == is_biased
+        for walk in WALKS.values():
+            assert deviation_of(walked_tree_emissions(walk, pruned).emissions, pruned) < BOUND
