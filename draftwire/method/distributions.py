@@ -173,6 +173,29 @@ class QuantizedRows:
         places = (cumulated <= threshold).sum(dim=1, keepdim=True)
         return self.token_ids.gather(1, places).squeeze(1)
 
+    def draw_distinct(self, uniforms: Tensor) -> Tensor:
+        """Draws tokens from each row without replacement: each from the weights of those that are left.
+
+        The sum of these is no power of 2, so probabilities are weight / sum up to a relative error of 2^-37 for sums of
+        65,536 at most.
+
+        Args:
+            uniforms: `[rows, count] float64` in [0, 1), multiples of 2^-53.
+
+        Returns:
+            `[rows, count] int64`; -1 where no token is left.
+        """
+        weights = self.weights.clone()
+        drawn = torch.full(uniforms.shape, -1, dtype=torch.int64, device=weights.device)
+        for rank in range(uniforms.shape[1]):
+            cumulated = weights.cumsum(dim=1)
+            threshold = (uniforms[:, rank : rank + 1] * cumulated[:, -1:]).to(torch.int64)
+            places = (cumulated <= threshold).sum(dim=1, keepdim=True).clamp_(max=weights.shape[1] - 1)
+            is_left = cumulated[:, -1] > 0
+            drawn[:, rank] = torch.where(is_left, self.token_ids.gather(1, places).squeeze(1), -1)
+            weights.scatter_(1, places, 0)
+        return drawn
+
 
 def quantize(probs: Tensor, quantization: Quantization, total: int = TOTAL_WEIGHT) -> QuantizedRows:
     """Returns distributions over the likeliest tokens alone, rounded to integer weights.

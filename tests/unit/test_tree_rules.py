@@ -1,6 +1,7 @@
 """Rules for trees, proved by enumeration: every tree that a drafter may draw, every outcome, float64."""
 
 import json
+import math
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -15,12 +16,25 @@ from draftwire.checking.all_blocks import sparse_rows
 from draftwire.checking.all_trees import AllTrees, all_trees, stated_tree_emissions, walked_tree_emissions
 from draftwire.checking.emissions import completed_law, largest_deviation, sequence_law
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs, random_table
+from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.randomness import exponentials
 from draftwire.method.token_tree import ROOT, TokenTree
-from draftwire.verification import RULES, BlockBatch, FixedNoise, KeyedNoise, LawRule, traversal, verify
+from draftwire.verification import (
+    RULES,
+    TREE_RULES,
+    BlockBatch,
+    FixedNoise,
+    KeyedNoise,
+    LawRule,
+    traversal,
+    tree_rule_for,
+    tree_rule_named,
+    verify,
+)
 from draftwire.verification.coupled import CoupledRule
+from draftwire.verification.k_seq import KSeqRule
 from draftwire.verification.multi_round import MultiRoundRule, WithoutReplacementRule
 from draftwire.verification.traversal import TraversalRule
 from draftwire.verification.tree_rule import TreeLawRule, TreeRule, verify_trees
@@ -161,6 +175,78 @@ def test_expected_number_of_accepted_tokens_grows_with_the_tree(name: str) -> No
         means.append(total)
     assert means == sorted(means)
     assert means[0] < means[1] < means[2]
+
+
+def test_children_of_several_drafters_are_verified_by_multi_round() -> None:
+    """SpecInfer's case: each child of the root, and the child behind the second, from a drafter of its own."""
+    shape = TokenTree((-1, -1, 1))
+    for first, second, third in zip(pairs(0), pairs(0)[1:], pairs(0)[2:], strict=False):
+        drafters = [first.drafter, second.drafter, third.drafter]
+        pair = Pair("of the first drafter", first.target, torch.full((4, 3), 1 / 3, dtype=torch.float64))
+        trees = all_trees(pair, shape, is_distinct=False)
+        before = torch.stack([trees.contexts, trees.contexts, trees.tokens[:, 1]], dim=1)
+        rows = before + torch.tensor([0, 4, 8])
+        probs = torch.cat(drafters)[rows, trees.tokens].prod(dim=1)
+        kept = (probs > 0.0).nonzero().squeeze(1)
+        batch = trees.batch.chosen(kept.tolist())
+        batch = replace(batch, draft=DenseRows(torch.cat(drafters)), draft_rows=rows[kept])
+        parts = trees.contexts[kept], trees.tokens[kept], probs[kept], batch, trees.numbers[kept]
+        own = AllTrees(pair, shape, *parts)
+        assert deviation_of(stated_tree_emissions(STATED["multi_round"], own), own) < BOUND
+
+
+K_SEQ = KSeqRule()
+
+
+def test_k_seq_is_exact_on_independent_paths_and_is_token_on_one() -> None:
+    for shape in (SHAPES[0], SHAPES[1], SHAPES[3], TokenTree((-1, -1, 0, 1)), TokenTree((-1, 0, -1, -1, 3))):
+        for pair in pairs(len(shape)):
+            trees = all_trees(pair, shape, is_distinct=False)
+            assert deviation_of(stated_tree_emissions(K_SEQ, trees), trees) < BOUND
+    for pair in pairs(0):
+        trees = all_trees(pair, TokenTree.chain(3), is_distinct=False)
+        token = RULES["token"]
+        assert isinstance(token, LawRule)
+        expected = token.stop_law(trees.batch.chains()).accepted_probs
+        assert (K_SEQ.tree_law(trees.batch).stop_probs - expected).abs().max() < 1e-12
+
+
+def test_k_seq_accepts_at_a_node_what_its_paper_states() -> None:
+    """At least 1 - 1/e of the chance that the target's token is among the drafts, and no less than one path."""
+    for pair in random_pairs(3):
+        overlap = torch.minimum(pair.target, pair.drafter).sum(dim=1)
+        for count in (1, 2, 4):
+            trees = all_trees(pair, TokenTree((-1,) * count), is_distinct=False)
+            accepted = stated_tree_emissions(K_SEQ, trees).expected_accepted()
+            best = torch.minimum(pair.target, 1.0 - (1.0 - pair.drafter) ** count).sum(dim=1)
+            assert (accepted >= (1.0 - math.exp(-1.0)) * best - 1e-12).all()
+            assert (accepted >= overlap - 1e-12).all()
+            assert (accepted <= best + 1e-12).all()
+
+
+def test_k_seq_refuses_trees_that_are_no_independent_paths() -> None:
+    for shapes, is_distinct in (((SHAPES[4],), False), ((SHAPES[2],), True), ((SHAPES[1], SHAPES[2]), False)):
+        trees, _ = drawn(torch.Generator().manual_seed(1), list(shapes), 5, DenseRows, torch.float64)
+        with pytest.raises(ValueError, match="k_seq needs"):
+            K_SEQ.tree_law(replace(trees, is_distinct=is_distinct))
+
+
+# Which rule decides
+
+
+def test_session_with_trees_is_decided_by_the_rule_for_trees_that_fits_its_own() -> None:
+    block, token, coupled, typical = (RULES[name] for name in ("block", "token", "coupled", "typical"))
+    assert tree_rule_for(block, is_greedy=False).name == "traversal"
+    assert tree_rule_for(coupled, is_greedy=False).name == "coupled"
+    for rule in (block, token, coupled):
+        assert tree_rule_for(rule, is_greedy=True).name == "target_only"
+    for rule, is_greedy in ((token, False), (typical, False), (typical, True)):
+        with pytest.raises(InvalidRequestError, match="takes no token trees"):
+            tree_rule_for(rule, is_greedy)
+    for name in TREE_RULES:
+        assert tree_rule_named(name) is TREE_RULES[name]
+    with pytest.raises(InvalidRequestError, match="traversal, coupled, target_only"):
+        tree_rule_named("block")
 
 
 # On a chain
