@@ -10,15 +10,17 @@ Source: Miao et al. 2023, SpecInfer (arXiv 2305.09781), section 4.3, "naive samp
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from draftwire.method.distributions import draw
 from draftwire.method.token_tree import ROOT
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.blocks import BlockBatch
-from draftwire.verification.rule import Noise, Outcome
-from draftwire.verification.tree_rule import TreeOutcome
+from draftwire.verification.rule import Noise, Outcome, VerificationRule
+from draftwire.verification.tree_rule import TreeOutcome, TreeRule
 from draftwire.verification.trees import TreeBatch
 
 
@@ -59,6 +61,18 @@ def walk(trees: TreeBatch, choose: Choose) -> TreeOutcome:
     return TreeOutcome(last_nodes, extra_tokens, leads)
 
 
+def walking_rule(rule: VerificationRule, sampling: SamplingParams) -> TreeRule | None:
+    """Returns the rule that decides about trees without distributions; None if there is none.
+
+    Args:
+        rule: the session's. If it reads no draft distributions and decides about trees, it is used.
+        sampling: of the target. The walk is every rule's decision about a greedy target.
+    """
+    if not rule.needs_draft_probs and callable(getattr(rule, "decide_trees", None)):
+        return cast(TreeRule, rule)
+    return GREEDY_WALK if sampling.greedy else None
+
+
 class TargetOnlyRule:
     """Accept draft tokens while the target, which draws as if nothing had been drafted, draws the same."""
 
@@ -80,3 +94,7 @@ class TargetOnlyRule:
         """Decides about blocks as about trees of one path."""
         outcome = self.decide_trees(TreeBatch.of_chains(blocks), noise)
         return Outcome(outcome.last_nodes + 1, outcome.extra_tokens)
+
+
+GREEDY_WALK = TargetOnlyRule()
+"""Decides about trees of greedy sessions: one-hot distributions leave nothing to chance."""

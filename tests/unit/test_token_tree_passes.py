@@ -258,3 +258,18 @@ def test_layers_that_run_together_read_trees_as_they_read_texts() -> None:
     for node, row in enumerate(rows):
         alone = passed(text + [nodes[each] for each in path_to(node, parents)], ())
         assert_equal(row, alone[-1], 1e-5)
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_single_nodes_see_their_paths_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time, as the last of a text would be read, which sees all before it; alone and beside another."""
+    subject, generator = with_subject(name, monkeypatch), random.Random(6)
+    one, other = (Planted(subject.model.cache.open(), random_ids(generator, length)) for length in (6, 7))
+    for each in (one, other):
+        subject.model.read([Reading(each.sequence, each.text, 0)])
+    for members, parent in (([one], -1), ([one], -1), ([one], 0), ([one, other], -1), ([one, other], 0), ([one], 4)):
+        for each in members:
+            each.nodes += random_ids(generator, 1)
+            each.parents += (parent,)
+        logits = subject.model.read([Reading(each.sequence, each.nodes[-1:], 1, (parent,)) for each in members])
+        assert_equal(logits, torch.stack([each.rows(subject)[-1] for each in members]), subject.tolerance)
