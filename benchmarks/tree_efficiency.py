@@ -125,7 +125,7 @@ class Text:
         places: dict[int, int] = {}
         depths = {ROOT: 0}
         rows: dict[int, tuple[Tensor, Tensor]] = {}
-        numbers = uniforms([DrawKey(derive_key(self._seed, Role.DRAFTING), 0, number)], RANKS * 100)[0]
+        numbers = uniforms([DrawKey(derive_key(self._seed, Role.DRAFTING), 0, number)], RANKS * DEPTH * max(SIZES))[0]
         used = 0
         words = torch.tensor([DrawKey(derive_key(self._seed, Role.COUPLING), 0, number).text_words])
         while nodes := growth.frontier():
