@@ -323,7 +323,7 @@ def test_rules_for_trees_pass(name: str) -> None:
     report = check_trees(TREE_RULES[name], FEW_SHAPES)
     assert report.failures == ()
     assert (report.name, report.is_lossless) == (name, True)
-    assert report.num_laws > 17
+    assert report.num_laws >= 17
     assert report.deviation < 1e-12
     chain, tree = report.accepted
     assert chain is not None

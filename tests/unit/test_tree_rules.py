@@ -21,6 +21,7 @@ from draftwire.method.distributions import DenseRows
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.randomness import exponentials
 from draftwire.method.token_tree import ROOT, TokenTree
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import (
     RULES,
     TREE_RULES,
@@ -236,13 +237,14 @@ def test_k_seq_refuses_trees_that_are_no_independent_paths() -> None:
 
 def test_session_with_trees_is_decided_by_the_rule_for_trees_that_fits_its_own() -> None:
     block, token, coupled, typical = (RULES[name] for name in ("block", "token", "coupled", "typical"))
-    assert tree_rule_for(block, is_greedy=False).name == "traversal"
-    assert tree_rule_for(coupled, is_greedy=False).name == "coupled"
-    for rule in (block, token, coupled):
-        assert tree_rule_for(rule, is_greedy=True).name == "target_only"
-    for rule, is_greedy in ((token, False), (typical, False), (typical, True)):
+    drawn, greedy = SamplingParams(1.0), SamplingParams(0.0)
+    assert tree_rule_for(block, drawn) is TREE_RULES["traversal"]
+    assert tree_rule_for(coupled, drawn) is coupled
+    for rule in (block, token, typical):
+        assert tree_rule_for(rule, greedy).name == "target_only"
+    for rule in (token, typical):
         with pytest.raises(InvalidRequestError, match="takes no token trees"):
-            tree_rule_for(rule, is_greedy)
+            tree_rule_for(rule, drawn)
     for name in TREE_RULES:
         assert tree_rule_named(name) is TREE_RULES[name]
     with pytest.raises(InvalidRequestError, match="traversal, coupled, target_only"):
