@@ -19,7 +19,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from draftwire.errors import InvalidRequestError
-from draftwire.method.token_tree import TokenTree
 from draftwire.requests.lark_extensions import find_extension
 from draftwire.requests.schema_intersections import MAX_INTERSECTION, intersection_size
 from draftwire.requests.structured_output import Form, StructuredOutput
@@ -198,16 +197,23 @@ class Automaton:
                     return BlockMasks(rows, place, error)
             return BlockMasks(rows, len(rows))
 
-    def along_tree(self, generated_ids: Sequence[int], draft_tokens: Sequence[int], tree: TokenTree) -> TreeMasks:
+    def along_paths(
+        self, generated_ids: Sequence[int], draft_tokens: Sequence[int], paths: Sequence[Sequence[int]]
+    ) -> TreeMasks:
         """Returns the masks of a token tree, whose paths are followed one after the other; errors as `along`.
+
+        Args:
+            generated_ids: as `along`.
+            draft_tokens: the token of each node.
+            paths: nodes on the way to each leaf, from the root on; best depth first, since only what differs from the
+                path before is followed anew.
 
         Raises:
             InvalidRequestError: as `masks`, for the generated tokens.
         """
-        rows = np.full((len(tree) + 1, len(self._possible)), 255, dtype=np.uint8)
+        rows = np.full((len(draft_tokens) + 1, len(self._possible)), 255, dtype=np.uint8)
         faults: dict[int, InvalidRequestError] = {}
-        for leaf in (node for node in tree.post_order if not tree.children(node)):  # near ones share most of their path
-            path = tree.path_to(leaf)
+        for path in paths:
             own = self.along(generated_ids, [draft_tokens[node] for node in path])
             rows[[0, *(node + 1 for node in path)]] = own.rows
             if own.fault is not None:

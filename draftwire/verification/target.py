@@ -77,7 +77,9 @@ class Judging:
             return None
         generated_ids = self.committed[self.prompt_len :]
         if self.tree is not None:
-            return self.automaton.along_tree(generated_ids, self.draft_tokens, self.tree)
+            leaves = [node for node in self.tree.post_order if not self.tree.children(node)]
+            paths = [self.tree.path_to(leaf) for leaf in leaves]
+            return self.automaton.along_paths(generated_ids, self.draft_tokens, paths)
         return self.automaton.along(generated_ids, self.draft_tokens)
 
     def case(self, masks: FormMasks | None = None) -> Case:

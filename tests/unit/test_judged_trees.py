@@ -17,7 +17,7 @@ from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.requests.automaton import BlockMasks, TreeMasks
+from draftwire.requests.automaton import Automaton, BlockMasks
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
@@ -65,14 +65,8 @@ class Parity:
             rows[place] = self.row([*generated, *drafted[:place]])
         return BlockMasks(rows, len(rows))
 
-    def along_tree(self, generated: list[int], drafted: list[int], tree: TokenTree) -> TreeMasks:
-        paths = [[drafted[node] for node in tree.path_to(node)] for node in range(-1, len(tree))]
-        faults = {
-            node: InvalidRequestError("cannot be followed")
-            for node, path in enumerate(paths, -1)
-            if not self.faults.isdisjoint(path)
-        }
-        return TreeMasks(np.stack([self.row([*generated, *path]) for path in paths]), faults)
+    along_paths = Automaton.along_paths
+    _possible = b"?"
 
 
 def random_tree(generator: random.Random, num_nodes: int, right: list[int]) -> tuple[list[int], TokenTree]:
