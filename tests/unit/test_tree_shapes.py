@@ -1,178 +1,169 @@
-"""Trees that a language model drafts: of the first racers, or of the likeliest; what is committed of them is not read
-again; and the text is the one without drafts.
-"""
+"""Shapes of trees, and how trees of draft tokens grow."""
 
-from dataclasses import replace
-from typing import Any
+from itertools import permutations, product
 
 import pytest
 import torch
-from tiny_models import tiny_network
+from cases import every
 
-from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
-from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
+from draftwire.drafting.tree_growth import BestFirstGrowth, GrowthPlan, ShapedGrowth, log_race_chances
 from draftwire.drafting.tree_shapes import shape_by_acceptance, shape_of_widths
-from draftwire.errors import UnavailableError
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.token_tree import CHAIN, TokenTree
-from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
-from draftwire.requests.parameters import SamplingParams
-from draftwire.verification import RULES
-from draftwire.verification.deciding import Judgement
-from draftwire.verification.target import Judging, judge
+from draftwire.method.distributions import QuantizedRows, race
+from draftwire.method.token_tree import ROOT, TokenTree
 
 torch.set_num_threads(1)
 
-VOCAB_SIZE = 11
-PROMPT = [1, 2, 3, 4, 5, 6, 1, 2, 3]
-KEY = bytes(range(16))
-STOPS = frozenset({0, 4})
-TARGET = decoder_of(tiny_network("qwen2", VOCAB_SIZE, 512, dtype=torch.float32))
-DRAFTER = decoder_of(tiny_network("mistral", VOCAB_SIZE, 512, seed=2, dtype=torch.float32))
-SHAPES = {
-    "wide": shape_of_widths((4, 2, 1, 1)),
-    "planned": shape_by_acceptance([[0.6, 0.2, 0.1], [0.5, 0.2], [0.4, 0.1], [0.3]], 12),
-    "flat": shape_of_widths((5,)),
-    "chain": TokenTree.chain(4),
-}
-SAMPLINGS = {
-    "plain": SamplingParams(4.0),
-    "greedy": SamplingParams(0.0),
-    "truncated": SamplingParams(5.0, top_k=3),
-    "penalised": SamplingParams(4.0, repetition_penalty=1.7, presence_penalty=0.6, min_tokens=12),
-}
+
+def value_of(shape: TokenTree, acceptance: list[list[float]]) -> float:
+    """Returns the mean number of accepted tokens."""
+    chances: list[float] = []
+    for node, parent in enumerate(shape.parents):
+        depth = shape.depths[node] - 1
+        rank = shape.children(parent).index(node)
+        if depth >= len(acceptance) or rank >= len(acceptance[depth]):
+            return -1.0
+        chances.append((1.0 if parent == ROOT else chances[parent]) * acceptance[depth][rank])
+    return sum(chances)
 
 
-def drafter_of(decoder: Any, is_static: bool = False) -> LanguageModelDrafter:
-    return LanguageModelDrafter(CachedModel(decoder, 2048, is_static), 512)
+def test_widths_give_every_token_of_a_depth_as_many_children() -> None:
+    assert shape_of_widths((2, 1, 2)).parents == (-1, -1, 0, 1, 2, 2, 3, 3)
+    assert shape_of_widths((1, 1, 1)).is_chain
+    assert shape_of_widths(()).parents == shape_of_widths((0, 3)).parents == ()
 
 
-def request(sampling: SamplingParams, shape: TokenTree | None, num_tokens: int = 0, **options: Any) -> DraftRequest:
-    key, given = DrawKey(KEY, 0, 0), {"prompt_len": len(PROMPT), "stop_token_ids": STOPS} | options
-    return DraftRequest(num_tokens or len(shape or ()), sampling, key, VOCAB_SIZE, True, False, shape=shape, **given)
+@every("seed", range(6))
+def test_planned_shape_accepts_as_much_as_the_best_of_all_shapes(seed: int) -> None:
+    """Also where a later child is accepted more often than an earlier one; all trees of six nodes are tried."""
+    generator = torch.Generator().manual_seed(seed)
+    acceptance = [(0.5 * torch.rand(3, generator=generator)).tolist() for _ in range(4)]
+    trees = [TokenTree(parents) for parents in product(*(range(ROOT, node) for node in range(6)))]
+    planned = shape_by_acceptance(acceptance, 6)
+    assert value_of(planned, acceptance) == pytest.approx(max(value_of(tree, acceptance) for tree in trees))
+    assert len(planned) <= 6
+    assert list(planned.parents) == sorted(planned.parents), "level by level"
 
 
-def drafted(drafter: LanguageModelDrafter, *parts: tuple[Any, DraftRequest]) -> list[Draft]:
-    drafts = drafter.step([Drafting(*part) for part in parts]).drafts
-    assert all(isinstance(draft, Draft) for draft in drafts)
-    return drafts  # type: ignore[return-value]
+def test_planned_shape_stays_within_the_depths_and_ranks_that_were_measured() -> None:
+    assert shape_by_acceptance([[0.9, 0.5]], 8).parents == (-1, -1)
+    assert shape_by_acceptance([[0.9], [0.9], [0.9]], 8).is_chain
+    assert shape_by_acceptance([[0.9]], 0).parents == ()
+    assert shape_by_acceptance([[0.6, 0.3], [0.6, 0.3]], 3).parents in ((-1, -1, 0), (-1, 0, -1))
 
 
-def plain_text(sampling: SamplingParams, length: int) -> list[int]:
-    model = CachedModel(TARGET, 2048)
-    sequence, ids = model.cache.open(PROMPT), list(PROMPT)
-    for number in range(length):
-        key = DrawKey(KEY, 0, number)
-        one = Judging(sequence, ids, [], None, sampling, RULES["coupled"], key, len(PROMPT), STOPS)
-        (outcome,) = judge(model, [one]).outcomes
-        assert isinstance(outcome, Judgement)
-        ids = ids + outcome.token_ids
-    return ids
+def test_shaped_tree_loses_what_would_follow_a_missing_child() -> None:
+    growth = ShapedGrowth(TokenTree((-1, -1, 0, 1, 1, 3)))
+    assert growth.frontier() == [ROOT]
+    growth.expand([ROOT], [[7, 8]])
+    assert growth.frontier() == [0, 1]
+    assert [growth.width(node) for node in (0, 1)] == [1, 2]
+    growth.expand([0, 1], [[], [5]])
+    assert growth.frontier() == [3]
+    assert (growth.token(3), growth.parent(3)) == (5, 1)
+    growth.expand([3], [[6]])
+    assert growth.frontier() == []
+    grown = growth.grown()
+    assert (grown.token_ids, grown.parents, grown.numbers) == ([7, 8, 5, 6], (-1, -1, 1, 2), (0, 1, 3, 5))
 
 
-@pytest.mark.parametrize("is_own", [False, True], ids=["other model", "own model"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_text_with_drafted_trees_is_the_text_without(name: str, shape: str, is_own: bool) -> None:
-    """In every round the tree is that of a drafter that reads the text for the first time; one that drafts for its own
-    model is right to the end.
-    """
-    sampling, tree = SAMPLINGS[name], SHAPES[shape]
-    model, decoder = CachedModel(TARGET, 2048), TARGET if is_own else DRAFTER
-    drafter = drafter_of(decoder, is_static=is_own)
-    sequence, reading, ids = model.cache.open(PROMPT), drafter.open(PROMPT), list(PROMPT)
-    expected = plain_text(sampling, 30)
-    number, new = 0, []
-    while len(ids) < len(expected):
-        if number:
-            reading.calibrate(len(ids) - len(new), new)
-        fresh = drafter_of(decoder)
-        (draft,) = drafted(drafter, (reading, request(sampling, tree)))
-        (other,) = drafted(fresh, (fresh.open(ids), request(sampling, tree)))
-        assert (draft.token_ids, draft.parents) == (other.token_ids, other.parents)
-        own = TokenTree.of(draft.parents, len(draft.token_ids))
-        key = DrawKey(KEY, 0, number)
-        one = Judging(
-            sequence, ids, draft.token_ids, None, sampling, RULES["coupled"], key, len(PROMPT), STOPS, tree=own
-        )
-        (outcome,) = judge(model, [one]).outcomes
-        assert isinstance(outcome, Judgement)
-        if is_own:
-            assert outcome.num_accepted == own.depth == tree.depth
-        number, new, ids = number + 1, outcome.token_ids, ids + outcome.token_ids
-        drafter.model.cache.check_integrity()
-    assert ids[: len(expected)] == expected
+def table(seed: int, vocab_size: int = 6) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (1.5 * torch.randn(vocab_size + 1, vocab_size, generator=generator, dtype=torch.float64)).log_softmax(dim=1)
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_first_children_are_the_chain_and_siblings_come_next(name: str) -> None:
-    sampling, shape = SAMPLINGS[name], SHAPES["wide"]
-    drafter = drafter_of(DRAFTER)
-    chain, tree = drafted(
-        drafter,
-        (drafter.open(PROMPT), request(sampling, None, 4)),
-        (drafter.open(PROMPT, "another"), request(sampling, shape)),
-    )
-    assert chain.parents == CHAIN
-    own = TokenTree(tree.parents)
-    path, node = [], -1
-    while own.children(node):
-        children = own.children(node)
-        assert len({tree.token_ids[child] for child in children}) == len(children)
-        node = children[0]
-        path.append(tree.token_ids[node])
-    assert path == chain.token_ids
-    assert len(own) == len(shape) or sampling.top_k, "nodes are left out where few tokens are possible"
+def grown_on(plan: GrowthPlan, rows: torch.Tensor) -> tuple[dict[tuple[int, ...], float], list[int]]:
+    """Returns the paths of a tree that grew on an order-1 table with their chances, and the nodes that passes read."""
+    growth, passes = BestFirstGrowth(plan), []
+    while nodes := growth.frontier():
+        passes.append(len(nodes))
+        growth.expand(nodes, rows[[len(rows) - 1 if node == ROOT else growth.token(node) for node in nodes]])
+    grown = growth.grown()
+    tree, paths = TokenTree(grown.parents), {}
+    for node in range(len(tree)):
+        path = tuple(grown.token_ids[step] for step in tree.path_to(node))
+        paths[path] = float(sum(rows[before, token] for before, token in zip((-1, *path), path, strict=False)))
+    assert len(paths) == len(tree), "no path twice"
+    return paths, passes
 
 
-def test_committed_path_is_not_read_again() -> None:
-    drafter, shape = drafter_of(DRAFTER), SHAPES["wide"]
-    sequence = drafter.open(PROMPT)
-    assert isinstance(sequence, LanguageModelSequence)
-    (draft,) = drafted(drafter, (sequence, request(SAMPLINGS["plain"], shape)))
-    own = TokenTree(draft.parents)
-    path = own.path_to(len(own) - 1)
-    committed = [draft.token_ids[node] for node in path]
-    sequence.calibrate(len(PROMPT), [*committed[:2], committed[2] ^ 1])
-    assert sequence.num_unread == 1
-    assert sequence.cached.length == len(PROMPT) + 2
-    assert sequence.cached.parents == ()
+def best_paths(rows: torch.Tensor, num_nodes: int, depth: int) -> list[float]:
+    """Returns the chances of the best paths of all."""
+    found = [
+        float(sum(rows[before, token] for before, token in zip((-1, *path), path, strict=False)))
+        for length in range(1, depth + 1)
+        for path in product(range(rows.shape[1]), repeat=length)
+    ]
+    return sorted(found, reverse=True)[:num_nodes]
 
 
-def test_tree_that_is_cut_has_fewer_depths_and_bad_rows_end_paths() -> None:
-    drafter, shape = drafter_of(DRAFTER), SHAPES["wide"]
-    (whole,) = drafted(drafter, (drafter.open(PROMPT), request(SAMPLINGS["plain"], shape)))
-    (cut,) = drafted(drafter, (drafter.open(PROMPT), request(SAMPLINGS["plain"], shape, is_cut=lambda: True)))
-    assert cut.token_ids == whole.token_ids[:4]
-    assert cut.parents == (-1,) * 4
-
-    class Spoilt(CachedModel):
-        def extend(self, sequences: Any, token_ids: Any, parents: Any = ()) -> Any:
-            logits = super().extend(sequences, token_ids, parents)
-            logits[token_ids == whole.token_ids[0]] = torch.nan
-            return logits
-
-    spoilt = LanguageModelDrafter(Spoilt(DRAFTER, 2048), 512)
-    (draft,) = drafted(spoilt, (spoilt.open(PROMPT), request(SAMPLINGS["plain"], shape)))
-    own = TokenTree(draft.parents)
-    ends = [node for node, token in enumerate(draft.token_ids) if token == whole.token_ids[0]]
-    assert ends
-    assert all(not own.children(node) for node in ends)
-    assert own.depth == 4
+@every("seed", range(5))
+def test_tree_that_reads_all_its_nodes_is_the_best_of_all(seed: int) -> None:
+    rows = table(seed)
+    for plan in (GrowthPlan.opt_tree(12, 4, 0.0), GrowthPlan.spec_exec(12, 4, 3, 100)):
+        paths, _ = grown_on(plan, rows)
+        assert sorted(paths.values(), reverse=True) == pytest.approx(best_paths(rows, 12, 4))
+    paths, passes = grown_on(GrowthPlan.eagle2(12, 4, per_pass=3), rows)
+    assert passes[0] == 1
+    assert max(passes) <= 3
+    assert len(passes) <= 4
+    assert len(paths) == 12
+    assert sum(torch.tensor(list(paths.values())).exp()) <= sum(torch.tensor(best_paths(rows, 12, 4)).exp()) + 1e-6
 
 
-def test_sequence_without_finite_logits_has_no_tree_and_harms_no_other() -> None:
-    class Bad(CachedModel):
-        def read(self, readings: Any, fuzzily: bool = False) -> Any:
-            logits = super().read(readings, fuzzily)
-            logits[0] = torch.nan
-            return logits
+def test_passes_end_where_they_gain_too_little_or_have_no_nodes() -> None:
+    sharp = torch.full((4, 3), -20.0, dtype=torch.float64)
+    sharp[:, 0] = -0.01
+    assert len(grown_on(GrowthPlan.opt_tree(10, 8, 0.0), sharp)[1]) == 8
+    assert len(grown_on(GrowthPlan.opt_tree(10, 8, 0.965), sharp)[1]) == 4
+    assert grown_on(GrowthPlan.opt_tree(0, 8, 0.0), sharp) == ({}, [])
+    assert grown_on(GrowthPlan.opt_tree(8, 0, 0.0), sharp) == ({}, [])
+    impossible = torch.where(sharp < -1.0, -torch.inf, sharp)
+    paths, _ = grown_on(GrowthPlan.eagle2(10, 3, 4), impossible)
+    assert sorted(paths) == [(0,), (0, 0), (0, 0, 0)]
 
-    drafter = LanguageModelDrafter(Bad(DRAFTER, 2048), 512)
-    wanted = request(replace(SAMPLINGS["plain"], top_k=8), SHAPES["planned"])
-    step = drafter.step([Drafting(drafter.open(PROMPT, salt), wanted) for salt in ("a", "b")])
-    first, second = step.drafts
-    assert isinstance(first, UnavailableError)
-    assert isinstance(second, Draft)
-    assert len(second.token_ids) == 12
+
+def test_large_trees_go_back_to_nodes_that_were_left_out_of_a_pass() -> None:
+    rows = table(3)
+    once, _ = grown_on(GrowthPlan(20, 4, 20, 2, 4), rows)
+    again, passes = grown_on(GrowthPlan.spec_exec(20, 4, 2, 10), rows)
+    assert all(count <= 2 for count in passes)
+    assert len(passes) == 10
+    assert sum(torch.tensor(list(again.values())).exp()) > sum(torch.tensor(list(once.values())).exp())
+
+
+def test_race_chances_rank_tokens_as_the_race_does_and_sharper_ones_trust_it_more() -> None:
+    generator = torch.Generator().manual_seed(1)
+    log_probs = table(1)
+    times = torch.empty(log_probs.shape, dtype=torch.float64).exponential_(generator=generator)
+    log_probs[2, 3] = -torch.inf
+    winners = race(log_probs.exp(), times).winners
+    leads = []
+    for sharpness in (0.5, 1.0, 4.0):
+        chances = log_race_chances(log_probs, times, sharpness)
+        assert torch.equal(chances.argmax(dim=1), winners)
+        assert (chances.exp().sum(dim=1) - 1.0).abs().max() < 1e-12
+        assert chances[2, 3] == -torch.inf
+        leads.append(float(chances.max(dim=1).values.mean()))
+    assert leads == sorted(leads)
+
+
+def test_tokens_are_drawn_without_replacement_in_proportion_to_what_is_left() -> None:
+    """All orders, by uniforms in the middle of every cell of the weights."""
+    ids, weights = torch.tensor([[4, 9, 2, 7]]), torch.tensor([[5, 2, 1, 0]])
+    grid = (torch.arange(280, dtype=torch.float64) + 0.5) / 280
+    counts: dict[tuple[int, ...], int] = {}
+    first, second = (part.flatten() for part in torch.meshgrid(grid, grid, indexing="ij"))
+    uniforms = torch.stack([first, second], dim=1)
+    rows = QuantizedRows(ids.expand(len(uniforms), -1), weights.expand(len(uniforms), -1))
+    for pair in rows.draw_distinct(uniforms).tolist():
+        counts[tuple(pair)] = counts.get(tuple(pair), 0) + 1
+    own = dict(zip((4, 9, 2), (5, 2, 1), strict=True))
+    expected = {(a, b): round(280 * own[a] / 8) * round(280 * own[b] / (8 - own[a])) for a, b in permutations(own, 2)}
+    for pair in expected.keys() | counts.keys():
+        assert abs(counts.get(pair, 0) - expected.get(pair, 0)) <= 280, "a cell of the grid, at a border"
+    drawn = QuantizedRows(ids, weights).draw_distinct(torch.tensor([[0.0, 0.5, 0.999, 0.2]], dtype=torch.float64))
+    assert drawn.tolist()[0] == [4, 9, 2, -1]
+    last = QuantizedRows(ids, weights).draw_distinct(torch.full((1, 4), 1.0 - 2.0**-53, dtype=torch.float64))
+    assert last.tolist()[0] == [2, 9, 4, -1]
+    single = QuantizedRows(ids, weights).draw_distinct(uniforms[:1, :1])
+    assert torch.equal(single[:, 0], QuantizedRows(ids, weights).draw(uniforms[:1, 0]))
