@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--trees", action="store_true", help="compare token trees with a chain instead")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0], help="of --trees")
+    parser.add_argument("--arms", nargs="+", default=[], help="of --trees, beside the chain; default all")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     prompts = load_prompts()[: arguments.prompts]

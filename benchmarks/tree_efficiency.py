@@ -6,7 +6,7 @@ is counted at each place of the target's own text.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,7 +125,7 @@ class Text:
         places: dict[int, int] = {}
         depths = {ROOT: 0}
         rows: dict[int, tuple[Tensor, Tensor]] = {}
-        numbers = uniforms([DrawKey(derive_key(self._seed, Role.DRAFTING), 0, number)], RANKS * 100)[0]
+        numbers = uniforms([DrawKey(derive_key(self._seed, Role.DRAFTING), 0, number)], RANKS * DEPTH * max(SIZES))[0]
         used = 0
         words = torch.tensor([DrawKey(derive_key(self._seed, Role.COUPLING), 0, number).text_words])
         while nodes := growth.frontier():
@@ -285,10 +285,15 @@ def arms_of(calibration: Calibration, is_greedy: bool) -> list[Arm]:
 
 
 def measure_trees(
-    setting: Setting, prompts: Sequence[list[int]], calibration: Calibration, num_tokens: int
+    setting: Setting,
+    prompts: Sequence[list[int]],
+    calibration: Calibration,
+    num_tokens: int,
+    wanted: Collection[str] = (),
 ) -> dict[str, Counts]:
-    """Continues every prompt with every arm."""
-    arms = arms_of(calibration, setting.sampling.greedy)
+    """Continues every prompt with every arm, or with the baseline and those that are wanted."""
+    baseline, *others = arms_of(calibration, setting.sampling.greedy)
+    arms = [baseline, *(arm for arm in others if not wanted or arm.name in wanted)]
     counts: dict[str, list[tuple[int, int, int]]] = {arm.name: [] for arm in arms}
     for seed, prompt in progress(list(enumerate(prompts)), f"trees, temperature {setting.sampling.temperature:g}"):
         for arm in arms:
@@ -316,7 +321,7 @@ def tree_counts(
     Args:
         prompts: to continue.
         calibration_prompts: others.
-        arguments: `max_tokens` and `temperatures`.
+        arguments: `max_tokens`, `temperatures` and `arms`.
         target: of the pair.
         drafter: of the pair.
         quantization: of the drafter.
@@ -329,5 +334,5 @@ def tree_counts(
         for temperature in arguments.temperatures:
             setting = Setting(target, drafter, SamplingParams(temperature), quantization)
             calibration = calibrate(setting, others, arguments.max_tokens)
-            found[temperature] = measure_trees(setting, ids, calibration, arguments.max_tokens)
+            found[temperature] = measure_trees(setting, ids, calibration, arguments.max_tokens, arguments.arms)
     return found

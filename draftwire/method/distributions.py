@@ -168,9 +168,7 @@ class QuantizedRows:
         Returns:
             `[rows] int64`.
         """
-        cumulated = self.weights.cumsum(dim=1)
-        threshold = (uniforms.unsqueeze(1) * cumulated[:, -1:]).to(torch.int64)
-        places = (cumulated <= threshold).sum(dim=1, keepdim=True)
+        places, _ = _drawn_places(self.weights, uniforms)
         return self.token_ids.gather(1, places).squeeze(1)
 
     def draw_distinct(self, uniforms: Tensor) -> Tensor:
@@ -188,13 +186,19 @@ class QuantizedRows:
         weights = self.weights.clone()
         drawn = torch.full(uniforms.shape, -1, dtype=torch.int64, device=weights.device)
         for rank in range(uniforms.shape[1]):
-            cumulated = weights.cumsum(dim=1)
-            threshold = (uniforms[:, rank : rank + 1] * cumulated[:, -1:]).to(torch.int64)
-            places = (cumulated <= threshold).sum(dim=1, keepdim=True).clamp_(max=weights.shape[1] - 1)
-            is_left = cumulated[:, -1] > 0
-            drawn[:, rank] = torch.where(is_left, self.token_ids.gather(1, places).squeeze(1), -1)
+            places, totals = _drawn_places(weights, uniforms[:, rank])
+            places.clamp_(max=weights.shape[1] - 1)  # where no weight is left
+            tokens = self.token_ids.gather(1, places).squeeze(1)
+            drawn[:, rank] = torch.where(totals > 0, tokens, -1)
             weights.scatter_(1, places, 0)
         return drawn
+
+
+def _drawn_places(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws a place from each row of integer weights; returns them, `[rows, 1]`, and the sums of the rows, `[rows]`."""
+    cumulated = weights.cumsum(dim=1)
+    threshold = (uniforms.unsqueeze(1) * cumulated[:, -1:]).to(torch.int64)
+    return (cumulated <= threshold).sum(dim=1, keepdim=True), cumulated[:, -1]
 
 
 def quantize(probs: Tensor, quantization: Quantization, total: int = TOTAL_WEIGHT) -> QuantizedRows:

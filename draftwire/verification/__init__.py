@@ -1,6 +1,7 @@
 """Verification rules by name."""
 
 from draftwire.errors import InvalidRequestError
+from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification.block import BlockRule
 from draftwire.verification.blocks import BlockBatch
@@ -23,7 +24,7 @@ from draftwire.verification.traversal import TraversalRule
 from draftwire.verification.tree_rule import TreeLaw, TreeLawRule, TreeOutcome, TreeRule, verify_trees
 from draftwire.verification.trees import TreeBatch
 from draftwire.verification.typical import TypicalRule
-from draftwire.verification.walk import TargetOnlyRule
+from draftwire.verification.walk import TargetOnlyRule, walking_rule
 
 RULES: dict[str, VerificationRule] = {
     rule.name: rule for rule in (BlockRule(), TokenRule(), CoupledRule(), TypicalRule())
@@ -67,24 +68,22 @@ def tree_rule_named(name: str) -> TreeRule:
     return TREE_RULES[name]
 
 
-def tree_rule_for(rule: VerificationRule, is_greedy: bool) -> TreeRule:
-    """Returns the rule that decides about the trees of a session.
+def tree_rule_for(rule: VerificationRule, sampling: SamplingParams) -> TreeRule:
+    """Returns the rule that decides about the trees of a session: a walk, or `traversal` in the place of `block`.
 
     Args:
         rule: of the session.
-        is_greedy: whether the target's distributions are one-hot. Then the children of a node are its likeliest tokens,
-            and nobody drew them.
+        sampling: of the target.
 
     Raises:
         InvalidRequestError: the rule is for chains alone.
     """
-    if is_greedy and rule.is_lossless:
-        return TREE_RULES[TargetOnlyRule.name]
-    if rule.name == BlockRule.name:
-        return TREE_RULES[TraversalRule.name]
-    if rule.name not in TREE_RULES:
+    walking = walking_rule(rule, sampling)
+    if walking is not None:
+        return walking
+    if rule.name != BlockRule.name:
         raise InvalidRequestError(f"rejection_sample_method: {rule.name} takes no token trees")
-    return TREE_RULES[rule.name]
+    return TREE_RULES[TraversalRule.name]
 
 
 def new_rule(name: str) -> VerificationRule:

@@ -345,3 +345,16 @@ def test_http_benchmark_streams_the_same_texts_both_ways(tmp_path: Path) -> None
         pairs = zip(*(rates_of(report["measurements"], one, "way") for one in (way, "grpc")), strict=True)
         median = statistics.median(own / base for own, base in pairs)
         assert result["beside_grpc"][way]["median"] == pytest.approx(median, rel=1e-3)
+
+
+def test_token_trees_are_compared_with_a_chain_at_each_temperature(tmp_path: Path) -> None:
+    sizes = ("--prompts", "2", "--max-tokens", "6", "--temperatures", "0", "1")
+    arms = ("--arms", "planned 16", "coupled by racers 16")
+    report, table = report_of(tmp_path, "benchmarks.block_efficiency", "--trees", *sizes, *arms)
+    names = ["temperature_0_chain 8", "temperature_0_planned 16"]
+    names += ["temperature_1_block chain 8", "temperature_1_coupled by racers 16"]
+    assert [name for name in report if name.startswith("temperature_")] == names
+    for name in names:
+        found = report[name]["block_efficiency"]
+        assert 1.0 <= found["low"] <= found["value"] <= found["high"] <= 11.0
+        assert name.removeprefix("temperature_")[2:] in table
