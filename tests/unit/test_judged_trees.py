@@ -268,3 +268,17 @@ def test_trees_are_judged_where_a_rule_needs_no_distributions_or_nothing_is_draw
         found = walking_rule(rule, greedy)
         assert found is not None
         assert found.name == "target_only"
+
+
+@pytest.mark.parametrize("temperature", [3.0, 10.0, 30.0, 100.0])
+def test_least_tokens_are_counted_along_paths(temperature: float) -> None:
+    """The right path comes after twelve other nodes, all of which would count if these were a chain."""
+    sampling = SamplingParams(temperature, min_tokens=9)
+    right = [judgement.token_ids[0] for judgement in plain_text(COUPLED, sampling, 9)]
+    assert STOPS.isdisjoint(right)
+    wrong = next(token for token in range(VOCAB_SIZE) if token != right[0])
+    session = Session(fresh(), COUPLED, sampling, {})
+    tree = TokenTree((*[-1] * 13, *range(12, 19)))
+    (outcome,) = judge(session.model, [session.judging([wrong] * 12 + right[:8], tree)]).outcomes
+    assert isinstance(outcome, Judgement)
+    assert outcome.token_ids == right
