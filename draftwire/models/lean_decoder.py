@@ -171,14 +171,25 @@ class LeanDecoder:
         """Decoder layers."""
         return len(self._mlps)
 
+    @property
+    def hidden_size(self) -> int:
+        """Numbers in a hidden state."""
+        return int(self._embedding.shape[1])
+
     def logits(self, token_ids: Tensor, step: PackedStep, kept: Tensor) -> Tensor:
         """Returns the logits of the kept tokens."""
+        tap, num_tokens = step.storage.tap, len(token_ids)
+        states: dict[int, Tensor] = {}
         # Rows that are repeated once are not repeated for every product. Ranks exchange no more than they have to.
         num_rows = self._head.least_rows if self._group is None else 1
         hidden, rotation = self.embed(repeated(token_ids, num_rows), repeated(step.positions, num_rows))
         for index in range(self.num_layers):
+            if tap is not None and index in tap.layers:
+                states[index] = hidden[:num_tokens].clone()
             hidden += self.attention(index, hidden, rotation, step)
             hidden += self.mlp(index, hidden)
+        if tap is not None:
+            tap.take(states | {self.num_layers: hidden[:num_tokens]}, step.slots)
         return self.head(hidden, kept)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
