@@ -121,9 +121,8 @@ class ForkingModel(DraftModel, Protocol):
         """
 
 
-@runtime_checkable
-class FeatureModel(SequenceModel, Protocol):
-    """A model that keeps features of the tokens that it has read; see `draftwire.models.taps`."""
+class FeatureReader(Protocol):
+    """What has features of the tokens of sequences; see `draftwire.models.taps`."""
 
     def features(self, spans: Sequence[FeatureSpan]) -> Tensor:
         """Returns what is kept of some tokens' hidden states.
@@ -131,6 +130,11 @@ class FeatureModel(SequenceModel, Protocol):
         Returns:
             `[sum of stop - start, kept]` on the model's device, for each span in order.
         """
+
+
+@runtime_checkable
+class FeatureModel(SequenceModel, FeatureReader, Protocol):
+    """A model that keeps features of the tokens that it has read."""
 
 
 class CachedModel:

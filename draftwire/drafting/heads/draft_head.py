@@ -18,27 +18,13 @@ Source: Li et al. 2025, EAGLE-3 (arXiv 2503.01840), section 3.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from draftwire.drafting.heads.names import HeadKind
 from draftwire.models.kv_cache import CachedSequence
-
-
-class HeadKind(StrEnum):
-    """How a head drafts."""
-
-    EAGLE = "eagle"
-    """EAGLE-1 and 2: decoder layers over the last hidden states; they predict the next one, of which the target's
-    output layer makes logits."""
-    EAGLE3 = "eagle3"
-    """A decoder layer over hidden states of several layers, with an output layer of its own."""
-    MEDUSA = "medusa"
-    """An MLP for each draft token, over the last hidden state; draft tokens do not see each other."""
-    HYDRA = "hydra"
-    """As Medusa, but each MLP sees the draft tokens before its own."""
 
 
 @dataclass(frozen=True, slots=True)
