@@ -23,6 +23,7 @@ class ToyHead:
     """
 
     device, dtype = torch.device("cpu"), torch.float64
+    token_bytes = 48
 
     def __init__(
         self,
