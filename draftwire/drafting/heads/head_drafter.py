@@ -147,9 +147,9 @@ class HeadDrafter:
         active = list(range(len(draftings)))
         while True:
             logits = state.logits
-            for row, index in zip(logits, active, strict=True):
-                if starts[index].vocab_size < len(row):
-                    row[starts[index].vocab_size :] = -torch.inf
+            for row, index in enumerate(active):
+                if starts[index].vocab_size < logits.shape[1]:
+                    logits[row, starts[index].vocab_size :] = -torch.inf
             spans = [
                 span_of_next(
                     drawer, index, requests[index], draftings[index].committed, draftings[index].sequence.edits

@@ -12,9 +12,10 @@ from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.engine.leases import SessionKey
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode_one
-from draftwire.method.keys import local_drafting_key
+from draftwire.method.keys import KEY_BYTES, local_drafting_key
 from draftwire.method.rounds import DraftTimings, ReceivedBlock
 from draftwire.models.kv_cache import CachedSequence
+from draftwire.requests.parameters import SamplingParams
 from draftwire_verifier.local_drafts import NO_DRAFTER
 from draftwire_verifier.scheduler import StepItem, TargetSession
 
@@ -65,6 +66,22 @@ class HeadDrafts:
             if isinstance(draft, Draft):
                 blocks[index] = self._block(items[index].session, draft, timings)
         return blocks, seconds
+
+    def rehearse(self, targets: Sequence[CachedSequence], num_tokens: int) -> None:
+        """Drafts for all sequences at once, as if their tokens were all 0, and forgets that.
+
+        Args:
+            targets: in the target's cache, which has read at least one token of each.
+            num_tokens: of each block.
+        """
+        sampling, key = SamplingParams(temperature=1.0, top_p=0.95), DrawKey(bytes(KEY_BYTES), 0, 0)
+        request = DraftRequest(num_tokens, sampling, key, self._vocab_size)
+        draftings = [
+            HeadDrafting(self._drafter.open(), target, [0] * (target.length + 1), request) for target in targets
+        ]
+        self._drafter.draft(draftings)
+        for drafting in draftings:
+            self._drafter.close(drafting.sequence)
 
     def forget(self, key: SessionKey) -> None:
         """Frees a session's sequence, if it has one."""
