@@ -50,8 +50,11 @@ class TargetEngine(StepEngine[Step, StepResult]):
         sequence = self.model.cache.open()
         num_tokens = min(num_tokens, self._context_length - 1)
         judge(self.model, [Judging(sequence, [0] * num_tokens, [], None, SamplingParams(), rule, key)])
+        seconds = time.perf_counter() - started
+        if self._head is not None:
+            self._head.rehearse([sequence], 1)
         self.model.cache.close(sequence)
-        return num_tokens, time.perf_counter() - started
+        return num_tokens, seconds
 
     def run_largest(self, num_sessions: int, num_draft_tokens: int) -> None:
         """Runs a step as large as any: a block of every session, judged by what takes the most memory, beside a prompt.
@@ -68,6 +71,8 @@ class TargetEngine(StepEngine[Step, StepResult]):
         sequences = [model.cache.open() for _ in range(num_sessions + 1)]
         blocks = [Judging(one, [0], drafted, rows, sampling, rule, key) for one in sequences[:-1]]
         judge(model, [*blocks, Judging(sequences[-1], prompt, [], None, sampling, rule, key)])
+        if self._head is not None:
+            self._head.rehearse(sequences, len(drafted))
         for sequence in sequences:
             model.cache.close(sequence)
 

@@ -153,6 +153,7 @@ class StepResult:
     num_tokens: int
     """Tokens that the forward pass read, draft tokens included."""
     verify_us: int
+    """How long it took, the head's drafting included."""
     audits: Sequence[AuditSums | None] = ()
     """Audit sums of the draft tokens; None if the item has no distributions to audit."""
     drafted: Sequence[ReceivedBlock | None] = ()
@@ -387,7 +388,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
             if isinstance(outcome, Judgement | StillReading) and outcome.prompt is not None:
                 deliveries.append((session, PromptRead(*session.key, outcome.prompt)))
             if isinstance(outcome, Judgement):
-                deliveries.append((session, self._commit(session, block, outcome, step.started_at, result.verify_us)))
+                verify_us = result.verify_us - (0 if own is None else own.timings.draft_us)  # which is told apart
+                deliveries.append((session, self._commit(session, block, outcome, step.started_at, verify_us)))
             elif isinstance(outcome, StillReading):
                 self._ready.append(session)
             else:
