@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from draftwire.drafting.heads.draft_head import HeadConfig, HeadState, PairReading
-from draftwire.drafting.heads.names import HeadKind
+from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.errors import NoRoomError
 from draftwire.models.kv_cache import CachedSequence
 
@@ -23,6 +23,7 @@ class ToyHead:
     """
 
     device, dtype = torch.device("cpu"), torch.float64
+    token_bytes = 48
 
     def __init__(
         self,

@@ -192,6 +192,7 @@ def test_head_that_sees_the_last_pair_alone_reads_it_alone_and_drafts_as_many_to
         assert len(drawn.token_ids) == 3
         rows = subject.expected_rows(target, drawn.token_ids, request(3))
         assert drawn.token_ids == draw(rows, uniforms([request().key], 3)[0]).tolist()
+        assert subject.sequences[target].cached.length == 0, "nothing is kept that is not looked at again"
     assert subject.head.readings[0] == [1]
 
 

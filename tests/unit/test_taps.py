@@ -107,7 +107,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 def test_features_are_those_of_a_fresh_pass_after_reading_and_forgetting_in_any_order(subject: Subject) -> None:
     generator = random.Random(2)
     sequences = [subject.open([]) for _ in range(5)]
-    for _ in range(12):
+    for _ in range(7):
         members = generator.sample(sequences, generator.randint(1, 5))
         for sequence in members:
             if subject.texts[sequence] and generator.random() < 0.4:

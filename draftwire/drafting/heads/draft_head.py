@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftwire.drafting.heads.names import HeadKind
+from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.models.kv_cache import CachedSequence
 
 
@@ -109,6 +109,10 @@ class DraftHead(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Type of its weights, and of fused features."""
+
+    @property
+    def token_bytes(self) -> int:
+        """What its cache stores of a token, bytes."""
 
     def fuse(self, features: Tensor) -> Tensor:
         """Makes features as narrow as the head. Allocates its result; runs on any device that the weights are on.

@@ -103,7 +103,7 @@ class HeadDrafter:
                     drafts[index] = draft
         finally:
             for drafting in draftings:
-                self._forget_drafted(drafting.sequence)
+                self._rewind(drafting.sequence)
         return drafts
 
     def _readings(self, draftings: Sequence[HeadDrafting]) -> tuple[list[PairReading], list[int]]:
@@ -113,9 +113,8 @@ class HeadDrafter:
             sequence, stop = drafting.sequence, len(drafting.committed) - 1
             if not self.head.config.reads_history:  # the last pair alone matters
                 sequence.num_read = stop - 1
-            start = min(sequence.num_read, stop - 1)  # the last pair may be read again
-            self.head.truncate(sequence.cached, min(start, sequence.cached.length))
-            sequence.num_read = start
+            start = sequence.num_read = min(sequence.num_read, stop - 1)  # the last pair may be read again
+            self._rewind(sequence)
             end = min(stop, start + READ_AT_ONCE)
             if end == stop:
                 members.append(index)
@@ -148,9 +147,9 @@ class HeadDrafter:
         active = list(range(len(draftings)))
         while True:
             logits = state.logits
-            for row, index in zip(logits, active, strict=True):
-                if starts[index].vocab_size < len(row):
-                    row[starts[index].vocab_size :] = -torch.inf
+            for row, index in enumerate(active):
+                if starts[index].vocab_size < logits.shape[1]:
+                    logits[row, starts[index].vocab_size :] = -torch.inf
             spans = [
                 span_of_next(
                     drawer, index, requests[index], draftings[index].committed, draftings[index].sequence.edits
@@ -169,6 +168,7 @@ class HeadDrafter:
             except NoRoomError:  # whatever was drawn
                 return drawer.drafts()
 
-    def _forget_drafted(self, sequence: HeadSequence) -> None:
-        """Takes pairs back that have the head's own output in the place of features."""
-        self.head.truncate(sequence.cached, min(sequence.cached.length, sequence.num_read))
+    def _rewind(self, sequence: HeadSequence) -> None:
+        """Leaves the pairs with true features in the head's cache, as far as the head looks at them again."""
+        kept = sequence.num_read if self.head.config.reads_history else 0
+        self.head.truncate(sequence.cached, min(kept, sequence.cached.length))
