@@ -6,6 +6,7 @@
     python -m draftwire.training lessons
     python -m draftwire.training drafter drafter
     python -m draftwire.training drafter drafter-8-layers
+    python -m draftwire.training head
     python -m draftwire.training evaluate
 
 Each step reads what the one before wrote, can be interrupted and started again, and gives the same result for the
@@ -32,6 +33,7 @@ from draftwire.training.conversations import CHAT_TEMPLATE, conversations
 from draftwire.training.corpus import encode_texts, packages, save_tokenizer, standard_library, train_tokenizer
 from draftwire.training.distillation import distillation_loss, next_token_loss, sample_continuations
 from draftwire.training.evaluation import held_out_loss, measure_acceptance, share_repeated
+from draftwire.training.heads.head_training import train_head
 from draftwire.training.lessons import Lessons
 from draftwire.training.pair import (
     CONTEXT_LENGTH,
@@ -45,6 +47,7 @@ from draftwire.training.pair import (
 )
 from draftwire.training.recipe import (
     DRAFTER_TOKENS,
+    EMBEDDED_HEAD,
     END_OF_TEXT_ID,
     LAST_STAGES,
     LESSONS,
@@ -178,6 +181,20 @@ def drafter(
     texts = partial(Lessons(LESSONS, work).batches, plan)
     Trainer(model, plan, work / f"{name}.pt", compiled).run(texts, distillation_loss(teacher), name)
     save_bf16(model, models / name)
+
+
+@app.command()
+def head(
+    models: ModelsFolder = Path("models"),
+    work: WorkFolder = Path(".training"),
+    threads: Threads = 1,
+    compiled: Compiled = True,
+) -> None:
+    """Train the target's EAGLE-3 head, on the target's own text and about as much of the corpus."""
+    torch.set_num_threads(threads)
+    written = TrainingTexts(np.load(work / "samples.npy"), 1.0)
+    held_out = np.load(work / "held_out.npy")
+    train_head(models / "target", [written, *READING.sources(work)], held_out, EMBEDDED_HEAD, models / "head", compiled)
 
 
 @app.command()

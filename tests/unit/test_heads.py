@@ -34,7 +34,7 @@ from tests.head_checkpoints import (
 )
 from tests.tiny_models import save_tiny_model
 
-VOCAB, DRAFTED, NUM_LAYERS = 23, 9, 6
+VOCAB, DRAFTED, NUM_LAYERS = 23, 9, 8
 TEXTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [8, 9, 7, 9, 3]]
 """Tokens of texts; the features of the first are paired with the second, and so on."""
 DRAWN = [[2, 11, 0, 5], [7, 7, 1, 3], [22, 4, 9, 0]]
@@ -265,7 +265,7 @@ def test_medusa_in_the_speculators_format_shares_the_targets_output(target: Path
 def test_layers_are_those_that_the_head_names(target: Path, tmp_path: Path) -> None:
     """By default those of the EAGLE authors; in an `eagle_config` those whose outputs are read."""
     checkpoint = eagle3_of_authors(tmp_path / "head", VOCAB, DRAFTED).write()
-    assert read_shape(checkpoint.folder, target).config.taps == (2, 3, 3)
+    assert read_shape(checkpoint.folder, target).config.taps == (2, 4, 5)
     checkpoint.config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}
     assert read_shape(checkpoint.write().folder, target).config.taps == (1, 3, 6)
     checkpoint.config["eagle_aux_hidden_state_layer_ids"] = [0, 2, 5]
@@ -304,7 +304,8 @@ def with_tensor(name: str, tensor: Tensor) -> Callable[[Checkpoint], None]:
     [
         (with_config(target_hidden_size=32), "reads hidden states of 32, and those of its target are 16 wide"),
         (with_config(vocab_size=24), "vocabulary of 24 tokens, and its target has 23"),
-        (with_config(eagle_aux_hidden_state_layer_ids=[1, 7]), "at layers 1, 7 of a target that has 6"),
+        (with_config(eagle_aux_hidden_state_layer_ids=[1, 9]), "at layers 1, 9 of a target that has 8"),
+        (with_config(eagle_aux_hidden_state_layer_ids=[2, 2]), "at layers 2, 2 of a target that has 8"),
         (with_config(eagle_aux_hidden_state_layer_ids=[1, 2]), "fc.weight of .* is 16 x 48, not 16 x 32"),
         (with_config(hidden_act="gelu"), "activation .* is gelu"),
         (with_config(model_type="gemma2"), "layers of type gemma2"),

@@ -12,8 +12,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from draftwire.drafting.heads.draft_head import HeadConfig
+from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.drafting.heads.head_shape import DRAFT_IDS, EMBEDDING, OUTPUT, TARGET_NORM, HeadShape
-from draftwire.drafting.heads.names import HeadKind
 from draftwire.errors import InvalidRequestError
 from draftwire.models.lean_model import STEADY_ROTATIONS, head_size
 
@@ -123,7 +123,8 @@ def _taps_of(name: str, config: Mapping[str, Any], target: TargetFacts) -> tuple
     if named is None:
         named = [2, target.num_layers // 2, target.num_layers - 3]
     taps = tuple(named)
-    if not taps or not all(isinstance(tap, int) and 0 <= tap <= target.num_layers for tap in taps):
+    in_range = all(isinstance(tap, int) and 0 <= tap <= target.num_layers for tap in taps)
+    if not taps or not in_range or len(set(taps)) < len(taps):
         raise InvalidRequestError(
             f"{name} reads hidden states at layers {', '.join(map(str, taps))} of a target that has {target.num_layers}"
         )
