@@ -12,8 +12,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from draftwire.drafting.heads.draft_head import HeadConfig
+from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.drafting.heads.head_shape import DRAFT_IDS, EMBEDDING, OUTPUT, TARGET_NORM, HeadShape
-from draftwire.drafting.heads.names import HeadKind
 from draftwire.errors import InvalidRequestError
 from draftwire.models.lean_model import STEADY_ROTATIONS, head_size
 

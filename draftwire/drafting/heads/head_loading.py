@@ -14,9 +14,9 @@ from transformers import AutoConfig
 from draftwire.drafting.heads.draft_head import DraftHead
 from draftwire.drafting.heads.eagle_head import EagleHead
 from draftwire.drafting.heads.head_formats import TargetFacts, known_names, required_shapes, shape_of
+from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.drafting.heads.head_shape import DRAFT_IDS, EMBEDDING, OUTPUT, TARGET_NORM, HeadShape, Tensors
 from draftwire.drafting.heads.mlp_heads import MlpHead
-from draftwire.drafting.heads.names import HeadKind
 from draftwire.errors import InvalidRequestError
 from draftwire.models.folder import CONFIG, check_folder, weights_files
 

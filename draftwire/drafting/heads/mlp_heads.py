@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import embedding, silu
 
 from draftwire.drafting.heads.draft_head import HeadState, PairReading
+from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.drafting.heads.head_parts import DraftIds, HeadCache
 from draftwire.drafting.heads.head_shape import DRAFT_IDS, EMBEDDING, OUTPUT, TARGET_NORM, HeadShape, Tensors
-from draftwire.drafting.heads.names import HeadKind
 from draftwire.method.devices import upload
 from draftwire.models.cached_model import appended
 from draftwire.models.kv_cache import CachedSequence
