@@ -8,13 +8,18 @@ import torch
 from transformers import LlamaConfig
 
 from draftwire.drafting.heads.draft_head import HeadConfig, PairReading
+from draftwire.drafting.heads.head_drafter import HeadDrafter
 from draftwire.drafting.heads.head_loading import load_head
 from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.drafting.heads.head_shape import HeadShape
 from draftwire.errors import InvalidRequestError
+from draftwire.local_loop import LocalRun, speculate
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.models.loading import load_lean_model
 from draftwire.models.tapped_pass import features_and_logits
+from draftwire.models.taps import FeatureSource
+from draftwire.requests.parameters import SamplingParams
 from draftwire.training.batches import TrainingTexts
 from draftwire.training.heads.eagle_trainee import EagleTrainee
 from draftwire.training.heads.head_recipe import HeadRecipe
@@ -53,14 +58,14 @@ def untrained(kind: HeadKind, target: Path, draft_ids: torch.Tensor | None) -> t
     return shape, head
 
 
-@pytest.mark.parametrize("kind", [HeadKind.EAGLE3, HeadKind.MEDUSA, HeadKind.HYDRA])
-@pytest.mark.parametrize("drafts_all", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "drafts_all"),
+    [(HeadKind.EAGLE3, True), (HeadKind.EAGLE3, False), (HeadKind.MEDUSA, True), (HeadKind.HYDRA, True)],
+)
 def test_steps_of_training_are_those_of_drafting(
     kind: HeadKind, drafts_all: bool, target: Path, tmp_path: Path
 ) -> None:
     """What training computes for every place at once is what the written head drafts after it, token by token."""
-    if not drafts_all and kind is not HeadKind.EAGLE3:
-        pytest.skip("Medusa and Hydra draft all tokens")
     draft_ids = None if drafts_all else torch.tensor([0, 2, 3, 7, 11, 20])
     shape, trainee = untrained(kind, target, draft_ids)
     save_head(trainee, shape, target, tmp_path / "head", draft_ids, torch.float32)
@@ -147,3 +152,30 @@ def test_shape_is_that_of_the_targets_layers(target: Path) -> None:
     shape = head_shape(HeadRecipe(HeadKind.EAGLE3, 1), LlamaConfig.from_pretrained(target))
     assert shape.config == HeadConfig(HeadKind.EAGLE3, (1, 2), 16, 4, 16, VOCAB, VOCAB)
     assert (shape.layers.num_hidden_layers, shape.layers.head_dim) == (1, 8)
+
+
+def test_head_speculates_in_one_process_without_changing_the_greedy_text(target: Path, tmp_path: Path) -> None:
+    ids = texts_of(target)
+    recipe = HeadRecipe(HeadKind.EAGLE3, 24_000, 3, batch_tokens=1024, phases=(Phase(1.0, 64),))
+    train_head(target, [TrainingTexts(ids[:-512], 1.0)], ids[-512:], recipe, tmp_path, report=lambda _: None)
+    head = load_head(tmp_path, target, 256, torch.float32)
+    loaded = load_lean_model(str(target), "float32")
+    assert loaded is not None
+    prompt, written = ids[:6].tolist(), []
+    features = FeatureSource(head.config.taps, head.fuse)
+    model = CachedModel(decoder_of(loaded.model), 256, features=features)
+    rounds = list(speculate(model, HeadDrafter(head, model), prompt, LocalRun(SamplingParams(0.0), 40, 3, "token", 1)))
+    for done in rounds:
+        written += done.token_ids
+    assert written == greedy_after(loaded.model, prompt, len(written))
+    assert not rounds[0].num_accepted
+    assert sum(done.num_accepted for done in rounds) > 2
+    head.cache.check_integrity()
+
+
+def greedy_after(model: object, prompt: list[int], count: int) -> list[int]:
+    decoder = decoder_of(model)
+    ids = torch.tensor([prompt])
+    for _ in range(count):
+        ids = torch.cat([ids, features_and_logits(decoder, ids, (4,))[1][:, -1:].argmax(-1)], 1)
+    return ids[0, len(prompt) :].tolist()
