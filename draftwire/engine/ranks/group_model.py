@@ -118,9 +118,19 @@ class GroupModel:
         """
         return self._together(lambda: self._model.read(readings, fuzzily))
 
-    def extend(self, sequences: Sequence[CachedSequence], token_ids: Tensor) -> Tensor:
-        """Reads one more token of each sequence, on all ranks; see `DraftModel.extend`. Raises the same as `read`."""
-        return self._together(lambda: self._model.extend(sequences, token_ids))
+    def extend(
+        self, sequences: Sequence[CachedSequence], token_ids: Tensor, parents: Sequence[tuple[int, ...]] = ()
+    ) -> Tensor:
+        """Reads one more token or nodes of each sequence, on all ranks; see `DraftModel.extend`. Raises as `read`."""
+        return self._together(lambda: self._model.extend(sequences, token_ids, parents))
+
+    def keep_path(self, sequence: CachedSequence, path: Sequence[int]) -> None:
+        """Keeps a path through a sequence's tree, on all ranks; see `SequenceModel.keep_path`.
+
+        Raises:
+            GroupLostError: any error.
+        """
+        self._together(lambda: self._model.keep_path(sequence, path))
 
     def features(self, spans: Sequence[FeatureSpan]) -> Tensor:
         """Returns what rank 0 keeps of tokens; see `FeatureModel.features`. The others take no part."""
