@@ -11,6 +11,11 @@ one process, and the expected number of accepted tokens of each drafted block is
 with r_j the ratio of target to draft probability of draft token j and a_i the block weights. The prediction is paired:
 both sums come from the same blocks. Drafts are as `draftwire up` makes them, with up to 512 tokens a position.
 Intervals are 95 %, by bootstrap over the prompts.
+
+    python -m benchmarks.block_efficiency --trees --prompts 24 --max-tokens 64
+
+compares token trees of 16, 32 and 64 nodes, by shape and rule, with a chain of eight instead, in one process and at
+temperatures 0, 0.6 and 1 (`benchmarks/tree_efficiency.py`).
 """
 
 import argparse
@@ -26,6 +31,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
+from benchmarks.tree_efficiency import CALIBRATION_PROMPTS, tree_counts
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import stack_options
 from draftwire.client import Client
@@ -113,11 +119,7 @@ def measure(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Coun
 def predict(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Counts]:
     """Continues every prompt in this process and asks each block what either rule would accept."""
     models = _models(arguments)
-    target, drafter = (load_model(options["model"]) for options in models)
-    quantization = Quantization(mass=models[1]["draft_mass"], max_support=models[1]["draft_max_support"])
-    context_length = drafter.description.context_length
-    cached_target = CachedModel(decoder_of(target.model), context_length)
-    cached_drafter = CachedModel(decoder_of(drafter.model), context_length)
+    cached_target, cached_drafter, context_length, quantization = _loaded(arguments)
     strategy = LanguageModelDrafter(cached_drafter, context_length, quantization=quantization)
     tokenizer = AutoTokenizer.from_pretrained(models[0]["model"])
     counts: dict[str, list[tuple[float, int, int]]] = {rule: [] for rule in PREDICTED}
@@ -139,6 +141,33 @@ def predict(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Coun
     return {rule: np.array(rows, dtype=np.float64) for rule, rows in counts.items()}
 
 
+def compare_trees(prompts: list[str], arguments: argparse.Namespace) -> dict[str, object]:
+    """Continues every prompt with trees of each shape, prints what was accepted, and returns it for the report."""
+    target, drafter, _, quantization = _loaded(arguments)
+    others = load_prompts()[-CALIBRATION_PROMPTS:]
+    name = _models(arguments)[0]["model"]
+    found = tree_counts(prompts, others, arguments, target, drafter, quantization, name)
+    report: dict[str, object] = {}
+    for temperature, counts in found.items():
+        baseline, *_ = counts.values()
+        for arm, own in counts.items():
+            efficiency, ratio = estimate(block_efficiency, own), gain(own, baseline)
+            nodes = float(own[:, 2].sum() / own[:, 1].sum())
+            report[f"temperature_{temperature:g}_{arm}"] = {"block_efficiency": efficiency, "gain_percent": ratio}
+            print(f"T = {temperature:3g} {arm:>22}: {efficiency} tokens a round, {nodes:4.1f} drafted, {ratio} %")
+    return report
+
+
+def _loaded(arguments: argparse.Namespace) -> tuple[CachedModel, CachedModel, int, Quantization]:
+    """Returns target and drafter, the tokens that each holds, and the drafter's quantization."""
+    models = _models(arguments)
+    target, drafter = (load_model(options["model"]) for options in models)
+    quantization = Quantization(mass=models[1]["draft_mass"], max_support=models[1]["draft_max_support"])
+    context_length = drafter.description.context_length
+    cached_target, cached_drafter = (CachedModel(decoder_of(own.model), context_length) for own in (target, drafter))
+    return cached_target, cached_drafter, context_length, quantization
+
+
 def _models(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     options = stack_options(arguments.target, arguments.drafter, arguments.block_length)
     return options["verifier"], options["drafter"]
@@ -153,10 +182,17 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--block-length", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--trees", action="store_true", help="compare token trees with a chain instead")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0], help="of --trees")
+    parser.add_argument("--arms", nargs="+", default=[], help="of --trees, beside the chain; default all")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    torch.set_num_threads(2)
     prompts = load_prompts()[: arguments.prompts]
+    if arguments.trees:
+        torch.set_num_threads(1)
+        write_report(arguments, compare_trees(prompts, arguments))
+        return
+    torch.set_num_threads(2)
     results = {"measured": measure(prompts, arguments), "predicted": predict(prompts, arguments)}
     report: dict[str, object] = {}
     for kind, counts in results.items():

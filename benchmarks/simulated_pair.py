@@ -49,6 +49,8 @@ class SimulatedPair:
     """Probability that a block is there before it is requested, if it is drafted ahead; None if none is."""
     ahead_s: float = 0.0
     """What drafting ahead adds to a step of the verifier, which shares its cores with the drafter."""
+    slowness: Callable[[float], float] = lambda _: 1.0
+    """Of all steps, by time in seconds: those of long texts take longer."""
 
     @property
     def sources(self) -> list[DraftSource]:
@@ -136,14 +138,14 @@ class Simulation:
         self._verifying.append(session)
         self._start_verifying(now)
 
-    def _took(self, seconds: float) -> float:
-        return seconds * max(0.3, 1.0 + self.pair.noise * self._random.gauss(0.0, 1.0))
+    def _took(self, seconds: float, now: float) -> float:
+        return seconds * self.pair.slowness(now) * max(0.3, 1.0 + self.pair.noise * self._random.gauss(0.0, 1.0))
 
     def _start_drafting(self, now: float) -> None:
         if self._drafter_is_busy or not self._drafting:
             return
         batch, self._drafting, self._drafter_is_busy = self._drafting, [], True
-        took = self._took(self.pair.draft_s * max(session.arm.length for session in batch))
+        took = self._took(self.pair.draft_s * max(session.arm.length for session in batch), now)
         for session in batch:
             session.draft_s = took
         self._at(now + took, partial(self._end_drafting, batch))
@@ -160,7 +162,7 @@ class Simulation:
         batch, self._verifying, self._verifier_is_busy = self._verifying, [], True
         num_rows = sum(session.arm.length + 1 for session in batch)
         is_ahead = any(session.arm.source is DraftSource.AHEAD for session in batch)
-        took = self._took(self.pair.verify_s + self.pair.row_s * num_rows + self.pair.ahead_s * is_ahead)
+        took = self._took(self.pair.verify_s + self.pair.row_s * num_rows + self.pair.ahead_s * is_ahead, now)
         self._at(now + took, partial(self._end_verifying, batch, took))
 
     def _end_verifying(self, batch: list[SimulatedSession], took: float, now: float) -> None:

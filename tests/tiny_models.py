@@ -281,6 +281,17 @@ class ExtendsByReading:
     device = torch.device("cpu")
     extends_exactly = True
 
-    def extend(self: Any, sequences: Sequence[CachedSequence], token_ids: torch.Tensor) -> torch.Tensor:
-        pairs = zip(sequences, token_ids.tolist(), strict=True)
-        return self.read([Reading(sequence, [token], 1) for sequence, token in pairs])
+    def extend(
+        self: Any,
+        sequences: Sequence[CachedSequence],
+        token_ids: torch.Tensor,
+        parents: Sequence[tuple[int, ...]] = (),
+    ) -> torch.Tensor:
+        nodes = parents or [()] * len(sequences)
+        parts = token_ids.split([max(len(own), 1) for own in nodes])
+        return self.read(
+            [
+                Reading(sequence, part.tolist(), len(part), own)
+                for sequence, part, own in zip(sequences, parts, nodes, strict=True)
+            ]
+        )

@@ -1,8 +1,7 @@
 """Checks a rule on many small models, block lengths and rounds, exactly where possible."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -144,22 +143,22 @@ def check(rule: VerificationRule, plan: CheckPlan = THOROUGH) -> RuleReport:
         source, method, sizes = _CoupledSource(rule, findings), "coupled", plan.coupled
     elif isinstance(rule, LawRule):
         source, method, sizes = StatedRound(rule), "stated", plan.stated
-        with _recording_errors(findings):
+        with findings.recording_errors():
             _check_stated(rule, source, decided, plan, findings)
-    with _recording_errors(findings):
+    with findings.recording_errors():
         if source is decided:
             decided.prepare(random_pairs(3), (2,))
             method, sizes = ("decided", sizes) if decided.is_exact else ("sampled", plan.sampled)
         _check_laws(rule, source, sizes, findings)
     if not rule.is_coupled:
-        with _recording_errors(findings):
+        with findings.recording_errors():
             _check_edges(rule, plan, findings)
         if rule.needs_draft_probs:
-            with _recording_errors(findings):
+            with findings.recording_errors():
                 _check_sparse(rule, findings)
-            with _recording_errors(findings):
+            with findings.recording_errors():
                 _check_wire(rule, findings)
-    with _recording_errors(findings):
+    with findings.recording_errors():
         _check_batches(rule, findings)
     return _report(rule, method, source, findings)
 
@@ -366,7 +365,7 @@ def _check_alike(rule: VerificationRule, dense: AllBlocks, sparse: AllBlocks, ki
 def _stateful(rule: GreedyBlockRule, plan: CheckPlan, findings: Findings) -> RuleReport:
     """Checks `greedy_block`, following its state over rounds."""
     source = StatedRound(rule)  # of first rounds
-    with _recording_errors(findings):
+    with findings.recording_errors():
         for size in plan.stateful:
             for pair in size.pairs():
                 for (block_length,) in size.schedules:
@@ -376,7 +375,7 @@ def _stateful(rule: GreedyBlockRule, plan: CheckPlan, findings: Findings) -> Rul
                     _judge_law(rule, pair, (block_length,), deviation, TOLERANCE, findings)
                     accepted = source.emissions(pair, block_length).expected_accepted()
                     _check_accepted(rule, pair, block_length, accepted, findings)
-    with _recording_errors(findings):
+    with findings.recording_errors():
         for pair in (random_pairs(3)[1], *adversarial_pairs(3)[:2]):
             deviation = stateful.drawing_deviation(rule, pair, 2)
             findings.require(Kind.DRAWING, deviation, TOLERANCE, _where(pair, (2,)))
@@ -399,7 +398,7 @@ def _report(rule: VerificationRule, method: str, source: RoundSource, findings: 
         return sum(float(values(pair, COMPARED_LENGTH)[-1]) for pair in pairs) / len(pairs)
 
     accepted = toy = float("nan")
-    with _recording_errors(findings):
+    with findings.recording_errors():
         source.prepare(pairs, (COMPARED_LENGTH,))
         accepted = mean(lambda pair, length: source.emissions(pair, length).expected_accepted())
         toy = float(source.emissions(toy_pair(), 2).expected_accepted()[-1])
@@ -416,15 +415,6 @@ def _report(rule: VerificationRule, method: str, source: RoundSource, findings: 
         toy,
         findings.failures,
     )
-
-
-@contextmanager
-def _recording_errors(findings: Findings) -> Iterator[None]:
-    """Records an exception of the rule as a failure."""
-    try:
-        yield
-    except Exception as error:
-        findings.require(Kind.RAISED, 1.0, 0.0, f"{type(error).__name__}: {error}".splitlines()[0][:200])
 
 
 def _pair_of(outcome: Outcome, index: int) -> tuple[int, int]:

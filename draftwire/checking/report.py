@@ -1,5 +1,7 @@
 """Report of a check, and the failures that it found."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -65,6 +67,31 @@ class RuleReport:
         return not self.failures
 
 
+@dataclass(frozen=True, slots=True)
+class TreeReport:
+    """Result of the check of a rule for trees."""
+
+    name: str
+    is_lossless: bool
+    """Whether the rule declares itself lossless."""
+    method: str
+    """How laws were computed: stated or walked."""
+    num_laws: int
+    """How many laws of texts were compared with the target's."""
+    deviation: float
+    """The largest difference of a probability in these comparisons."""
+    accepted: tuple[float | None, ...]
+    """Mean number of accepted draft tokens for each shape of `tree_checks.COMPARED_SHAPES`, over random models; None
+    for a shape that the rule does not take."""
+    failures: tuple[Failure, ...]
+    """The largest failure of each kind; empty if the rule passed."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether there are no failures."""
+        return not self.failures
+
+
 @dataclass(slots=True)
 class Findings:
     """Collects deviations and failures over the parts of a check."""
@@ -86,6 +113,14 @@ class Findings:
         known = self._worst.get(kind)
         if known is None or not size <= known.size:
             self._worst[kind] = Failure(kind, where, size)
+
+    @contextmanager
+    def recording_errors(self) -> Iterator[None]:
+        """Records an exception of the rule as a failure."""
+        try:
+            yield
+        except Exception as error:
+            self.require(Kind.RAISED, 1.0, 0.0, f"{type(error).__name__}: {error}".splitlines()[0][:200])
 
     @property
     def failures(self) -> tuple[Failure, ...]:

@@ -69,7 +69,7 @@ def _at_load(explanation: Any, concurrency: int) -> Iterator[tuple[Any, Any]]:
         if measured:
             yield (
                 choice,
-                min(measured, key=lambda load: abs(load.min_sessions.bit_length() - concurrency.bit_length())),
+                min(measured, key=lambda load: max(load.min_sessions - concurrency, concurrency - load.max_sessions)),
             )
 
 

@@ -10,7 +10,7 @@ from draftwire.errors import InvalidRequestError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from draftwire.checking import RuleReport
+    from draftwire.checking import RuleReport, TreeReport
 
 WIDTH = 104
 """Columns of the table; a narrower terminal wraps it rather than lose digits."""
@@ -38,31 +38,47 @@ def check_rule(
     try:
         import torch
 
-        from draftwire.checking import check, known_rules, load_rule
+        from draftwire.checking import check, check_trees, known_rules, load_rule
+        from draftwire.verification import TREE_RULES
     except ImportError as error:
         end(MISUSED, f"checking rules needs torch: pip install 'draftwire[services]' ({error})")
     torch.set_num_threads(1)  # many small tensors
+    wanted = names or [*known_rules(), *TREE_RULES]
+    tree_rules = [TREE_RULES[name] for name in dict.fromkeys(wanted) if name in TREE_RULES]
     try:
-        rules = [load_rule(name) for name in names or known_rules()]
+        rules = [load_rule(name) for name in dict.fromkeys(wanted) if name in known_rules() or name not in TREE_RULES]
     except InvalidRequestError as error:
         end(MISUSED, error)
-    reports = []
+    reports: list[RuleReport] = []
+    tree_reports: list[TreeReport] = []
     with make_console(stderr=True).status("") as status:
         for rule in rules:
             status.update(f"checking {escape(rule.name)}")
             reports.append(check(rule))
+        for tree_rule in tree_rules:
+            status.update(f"checking {escape(tree_rule.name)} on trees")
+            tree_reports.append(check_trees(tree_rule))
     console = make_console()
     console.width = max(console.width, WIDTH)
-    console.print(_table(reports))
-    console.print(
-        "[dim]accepted: mean of 3 draft tokens in a round, random models; at most: what a lossless rule without memory "
-        "can have\ntoy: Sun et al. 2024, section 2, of 2 draft tokens; 12/9 with full information[/dim]",
-        soft_wrap=True,
-    )
-    for report in reports:
+    if reports:
+        console.print(_table(reports))
+        console.print(
+            "[dim]accepted: mean of 3 draft tokens in a round, random models; at most: what a lossless rule without "
+            "memory can have\ntoy: Sun et al. 2024, section 2, of 2 draft tokens; 12/9 with full information[/dim]",
+            soft_wrap=True,
+        )
+    if tree_reports:
+        console.print(_tree_table(tree_reports))
+        console.print(
+            "[dim]mean accepted of 6 draft tokens: on a chain, on 2 paths of 3, on 3 of 2, on a tree of 2 children "
+            "each; drafts as each rule wants them[/dim]",
+            soft_wrap=True,
+        )
+    everything: list[RuleReport | TreeReport] = [*reports, *tree_reports]
+    for report in everything:
         for failure in report.failures:
             console.print(f"[red]{escape(report.name)}[/red]: {escape(str(failure))}", soft_wrap=True)
-    if not all(report.passed for report in reports):
+    if not all(report.passed for report in everything):
         raise typer.Exit(FAILED)
 
 
@@ -92,7 +108,26 @@ def _table(reports: "list[RuleReport]") -> "Table":
     return table
 
 
-def _result(report: "RuleReport") -> str:
+def _tree_table(reports: "list[TreeReport]") -> "Table":
+    from rich.markup import escape
+    from rich.table import Table
+
+    from draftwire.checking.tree_checks import COMPARED_SHAPES
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("rule for trees")
+    table.add_column("law")
+    for heading in ("texts' laws", "deviation", *COMPARED_SHAPES):
+        table.add_column(heading, justify="right")
+    table.add_column("result")
+    for report in reports:
+        means = ["-" if mean is None else f"{mean:.3f}" for mean in report.accepted]
+        facts = report.method, str(report.num_laws), f"{report.deviation:.1e}"
+        table.add_row(escape(report.name), *facts, *means, _result(report))
+    return table
+
+
+def _result(report: "RuleReport | TreeReport") -> str:
     if not report.passed:
         return "[red]failed[/red]"
     return "[green]lossless[/green]" if report.is_lossless else "[yellow]lossy, as declared[/yellow]"

@@ -13,6 +13,7 @@ from torch import Tensor
 from draftwire.drafting.drawing import BlockStart, Drawer
 from draftwire.drafting.places import span_of_next
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep, nothing_ahead
+from draftwire.drafting.tree_drafting import GrowingTree, ReadTree, grow
 from draftwire.errors import DraftwireError
 from draftwire.method.devices import upload
 from draftwire.method.quantization import Quantization
@@ -48,6 +49,8 @@ class LanguageModelSequence:
         self.cached = model.cache.open(self.ids, cache_salt)
         self._num_read_exactly = self.cached.length
         self._edits: tuple[tuple[SamplingParams, frozenset[int]], TokenEdits] | None = None
+        self.tree: ReadTree | None = None
+        """The tree that ends the cache, until the next tokens are committed."""
 
     @property
     def num_unread(self) -> int:
@@ -78,12 +81,22 @@ class LanguageModelSequence:
 
     def calibrate(self, base_len: int, token_ids: list[int]) -> None:
         """Commits tokens. Cached tokens that are exact and committed are kept; the rest is read again."""
+        self._settle_tree(base_len, token_ids)
         agreeing = self._commit(base_len, token_ids)
         kept = self.num_exact if self._calibrates else self.cached.length
         # The last token is always read again, because the next token is drawn from its logits.
         length = min(agreeing, kept, self._num_committed - 1)
         self.model.cache.truncate(self.cached, length)
         self._num_read_exactly = min(self._num_read_exactly, length)
+
+    def _settle_tree(self, base_len: int, token_ids: list[int]) -> None:
+        """Keeps of a tree the path that was committed, as if it had been drafted alone."""
+        if self.tree is None:
+            return
+        path = self.tree.path_along(token_ids) if base_len == self._num_committed else []
+        self.model.keep_path(self.cached, path)
+        self.ids += [self.tree.token_ids[self.tree.read[place]] for place in path]
+        self.tree = None
 
     def fork(self, model: ForkingModel, base_len: int, token_ids: list[int]) -> "LanguageModelSequence":
         """Returns another sequence; see `ForkingStrategy.fork`. `model` is this one's."""
@@ -152,7 +165,7 @@ class _Member:
         """
         cached = self.sequence.cached
         most = self.request.num_tokens - len(drawn) - 1
-        can_read = most > 0 and self.sequence.model.extends_exactly
+        can_read = most > 0 and self.sequence.model.extends_exactly and self.request.shape is None
         self.ahead = self.request.ahead(drawn)[:most] if can_read else []
         return Reading(cached, [*unread, *self.ahead], 1 + len(self.ahead))
 
@@ -239,12 +252,13 @@ class LanguageModelDrafter:
         if logits.is_cuda and max(len(reading.token_ids) for _, reading in parts) > PROMPT_TOKENS:
             torch.cuda.current_stream(logits.device).synchronize()  # the cost of prefill is measured here
         calibrated = time.perf_counter()
-        drafts_of, num_passes = self._draw(logits, list(members.values()))
+        drafts_of, num_passes = self._drafted(logits, list(members.values()))
         results: list[Draft | DraftwireError | None] = [None] * len(draftings)
         for (index, member), draft in zip(members.items(), drafts_of, strict=True):
             results[index] = draft
             if isinstance(draft, Draft) and draft.token_ids:
-                member.sequence.ids += draft.token_ids
+                if member.request.shape is None:
+                    member.sequence.ids += draft.token_ids
                 member.sequence.publish()
         return DraftStep(results, num_read, calibrated - started, time.perf_counter() - calibrated, num_passes)
 
@@ -263,6 +277,34 @@ class LanguageModelDrafter:
                 return logits
             rows.update(zip(places, logits.split([reading.keep for reading in readings]), strict=True))
         return torch.cat([rows[place] for place in range(len(parts))])
+
+    def _drafted(self, logits: Tensor, members: list[_Member]) -> tuple[list[Draft | DraftwireError], int]:
+        """Drafts chains and trees; as `_draw`."""
+        are_trees = [member.request.shape is not None for member in members]
+        if not any(are_trees):
+            return self._draw(logits, members)
+        rows = logits.split([1 + len(member.ahead) for member in members])
+        results: list[Draft | DraftwireError | None] = [None] * len(members)
+        chains = [place for place, is_tree in enumerate(are_trees) if not is_tree]
+        num_passes = 0
+        if chains:
+            own = torch.cat([rows[place] for place in chains])
+            drafts, num_passes = self._draw(own, [members[place] for place in chains])
+            for place, draft in zip(chains, drafts, strict=True):
+                results[place] = draft
+        trees = {place: self._growing(members[place]) for place, is_tree in enumerate(are_trees) if is_tree}
+        num_passes += grow(self.model, list(trees.values()), torch.cat([rows[place] for place in trees]))
+        for place, tree in trees.items():
+            results[place] = tree.draft()
+            members[place].sequence.tree = tree.read_tree() if tree.read else None
+        return [result for result in results if result is not None], num_passes
+
+    def _growing(self, member: _Member) -> GrowingTree:
+        sequence, request = member.sequence, member.request
+        assert request.shape is not None
+        assert request.is_coupled or request.sampling.greedy, "children are no draws"
+        vocab_size, edits = min(request.vocab_size, self.model.vocab_size), sequence.edits(request)
+        return GrowingTree(request, request.shape, sequence.cached, list(sequence.ids), vocab_size, edits)
 
     def _draw(self, logits: Tensor, members: list[_Member]) -> tuple[list[Draft | DraftwireError], int]:
         """Draws blocks, position by position, and returns them with the number of forward passes.

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from draftwire.errors import DraftwireError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import DraftDistributions
+from draftwire.method.token_tree import CHAIN, TokenTree
 from draftwire.requests.automaton import Automaton
 from draftwire.requests.parameters import SamplingParams
 
@@ -52,6 +53,10 @@ class DraftRequest:
     and so has what it would read one by one if they are drawn. What is drawn does not depend on them."""
     num_guesses: int = 0
     """How many guesses to return for each place; only for a `ForkingStrategy`."""
+    shape: TokenTree | None = None
+    """A tree of `num_tokens` nodes to draft in the place of a chain; its parents are ascending, that is depth by depth.
+    Only for a `LanguageModelDrafter`, under a coupled rule or for greedy texts. Nodes may be left out, and a block that
+    is cut has fewer depths."""
     is_cut: Callable[[], bool] = never
     """Whether to end the block early. Called on the torch thread after each token. A block that is cut ends before its
     next token is drawn and keeps all drawn tokens: dropping a token because of its value would bias the output."""
@@ -67,6 +72,8 @@ class Draft:
     """For each token, what else may stand in its place: the likeliest others, the likeliest first, or those that come
     next in the race of the place under a coupled rule. If no token was requested, those of the next place. No random
     number of the round was used for them. Empty unless `DraftRequest.num_guesses` asks for them."""
+    parents: tuple[int, ...] = CHAIN
+    """The parent of each token in a tree, as `TokenTree.parents`; `CHAIN` if each follows the one before it."""
 
 
 class DraftSequence(Protocol):

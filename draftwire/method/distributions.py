@@ -168,10 +168,37 @@ class QuantizedRows:
         Returns:
             `[rows] int64`.
         """
-        cumulated = self.weights.cumsum(dim=1)
-        threshold = (uniforms.unsqueeze(1) * cumulated[:, -1:]).to(torch.int64)
-        places = (cumulated <= threshold).sum(dim=1, keepdim=True)
+        places, _ = _drawn_places(self.weights, uniforms)
         return self.token_ids.gather(1, places).squeeze(1)
+
+    def draw_distinct(self, uniforms: Tensor) -> Tensor:
+        """Draws tokens from each row without replacement: each from the weights of those that are left.
+
+        The sum of these is no power of 2, so probabilities are weight / sum up to a relative error of 2^-37 for sums of
+        65,536 at most.
+
+        Args:
+            uniforms: `[rows, count] float64` in [0, 1), multiples of 2^-53.
+
+        Returns:
+            `[rows, count] int64`; -1 where no token is left.
+        """
+        weights = self.weights.clone()
+        drawn = torch.full(uniforms.shape, -1, dtype=torch.int64, device=weights.device)
+        for rank in range(uniforms.shape[1]):
+            places, totals = _drawn_places(weights, uniforms[:, rank])
+            places.clamp_(max=weights.shape[1] - 1)  # where no weight is left
+            tokens = self.token_ids.gather(1, places).squeeze(1)
+            drawn[:, rank] = torch.where(totals > 0, tokens, -1)
+            weights.scatter_(1, places, 0)
+        return drawn
+
+
+def _drawn_places(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws a place from each row of integer weights; returns them, `[rows, 1]`, and the sums of the rows, `[rows]`."""
+    cumulated = weights.cumsum(dim=1)
+    threshold = (uniforms.unsqueeze(1) * cumulated[:, -1:]).to(torch.int64)
+    return (cumulated <= threshold).sum(dim=1, keepdim=True), cumulated[:, -1]
 
 
 def quantize(probs: Tensor, quantization: Quantization, total: int = TOTAL_WEIGHT) -> QuantizedRows:

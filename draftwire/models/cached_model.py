@@ -34,12 +34,16 @@ class Reading:
     token_ids: list[int]
     """At least one."""
     keep: int
-    """How many of the last positions to return logits for, 0 to `len(token_ids)`."""
+    """How many of the last tokens to return logits after, 0 to `len(token_ids)`."""
+    parents: tuple[int, ...] = ()
+    """If the last of these tokens are nodes of the sequence's token tree: each one's parent, an index among all nodes,
+    those that were read earlier included, or -1 for the token before the tree. Until a path is kept, the sequence reads
+    nodes only."""
 
     @property
     def segment(self) -> Segment:
         """The new tokens as a segment of a packed step."""
-        return Segment(self.sequence, len(self.token_ids))
+        return Segment(self.sequence, len(self.token_ids), self.parents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +72,20 @@ class SequenceModel(Protocol):
 
         Returns:
             `[sum of keep, vocab]` logits on the model's device: for each reading in order, the rows of its last `keep`
-            positions.
+            tokens. The row of a node is that of the text up to the tree and the path to the node.
 
         Raises:
             NoRoomError: the cache is full. On any error the sequences are unchanged.
+        """
+
+    def keep_path(self, sequence: CachedSequence, path: Sequence[int]) -> None:
+        """Keeps of a sequence's token tree only a path, after which its text goes on. Does not wait for the device.
+
+        Only then may the path's tokens be published. On any error the sequence has none of the tree's tokens.
+
+        Args:
+            sequence: ends in a tree, or else `path` is empty.
+            path: indices of the nodes to keep, each the parent of the next.
         """
 
 
@@ -94,15 +108,18 @@ class DraftModel(SequenceModel, Protocol):
             fuzzily: whether to read approximately, like `extend`.
         """
 
-    def extend(self, sequences: Sequence[CachedSequence], token_ids: Tensor) -> Tensor:
-        """Reads one more token of each sequence. Does not wait for the device.
+    def extend(
+        self, sequences: Sequence[CachedSequence], token_ids: Tensor, parents: Sequence[tuple[int, ...]] = ()
+    ) -> Tensor:
+        """Reads one more token of each sequence, or several nodes of each one's tree. Does not wait for the device.
 
         Args:
             sequences: different sequences.
-            token_ids: `[len(sequences)] int64` on the model's device.
+            token_ids: `[num_tokens] int64` on the model's device, of one sequence after the other.
+            parents: of each sequence's new nodes, as `Reading.parents`; none for one more token of its text.
 
         Returns:
-            `[len(sequences), vocab]` logits, as `read`.
+            `[num_tokens, vocab]` logits, as `read`.
 
         Raises:
             NoRoomError: as `read`.
@@ -203,10 +220,13 @@ class CachedModel:
         token_ids = [token for reading in readings for token in reading.token_ids]
         return self._forward(segments, token_ids, _kept(readings), fuzzily)
 
-    def extend(self, sequences: Sequence[CachedSequence], token_ids: Tensor) -> Tensor:
-        """Reads one more token of each sequence in one forward pass, approximately if there is a drafting decoder."""
-        segments = [Segment(sequence, 1) for sequence in sequences]
-        return self._forward(segments, token_ids, range(len(segments)), fuzzily=True)
+    def extend(
+        self, sequences: Sequence[CachedSequence], token_ids: Tensor, parents: Sequence[tuple[int, ...]] = ()
+    ) -> Tensor:
+        """Reads tokens or nodes in one forward pass, approximately if there is a drafting decoder."""
+        nodes = parents or [()] * len(sequences)
+        segments = [Segment(one, max(len(own), 1), own) for one, own in zip(sequences, nodes, strict=True)]
+        return self._forward(segments, token_ids, range(len(token_ids)), fuzzily=True)
 
     @torch.inference_mode()
     def fork(self, sequence: CachedSequence, length: int) -> CachedSequence:
@@ -225,9 +245,17 @@ class CachedModel:
         return features.rows.index_select(0, upload(np.concatenate(slots), self.device))
 
     @torch.inference_mode()
-    def keep_path(self, sequence: CachedSequence, base_len: int, path: Sequence[int]) -> None:
-        """Keeps the first `base_len` tokens and a path through the tree after them; see `KvCache.keep_path`."""
-        self._copy(*self.cache.keep_path(sequence, base_len, path))
+    def keep_path(self, sequence: CachedSequence, path: Sequence[int]) -> None:
+        """Keeps of a sequence's token tree only a path; copies its keys and values, unless they are in their places."""
+        base = sequence.base
+        sources, targets = self.cache.keep_path(sequence, path)
+        if np.array_equal(sources, targets):
+            return
+        try:
+            self._copy(sources, targets)
+        except BaseException:
+            self.cache.truncate(sequence, base)
+            raise
 
     @torch.inference_mode()
     def _forward(self, segments: list[Segment], token_ids: IdRows, kept: Sequence[int], fuzzily: bool) -> Tensor:
@@ -268,7 +296,7 @@ def appended(cache: KvCache, segments: Sequence[Segment]) -> Iterator[None]:
     try:
         for segment in segments:
             assert segment.num_tokens > 0
-            cache.append(segment.sequence, segment.num_tokens)
+            cache.append(segment.sequence, segment.num_tokens, segment.parents)
         yield
     except BaseException:
         for segment, length in zip(segments, lengths, strict=True):

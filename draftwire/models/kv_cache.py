@@ -43,12 +43,20 @@ class CachedSequence:
     blocks: list[int] = field(default_factory=list)
     length: int = 0
     """Tokens in the cache."""
+    parents: tuple[int, ...] = ()
+    """If the last of these tokens are the nodes of a token tree, of which no path has been kept yet: each one's parent,
+    an index among them, or -1 for the token before the tree. The tokens before them are a text."""
     num_published: int = 0
     """Leading blocks that are final and may be shared."""
     chain: bytes = b""
     """Hash of the salt and all tokens in the published blocks."""
     num_reused: int = 0
     """Tokens of shared blocks that were found when the sequence was opened."""
+
+    @property
+    def base(self) -> int:
+        """Tokens before the tree; without one, all tokens."""
+        return self.length - len(self.parents)
 
 
 class KvCache:
@@ -99,12 +107,21 @@ class KvCache:
         self.sequences.add(sequence)
         return sequence
 
-    def append(self, sequence: CachedSequence, num_tokens: int) -> None:
+    def append(self, sequence: CachedSequence, num_tokens: int, parents: tuple[int, ...] = ()) -> None:
         """Allocates slots for more tokens of a sequence; the caller writes their contents.
+
+        Args:
+            sequence: if it ends in a tree, all its new tokens belong to the tree.
+            num_tokens: how many more.
+            parents: of the last ones, which are new nodes of the sequence's tree; see `CachedSequence.parents`.
 
         Raises:
             NoRoomError: too few blocks are free. Nothing has changed.
         """
+        assert len(parents) <= num_tokens
+        assert len(parents) == num_tokens or not sequence.parents, "a text does not go on after a tree"
+        for node, parent in enumerate(parents, len(sequence.parents)):
+            assert -1 <= parent < node, "a node comes after its parent"
         missing = blocks_for(sequence.length + num_tokens) - len(sequence.blocks)
         if missing > self.num_free_blocks:
             raise NoRoomError(f"the KV cache of {self.num_blocks * BLOCK_SIZE} tokens is full")
@@ -114,31 +131,34 @@ class KvCache:
                 self._users[block] = 1
                 sequence.blocks.append(block)
         sequence.length += num_tokens
+        sequence.parents += parents
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Keeps only the first `length` tokens. Published blocks stay published."""
         assert sequence.num_published * BLOCK_SIZE <= length <= sequence.length
+        sequence.parents = sequence.parents[: max(length - sequence.base, 0)]
         for _ in range(len(sequence.blocks) - blocks_for(length)):
             self._release(sequence.blocks.pop())
         sequence.length = length
 
-    def keep_path(
-        self, sequence: CachedSequence, base_len: int, path: Sequence[int]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Keeps only the first `base_len` tokens and a path through the token tree that follows them.
+    def keep_path(self, sequence: CachedSequence, path: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Keeps of a sequence's token tree only a path, which then belongs to its text.
+
+        Until the caller has copied the nodes, the text must not be published, nor the freed slots be written.
 
         Args:
-            sequence: has read the tree's nodes, in some order, after `base_len` tokens.
-            base_len: tokens before the tree.
-            path: indices of the nodes to keep, from the root on, ascending.
+            sequence: ends in a tree, or else `path` is empty.
+            path: indices of the nodes to keep, each the parent of the next.
 
         Returns:
             The slots that the kept nodes have to be copied from and to, `[len(path)]` each.
         """
-        assert all(index >= depth for depth, index in enumerate(path)), "a node comes after its ancestors"
+        parents, base = sequence.parents, sequence.base
+        assert [parents[node] for node in path] == [-1, *path][: len(path)], "a path goes from parents to children"
         places = slots_of([sequence], sequence.length)[0]
-        sources, targets = places[[base_len + index for index in path]], places[base_len : base_len + len(path)]
-        self.truncate(sequence, base_len + len(path))
+        sources, targets = places[[base + node for node in path]], places[base : base + len(path)]
+        sequence.parents = ()
+        self.truncate(sequence, base + len(path))
         return sources, targets
 
     def fork(
@@ -148,7 +168,7 @@ class KvCache:
 
         Args:
             sequence: is not changed.
-            length: at least the published tokens, at most all.
+            length: at least the published tokens, at most all before a tree.
 
         Returns:
             The new sequence, and the slots that its other tokens have to be copied from and to, `[count]` each.
@@ -157,9 +177,13 @@ class KvCache:
             NoRoomError: too few blocks are free. Nothing has changed.
         """
         start = sequence.num_published * BLOCK_SIZE
-        assert start <= length <= sequence.length
+        assert start <= length <= sequence.base
         fork = CachedSequence(
-            sequence.salt, sequence.blocks[: sequence.num_published], start, sequence.num_published, sequence.chain
+            sequence.salt,
+            sequence.blocks[: sequence.num_published],
+            start,
+            num_published=sequence.num_published,
+            chain=sequence.chain,
         )
         self.append(fork, length - start)
         for block in fork.blocks[: fork.num_published]:
@@ -173,9 +197,10 @@ class KvCache:
 
         Args:
             sequence: must not be truncated into these tokens any more.
-            token_ids: the sequence from its first token on; tokens that are not in the cache are ignored.
+            token_ids: the sequence from its first token on; tokens that are not in the cache are ignored, and so is
+                what lies where the nodes of a tree are.
         """
-        for index in range(sequence.num_published, min(len(token_ids), sequence.length) // BLOCK_SIZE):
+        for index in range(sequence.num_published, min(len(token_ids), sequence.base) // BLOCK_SIZE):
             block, start = sequence.blocks[index], index * BLOCK_SIZE
             sequence.chain = _chain(sequence.chain, token_ids[start : start + BLOCK_SIZE])
             sequence.num_published += 1
@@ -189,6 +214,7 @@ class KvCache:
         while sequence.blocks:  # from the end, so that the end of a text is evicted before its beginning
             self._release(sequence.blocks.pop())
         sequence.length = sequence.num_published = 0
+        sequence.parents = ()
 
     def check_integrity(self) -> None:
         """Checks that every block is in exactly one state and that no sequence's tokens can be overwritten. For tests.
@@ -200,7 +226,7 @@ class KvCache:
         for sequence in self.sequences:
             assert len(sequence.blocks) == blocks_for(sequence.length), "a sequence has as many blocks as it needs"
             assert len(set(sequence.blocks)) == len(sequence.blocks), "a sequence holds each of its blocks once"
-            assert sequence.num_published * BLOCK_SIZE <= sequence.length, "published tokens are in the cache"
+            assert sequence.num_published * BLOCK_SIZE <= sequence.base, "published tokens are in the cache, no nodes"
             for index, block in enumerate(sequence.blocks):
                 held[block] = held.get(block, 0) + 1
                 if index >= sequence.num_published:

@@ -1,5 +1,8 @@
 """Layout of a step: which sequences are attended to together, and which where their keys and values are.
 
+A token's *place* is where its keys and values are in its sequence; its *position* is how many tokens of its text come
+before it. They differ in token trees, whose nodes lie one after the other, but follow their parents.
+
 Rows of similar shape are gathered, padded and computed together, so that neither a long text among short ones nor a
 prefill among single tokens makes the others wait for padding. On a CPU, where to copy keys takes several times as long
 as to attend to them, those of longer texts are read where they are, text by text.
@@ -7,6 +10,7 @@ as to attend to them, those of longer texts are read where they are, text by tex
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -16,7 +20,7 @@ from torch import Tensor
 from draftwire.method.devices import upload
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, blocks_for, slots_of
 from draftwire.models.kv_storage import KvStorage
-from draftwire.models.paged_attention import LoneSegment, Masks, PackedStep, SegmentGroup
+from draftwire.models.paged_attention import LoneSegment, Masks, PackedStep, SegmentGroup, Trees
 
 LEAST_BYTES = 2**19
 """On a CPU, a segment whose keys and values take less in a layer is gathered with others: to copy them takes no longer
@@ -34,8 +38,15 @@ class Segment:
     """New tokens of one sequence in a step."""
 
     sequence: CachedSequence
-    """Its length already includes the new tokens."""
+    """When the step is laid out, its length already includes the new tokens, and its tree the new nodes."""
     num_tokens: int
+    parents: tuple[int, ...] = ()
+    """If the last new tokens are nodes of the sequence's tree: each one's parent; see `CachedSequence.parents`."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the sequence's tree, those that were read earlier included."""
+        return len(self.sequence.parents)
 
 
 def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> PackedStep:
@@ -56,9 +67,11 @@ def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> P
                 members.append(index)
                 continue
             own = slice(int(starts[index]), int(starts[index] + counts[index]))
-            positions[own] = np.arange(lengths[index] - counts[index], lengths[index])
-            slots[own] = _slots_at(segment.sequence, positions[own])
-            masks = Masks(_tensor(positions[None, own], device), int(lengths[index]), segment.num_tokens == 1)
+            places = np.arange(lengths[index] - counts[index], lengths[index])
+            slots[own] = _slots_at(segment.sequence, places)
+            positions[own], trees = _in_trees([segment], places[None], device)
+            sees_all = segment.num_tokens == 1 and trees is None
+            masks = Masks(_tensor(positions[None, own], device), int(lengths[index]), sees_all, trees)
             lone.append(LoneSegment(own, runs, masks))
         if not members:
             continue
@@ -66,18 +79,72 @@ def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> P
         query = np.arange(count.max())
         real = query < count
         tokens = start + np.minimum(query, count - 1)
-        position = length - count + np.minimum(query, count - 1)
-        places = slots_of([segments[index].sequence for index in members], int(length.max()))
+        places = length - count + np.minimum(query, count - 1)
+        table = slots_of([segments[index].sequence for index in members], int(length.max()))
+        position, trees = _in_trees([segments[index] for index in members], places, device)
         positions[tokens] = position
-        slots[tokens] = np.take_along_axis(places, position, axis=1)
+        slots[tokens] = np.take_along_axis(table, places, axis=1)
         mask = None if real.all() else _tensor(real, device)
-        sees_all = tokens.shape[1] == 1 and bool((length == places.shape[1]).all())
-        masks = Masks(_tensor(position, device), places.shape[1], sees_all)
-        groups.append(SegmentGroup(_tensor(tokens, device), mask, _tensor(places, device), masks))
+        sees_all = tokens.shape[1] == 1 and trees is None and bool((length == table.shape[1]).all())
+        masks = Masks(_tensor(position, device), table.shape[1], sees_all, trees)
+        groups.append(SegmentGroup(_tensor(tokens, device), mask, _tensor(table, device), masks))
     lone.sort(key=lambda each: each.tokens.start)
     are_single = not groups and all(len(each.runs) == 1 and each.masks.sees_all for each in lone)
     spans = [(each.runs[0].start, each.masks.num_keys) for each in lone] if are_single else []
     return PackedStep(storage, _tensor(slots, device), _tensor(positions, device), groups, lone, spans)
+
+
+def _in_trees(
+    segments: Sequence[Segment], places: NDArray[np.int64], device: torch.device
+) -> tuple[NDArray[np.int64], Trees | None]:
+    """Returns the positions of the queries at some places, `[rows, queries]`, and what they see of their trees."""
+    width = max(segment.num_nodes for segment in segments)
+    if not width:
+        return places, None
+    bases, distances, positions = laid_out_trees(segments, places, width)
+    return positions, Trees(_tensor(bases, device), _tensor(distances, device))
+
+
+def positions_of(segment: Segment) -> list[int]:
+    """Returns the positions of a segment's new tokens."""
+    length = segment.sequence.length
+    _, _, positions = laid_out_trees([segment], np.arange(length - segment.num_tokens, length)[None], segment.num_nodes)
+    return [int(position) for position in positions[0]]
+
+
+def laid_out_trees(
+    segments: Sequence[Segment], places: NDArray[np.int64], width: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the layout of the trees of some segments, one per row.
+
+    Args:
+        segments: with trees or without.
+        places: `[rows, queries]`, of the queries.
+        width: at least as many as any tree has nodes.
+
+    Returns:
+        `Trees.bases` and `Trees.distances`, and the positions of the queries, `[rows, queries]`.
+    """
+    bases = np.array([segment.sequence.base for segment in segments])
+    distances = np.full((*places.shape, width), -1, dtype=np.int64)
+    for own, segment, base, row in zip(distances, segments, bases, places, strict=True):
+        if segment.num_nodes:
+            is_node = row >= base
+            own[is_node, : segment.num_nodes] = _distances(segment.sequence.parents)[row[is_node] - base]
+    # The nodes that a query sees are those on the path to it, itself included.
+    depths = np.count_nonzero(distances >= 0, axis=-1)
+    return bases, distances, np.where(depths > 0, bases[:, None] + depths - 1, places)
+
+
+@lru_cache(maxsize=128)
+def _distances(parents: tuple[int, ...]) -> NDArray[np.int64]:
+    """Returns `[nodes, nodes]`: how far above the first node the second one is; -1 if it is not on the path to it."""
+    table = np.full((len(parents), len(parents)), -1, dtype=np.int64)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            table[node] = np.where(table[parent] >= 0, table[parent] + 1, -1)
+        table[node, node] = 0
+    return table
 
 
 def _by_shape(segments: Sequence[Segment]) -> Iterable[list[int]]:
@@ -116,12 +183,10 @@ def _runs_to_read(segment: Segment, storage: KvStorage, device: torch.device, le
     return runs
 
 
-def _slots_at(sequence: CachedSequence, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the slots of some positions of a sequence."""
-    blocks = np.array(sequence.blocks[int(positions[0]) // BLOCK_SIZE : int(positions[-1]) // BLOCK_SIZE + 1])
-    return np.asarray(
-        blocks[positions // BLOCK_SIZE - positions[0] // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    )
+def _slots_at(sequence: CachedSequence, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the slots of some consecutive places of a sequence."""
+    blocks = np.array(sequence.blocks[int(places[0]) // BLOCK_SIZE : int(places[-1]) // BLOCK_SIZE + 1])
+    return np.asarray(blocks[places // BLOCK_SIZE - places[0] // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE)
 
 
 def _tensor(array: NDArray[np.int64] | NDArray[np.bool_], device: torch.device) -> Tensor:

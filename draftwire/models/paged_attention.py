@@ -40,6 +40,33 @@ class AttentionShape:
         return self.softcap is None and (self.window is None or self.window >= num_keys)
 
 
+@dataclass(frozen=True, slots=True)
+class Trees:
+    """The token trees that end some rows' keys, as the queries see them."""
+
+    bases: Tensor
+    """`[rows] int64`: each row's keys before its tree, which every query sees up to its own position."""
+    distances: Tensor
+    """`[rows, queries, nodes] int64`: how many positions a query is behind each node, -1 if it does not see it."""
+
+    def distances_of(self, positions: Tensor, num_keys: int) -> Tensor:
+        """Returns how many positions each query is behind each key, negative where it does not see it.
+
+        Args:
+            positions: `[rows, queries] int64`, of the queries.
+            num_keys: keys per row, padding included.
+
+        Returns:
+            `[rows, queries, num_keys] int64`.
+        """
+        places = torch.arange(num_keys, device=positions.device)
+        nodes = (places - self.bases.unsqueeze(-1)).unsqueeze(1)
+        # No query sees what lies behind a tree.
+        inside = torch.nn.functional.pad(self.distances, (0, 1), value=-1.0)
+        index = nodes.clamp(0, self.distances.shape[-1]).expand(-1, positions.shape[1], -1)
+        return torch.where(nodes < 0, positions.unsqueeze(-1) - places, inside.gather(-1, index))
+
+
 @dataclass(slots=True)
 class Masks:
     """What the queries of some rows see of their keys."""
@@ -50,6 +77,8 @@ class Masks:
     """Keys per row, padding included."""
     sees_all: bool
     """Whether every query sees every key, apart from sliding windows."""
+    trees: Trees | None = None
+    """None if every row's keys are those of a text."""
     _biases: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)
     """By sliding window, query heads per key head, and layers."""
 
@@ -62,7 +91,7 @@ class Masks:
             return None
         known = self._biases.get((window, repeats, num_layers))
         if known is None:
-            distance = self.positions.unsqueeze(-1) - torch.arange(self.num_keys, device=self.positions.device)
+            distance = self._distances()
             seen = distance >= 0
             if window is not None:
                 seen &= distance < window
@@ -70,6 +99,12 @@ class Masks:
             known = known.repeat(num_layers, repeats, 1).unsqueeze(1)
             self._biases[window, repeats, num_layers] = known
         return known
+
+    def _distances(self) -> Tensor:
+        """Returns how many positions each query is behind each key; negative where it does not see it."""
+        if self.trees is not None:
+            return self.trees.distances_of(self.positions, self.num_keys)
+        return self.positions.unsqueeze(-1) - torch.arange(self.num_keys, device=self.positions.device)
 
 
 @dataclass(slots=True)
@@ -154,7 +189,7 @@ class PackedStep:
     slots: Tensor
     """`[num_tokens] int64`: slots of the new tokens in the cache."""
     positions: Tensor
-    """`[num_tokens] int64`: their positions in their sequences."""
+    """`[num_tokens] int64`: how many tokens of its text come before each of them."""
     groups: list[SegmentGroup]
     lone: list[LoneSegment] = field(default_factory=list)
     """The segments that are in no group, in the order of their tokens."""

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from draftwire.models.cached_model import Reading, appended
-from draftwire.models.kv_cache import KvCache
+from draftwire.models.kv_cache import CachedSequence, KvCache
+from draftwire.models.packing import positions_of
 from draftwire.models.script import Script, expected_tokens, recovered_tokens, wait
 
 
@@ -21,15 +22,21 @@ class ScriptedTarget:
         self._script = script
 
     def read(self, readings: Sequence[Reading]) -> Tensor:
-        """Waits, and returns logits: the last kept row is for the bonus token, the others are for the draft tokens."""
+        """Waits, and returns logits: the last kept row is for the bonus token, the others are for the draft tokens.
+
+        The row of a tree's node is that of its depth.
+        """
         with appended(self.cache, [reading.segment for reading in readings]):
             num_tokens = sum(len(reading.token_ids) for reading in readings)
             wait(self._script.verify_ms / 1e3 + self._script.read_us * num_tokens / 1e6)
         chosen, accepted = [], []
         for reading in readings:
-            chosen += expected_tokens(reading.sequence.length - reading.keep + 1, reading.keep)
-            place = reading.sequence.length - reading.keep + 1
-            accepted += [self._script.acceptance_at(position, place) for position in range(reading.keep)]
+            places = [
+                position + 1 for position in positions_of(reading.segment)[len(reading.token_ids) - reading.keep :]
+            ]
+            for place in places:
+                chosen += expected_tokens(place, 1)
+                accepted.append(self._script.acceptance_at(place - places[0], places[0]))
         probs = np.zeros((len(chosen), self.vocab_size))
         rows, tokens = np.arange(len(chosen)), np.array(chosen, dtype=np.int64)
         probs[rows, tokens] = accepted
@@ -38,3 +45,7 @@ class ScriptedTarget:
             probs[row, capital] = (1.0 - accepted[row]) * self._script.recovered
             probs[row, digits] = (1.0 - accepted[row]) * (1.0 - self._script.recovered) / len(digits)
         return torch.from_numpy(probs).log().float()
+
+    def keep_path(self, sequence: CachedSequence, path: Sequence[int]) -> None:
+        """Keeps of a sequence's token tree only a path; there is nothing to copy."""
+        self.cache.keep_path(sequence, path)

@@ -20,13 +20,17 @@ from draftwire.method.devices import upload
 from draftwire.models.decoder import Decoder
 from draftwire.models.kv_cache import slots_of
 from draftwire.models.kv_storage import KvStorage
-from draftwire.models.packing import Segment
-from draftwire.models.paged_attention import Masks, PackedStep, SegmentGroup
+from draftwire.models.packing import Segment, laid_out_trees
+from draftwire.models.paged_attention import Masks, PackedStep, SegmentGroup, Trees
 
 MOST_QUERIES = 32
 """Upper bound of new tokens per sequence; prefill does not use static steps."""
+MOST_TREE_QUERIES = 80
+"""The same for sequences with token trees: 64 nodes and some committed tokens."""
 EXACT_QUERIES = 8
 """Up to this many queries, as draft blocks have, are not rounded; more are rounded up to powers of 2."""
+QUERIES_STEP = 16
+"""More than `MOST_QUERIES` are rounded up to multiples of this."""
 LEAST_KEYS = 256
 """Lower bound of keys per row. More are rounded up to powers of 2."""
 MOST_PADDING = 4
@@ -42,14 +46,20 @@ class StepShape:
     rows: int
     queries: int
     keys: int
+    nodes: int = 0
+    """Of trees; 0 if no sequence has one."""
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> "StepShape":
         """Returns the shape for some segments."""
         longest = max(segment.sequence.length for segment in segments)
         most = max(segment.num_tokens for segment in segments)
-        queries = most if most <= EXACT_QUERIES else _power_of_two(most)
-        return cls(_power_of_two(len(segments)), queries, max(LEAST_KEYS, _power_of_two(longest)))
+        if most > MOST_QUERIES:
+            queries = -(-most // QUERIES_STEP) * QUERIES_STEP
+        else:
+            queries = most if most <= EXACT_QUERIES else _power_of_two(most)
+        keys, nodes = max(LEAST_KEYS, _power_of_two(longest)), max(segment.num_nodes for segment in segments)
+        return cls(_power_of_two(len(segments)), queries, keys, _power_of_two(nodes) if nodes else 0)
 
 
 class Recorder:
@@ -114,9 +124,12 @@ class StaticStep:
         self._decoder = decoder
         self._storage = storage
         num_tokens = shape.rows * shape.queries
-        self._layout = torch.zeros(3 * num_tokens + shape.rows * shape.keys, dtype=torch.int64, device=decoder.device)
         sizes = [num_tokens, num_tokens, num_tokens, shape.rows * shape.keys]
-        self._sources, self._slots, self._positions, self._table = self._layout.split(sizes)
+        if shape.nodes:
+            sizes += [shape.rows, num_tokens * shape.nodes]
+        self._layout = torch.zeros(sum(sizes), dtype=torch.int64, device=decoder.device)
+        self._sources, self._slots, self._positions, self._table, *trees = self._layout.split(sizes)
+        self._trees = Trees(trees[0], trees[1].view(shape.rows, shape.queries, shape.nodes)) if trees else None
         self._token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=decoder.device)
         self._all = torch.arange(num_tokens, device=decoder.device)
         self._recorded: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
@@ -150,11 +163,14 @@ class StaticStep:
         lengths = np.array([segment.sequence.length for segment in segments])[:, None]
         query = np.minimum(np.arange(shape.queries), counts - 1)
         sources = counts.cumsum()[:, None] - counts + query
-        positions = lengths - counts + query
+        places = positions = lengths - counts + query
         table = slots_of([segment.sequence for segment in segments], shape.keys)
-        slots = np.take_along_axis(table, positions, axis=1)
+        slots = np.take_along_axis(table, places, axis=1)
+        trees: list[NDArray[np.int64]] = []
+        if shape.nodes:
+            *trees, positions = laid_out_trees(segments, places, shape.nodes)
         filled = np.minimum(np.arange(shape.rows), len(segments) - 1)  # unused rows repeat the last one
-        layout = np.concatenate([part[filled].ravel() for part in (sources, slots, positions, table)])
+        layout = np.concatenate([part[filled].ravel() for part in (sources, slots, positions, table, *trees)])
         is_real = (np.arange(shape.queries) < counts).ravel()
         return layout, np.flatnonzero(is_real)
 
@@ -164,7 +180,7 @@ class StaticStep:
             tokens=self._all.view(shape.rows, shape.queries),
             real=None,
             slots=self._table.view(shape.rows, shape.keys),
-            masks=Masks(self._positions.view(shape.rows, shape.queries), shape.keys, sees_all=False),
+            masks=Masks(self._positions.view(shape.rows, shape.queries), shape.keys, sees_all=False, trees=self._trees),
         )
         step = PackedStep(self._storage, self._slots, self._positions, [group])
         return self._results.keep(self._decoder.logits(self._token_ids, step, self._all))
@@ -183,7 +199,7 @@ class StaticSteps:
 
     def fit(self, segments: Sequence[Segment]) -> bool:
         """Whether all segments have few tokens, and texts of similar lengths, so that padding is cheap."""
-        if max(segment.num_tokens for segment in segments) > MOST_QUERIES:
+        if any(one.num_tokens > (MOST_TREE_QUERIES if one.num_nodes else MOST_QUERIES) for one in segments):
             return False
         shape, num_keys = StepShape.of(segments), sum(segment.sequence.length for segment in segments)
         return shape.rows * shape.keys <= MOST_PADDING * num_keys + shape.rows * LEAST_KEYS

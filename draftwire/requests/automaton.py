@@ -8,9 +8,9 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -125,6 +125,16 @@ class BlockMasks:
     """Why the other positions have no mask; a text that reaches them fails with it. None if there is no error."""
 
 
+@dataclass(frozen=True, slots=True)
+class TreeMasks:
+    """Token masks at the positions of a token tree."""
+
+    rows: NDArray[np.uint8]
+    """`[nodes + 1, bytes]`, as `Automaton.masks` returns: after the committed tokens, then after each node."""
+    faults: Mapping[int, InvalidRequestError] = field(default_factory=dict)
+    """The nodes after which there is no mask, and why; a text that ends at one fails with it."""
+
+
 class Automaton:
     """Matcher of one text against its form. Not shared; used on one thread at a time."""
 
@@ -186,6 +196,29 @@ class Automaton:
                 except InvalidRequestError:
                     return BlockMasks(rows, place, error)
             return BlockMasks(rows, len(rows))
+
+    def along_paths(
+        self, generated_ids: Sequence[int], draft_tokens: Sequence[int], paths: Sequence[Sequence[int]]
+    ) -> TreeMasks:
+        """Returns the masks of a token tree, whose paths are followed one after the other; errors as `along`.
+
+        Args:
+            generated_ids: as `along`.
+            draft_tokens: the token of each node.
+            paths: nodes on the way to each leaf, from the root on; best depth first, since only what differs from the
+                path before is followed anew.
+
+        Raises:
+            InvalidRequestError: as `masks`, for the generated tokens.
+        """
+        rows = np.full((len(draft_tokens) + 1, len(self._possible)), 255, dtype=np.uint8)
+        faults: dict[int, InvalidRequestError] = {}
+        for path in paths:
+            own = self.along(generated_ids, [draft_tokens[node] for node in path])
+            rows[[0, *(node + 1 for node in path)]] = own.rows
+            if own.fault is not None:
+                faults.update(dict.fromkeys(path[own.num_places - 1 :], own.fault))
+        return TreeMasks(rows, faults)
 
     def last_mask(self, generated_ids: Sequence[int], draft_tokens: Sequence[int]) -> NDArray[np.uint8]:
         """Returns the last row of `masks`, `[1, bytes]`, without computing the others."""

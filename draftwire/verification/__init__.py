@@ -1,10 +1,14 @@
 """Verification rules by name."""
 
+from draftwire.errors import InvalidRequestError
+from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification.block import BlockRule
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.coupled import CoupledRule
 from draftwire.verification.greedy_block import GreedyBlockRule
+from draftwire.verification.k_seq import KSeqRule
+from draftwire.verification.multi_round import MultiRoundRule, WithoutReplacementRule
 from draftwire.verification.rule import (
     FixedNoise,
     KeyedNoise,
@@ -16,12 +20,30 @@ from draftwire.verification.rule import (
     verify,
 )
 from draftwire.verification.token import TokenRule
+from draftwire.verification.traversal import TraversalRule
+from draftwire.verification.tree_rule import TreeLaw, TreeLawRule, TreeOutcome, TreeRule, verify_trees
+from draftwire.verification.trees import TreeBatch
 from draftwire.verification.typical import TypicalRule
+from draftwire.verification.walk import TargetOnlyRule, walking_rule
 
 RULES: dict[str, VerificationRule] = {
     rule.name: rule for rule in (BlockRule(), TokenRule(), CoupledRule(), TypicalRule())
 }
 """Built-in rules, the default first."""
+
+
+TREE_RULES: dict[str, TreeRule] = {
+    rule.name: rule
+    for rule in (
+        TraversalRule(),
+        CoupledRule(),
+        TargetOnlyRule(),
+        MultiRoundRule(),
+        WithoutReplacementRule(),
+        KSeqRule(),
+    )
+}
+"""Rules for trees of draft tokens; the last three for study."""
 
 
 def rule_named(name: str) -> VerificationRule:
@@ -35,6 +57,35 @@ def rule_named(name: str) -> VerificationRule:
     return RULES[name]
 
 
+def tree_rule_named(name: str) -> TreeRule:
+    """Returns a rule for trees.
+
+    Raises:
+        InvalidRequestError: there is none of that name.
+    """
+    if name not in TREE_RULES:
+        raise unknown_rule(TREE_RULES)
+    return TREE_RULES[name]
+
+
+def tree_rule_for(rule: VerificationRule, sampling: SamplingParams) -> TreeRule:
+    """Returns the rule that decides about the trees of a session: a walk, or `traversal` in the place of `block`.
+
+    Args:
+        rule: of the session.
+        sampling: of the target.
+
+    Raises:
+        InvalidRequestError: the rule is for chains alone.
+    """
+    walking = walking_rule(rule, sampling)
+    if walking is not None:
+        return walking
+    if rule.name != BlockRule.name:
+        raise InvalidRequestError(f"rejection_sample_method: {rule.name} takes no token trees")
+    return TREE_RULES[TraversalRule.name]
+
+
 def new_rule(name: str) -> VerificationRule:
     """Returns a rule for one run in one process, which also supports the stateful `greedy_block`.
 
@@ -46,6 +97,7 @@ def new_rule(name: str) -> VerificationRule:
 
 __all__ = [
     "RULES",
+    "TREE_RULES",
     "BlockBatch",
     "FixedNoise",
     "GreedyBlockRule",
@@ -54,8 +106,16 @@ __all__ = [
     "Noise",
     "Outcome",
     "StopLaw",
+    "TreeBatch",
+    "TreeLaw",
+    "TreeLawRule",
+    "TreeOutcome",
+    "TreeRule",
     "VerificationRule",
     "new_rule",
     "rule_named",
+    "tree_rule_for",
+    "tree_rule_named",
     "verify",
+    "verify_trees",
 ]

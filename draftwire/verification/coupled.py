@@ -14,10 +14,14 @@ Source: Daliri et al. 2024, "Coupling without Communication and Drafter-Invarian
 """
 
 import torch
+from torch import Tensor
 
-from draftwire.method.distributions import race
+from draftwire.method.distributions import RaceOutcome, race
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import Noise, Outcome
+from draftwire.verification.tree_rule import TreeOutcome
+from draftwire.verification.trees import TreeBatch
+from draftwire.verification.walk import Choice, walk
 
 ENTRIES_AT_ONCE = {"cpu": 2**18}
 """Logits that are raced at once, by device: the noise of this many stays in a processor's cache."""
@@ -43,19 +47,40 @@ class CoupledRule:
         is_row = offsets <= blocks.lengths.unsqueeze(1)
         block_of, offset_of = is_row.nonzero(as_tuple=True)
         rows = blocks.target_rows[is_row]
-        vocab_size = blocks.target_probs.shape[1]
-        winners, leads = [], []
-        at_once = ENTRIES_AT_ONCE.get(rows.device.type, MOST_ENTRIES_AT_ONCE)
-        for part in torch.arange(len(rows), device=rows.device).split(max(1, at_once // vocab_size)):
-            times = noise.exponentials(block_of[part], offset_of[part], vocab_size)
-            outcome = race(blocks.target_probs[rows[part]], times)
-            winners.append(outcome.winners)
-            leads.append(outcome.leads)
-        tokens = rows.new_zeros(shape).masked_scatter(is_row, torch.cat(winners))
+        raced = _race(blocks.target_probs, rows, noise, block_of, offset_of)
+        tokens = rows.new_zeros(shape).masked_scatter(is_row, raced.winners)
         leads_of_all = torch.full(shape, torch.inf, dtype=torch.float64, device=rows.device)
-        leads_of_all = leads_of_all.masked_scatter(is_row, torch.cat(leads))
+        leads_of_all = leads_of_all.masked_scatter(is_row, raced.leads)
         matches = (tokens[:, :-1] == blocks.draft_tokens) & blocks.inside
         num_accepted = matches.to(torch.int64).cumprod(dim=1).sum(dim=1)
         extra_tokens = tokens.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
         is_emitted = offsets <= num_accepted.unsqueeze(1)
         return Outcome(num_accepted, extra_tokens, leads_of_all.masked_fill(~is_emitted, torch.inf))
+
+    def decide_trees(self, trees: TreeBatch, noise: Noise) -> TreeOutcome:
+        """Walks each tree with the target's winner at each position. Reads no draft distributions."""
+
+        def choose(rows: Tensor, blocks: Tensor, depth: int) -> Choice:
+            raced = _race(trees.target_probs, rows, noise, blocks, torch.full_like(blocks, depth))
+            return Choice(raced.winners, raced.leads)
+
+        return walk(trees, choose)
+
+
+def _race(target_probs: Tensor, rows: Tensor, noise: Noise, blocks: Tensor, offsets: Tensor) -> RaceOutcome:
+    """Returns the target's winners with the noise of their positions.
+
+    Args:
+        target_probs: `[any, vocab]`.
+        rows: `[rows] int64`, of `target_probs`.
+        noise: the random numbers.
+        blocks: `[rows] int64`, as `Noise.exponentials` takes them.
+        offsets: `[rows] int64`, likewise.
+    """
+    vocab_size = target_probs.shape[1]
+    at_once = ENTRIES_AT_ONCE.get(rows.device.type, MOST_ENTRIES_AT_ONCE)
+    parts = []
+    for part in torch.arange(len(rows), device=rows.device).split(max(1, at_once // vocab_size)):
+        times = noise.exponentials(blocks[part], offsets[part], vocab_size)
+        parts.append(race(target_probs[rows[part]], times))
+    return RaceOutcome(torch.cat([part.winners for part in parts]), torch.cat([part.leads for part in parts]))

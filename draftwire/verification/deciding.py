@@ -14,12 +14,16 @@ from draftwire.method.devices import upload
 from draftwire.method.distributions import DenseRows, DraftRows, no_rows
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.sampling import SMALLEST, Span, TokenEdits, is_distribution, probabilities_of_spans
-from draftwire.requests.automaton import BlockMasks
+from draftwire.method.token_tree import ROOT, TokenTree
+from draftwire.requests.automaton import BlockMasks, TreeMasks
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.reported_logprobs import EmittedRows, log_softmax_of, of_emitted
 from draftwire.verification.rule import KeyedNoise, VerificationRule, verify
+from draftwire.verification.tree_rule import TreeRule, verify_trees
+from draftwire.verification.trees import TreeBatch
+from draftwire.verification.walk import walking_rule
 
 NEAR_TIE = 1e-4
 """Logits that are closer may be ordered differently by a forward pass of another shape: ten times the differences
@@ -30,6 +34,9 @@ NEAR_TIES = {torch.bfloat16: 0.25, torch.float16: 0.03}
 
 NOT_FINITE = "the target gave no finite logits"
 
+FormMasks = BlockMasks | TreeMasks
+"""Masks of a form at the positions of a block."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -38,7 +45,7 @@ class Case:
     draft_tokens: list[int]
     """The draft block; empty for plain decoding."""
     draft: DraftRows | None
-    """The distributions of the draft tokens, one row each; None for an empty block."""
+    """The distributions of the draft tokens, one row each; None for an empty block or a tree."""
     sampling: SamplingParams
     """Sampling parameters of the target's distribution at every position."""
     rule: VerificationRule
@@ -54,20 +61,40 @@ class Case:
     """The tokens that `SamplingParams.min_tokens` masks."""
     logprobs: LogprobsRequest = NO_LOGPROBS
     """The log-probabilities to report; those of the prompt are not reported here."""
-    masks: BlockMasks | None = None
+    masks: FormMasks | None = None
     """Masks of the form of its text, if it has one."""
     edits: TokenEdits | None = None
     """Those of `sampling` and `stop_token_ids`, kept with the session; None makes them for this step."""
+    tree: TokenTree | None = None
+    """The shape of the block, if it is no chain: only where `walking_rule` has a rule for trees."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of logits that decide: before each draft token and after the last."""
+        """Rows of logits that decide: after the committed tokens and after each draft token."""
         return len(self.draft_tokens) + 1
 
     @property
-    def span(self) -> Span:
-        """The positions before each draft token and after the last."""
-        text = [*self.committed, *self.draft_tokens] if self.sampling.penalizes else ()
+    def spans(self) -> list[Span]:
+        """The positions of the rows: those of a chain follow each other; each node of a tree is the end of a path of
+        its own, which matters where the text does.
+        """
+        if self.tree is None or not (self.sampling.penalizes or self.sampling.min_tokens):
+            return [self._span]
+        rows = self.masks.rows if self.masks is not None else None
+        spans = []
+        for node in range(ROOT, len(self.tree)):
+            path = [self.draft_tokens[each] for each in self.tree.path_to(node)]
+            text, text_len = self._text(path), self.num_committed + len(path)
+            mask = None if rows is None else rows[node + 1 : node + 2]
+            spans.append(Span(self.sampling, 1, text, self.prompt_len, self.stop_token_ids, text_len, mask, self.edits))
+        return spans
+
+    def _text(self, drafted: Sequence[int]) -> Sequence[int]:
+        return [*self.committed, *drafted] if self.sampling.penalizes else ()
+
+    @property
+    def _span(self) -> Span:
+        text = self._text(self.draft_tokens)
         text_len = self.num_committed + len(self.draft_tokens)
         rows = self.masks.rows if self.masks is not None else None
         num_rows, stops = self.num_rows, self.stop_token_ids
@@ -87,6 +114,8 @@ class Judgement:
     """One for each token, if requested."""
     prompt: PromptPart | None = None
     """Log-probabilities of the prompt tokens that were read, if requested."""
+    path: tuple[int, ...] = ()
+    """The nodes of the accepted draft tokens, if the block was a tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +152,9 @@ class Decisions:
     outcomes: list[Judgement | DraftwireError | None]
     """One for each case; None for those that were not to be decided."""
     batches: list[Decided]
-    """One for each rule among the cases, or two if it had both dense and sparse draft distributions."""
+    """One for each rule among the cases, or two if it had both dense and sparse draft distributions. Trees, which have
+    no distributions, are in none.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +166,13 @@ class _Scored:
     draft: DraftRows
     first_row: int
     """First of its `draft_len + 1` rows."""
-    num_good: int = 0
-    """How many of these rows are distributions before the first one that is not."""
+    bad_rows: tuple[int, ...] = ()
+    """Which of these rows are no distributions, ascending."""
+
+    @property
+    def num_good(self) -> int:
+        """How many of these rows are distributions before the first one that is not."""
+        return self.bad_rows[0] if self.bad_rows else self.case.num_rows
 
     @property
     def end_row(self) -> int:
@@ -158,9 +194,11 @@ class _Scored:
         return self.num_good <= len(self.case.draft_tokens)
 
     def with_rows(self, is_good: list[bool]) -> "_Scored":
-        """Returns this with `num_good`, from whether each row over the vocabulary is a distribution."""
+        """Returns this with `bad_rows`, from whether each row over the vocabulary is a distribution."""
         own = is_good[self.first_row : self.end_row]
-        return replace(self, num_good=own.index(False) if False in own else len(own))
+        if False not in own:
+            return self
+        return replace(self, bad_rows=tuple(row for row, good in enumerate(own) if not good))
 
 
 @torch.inference_mode()
@@ -184,7 +222,7 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
         num_rows += case.num_rows
     near_tie = NEAR_TIES.get(logits.dtype, NEAR_TIE)
     raw = _RawRows.of(logits, scored)  # before the probabilities overwrite the logits
-    target_probs = probabilities_of_spans(logits, [case.span for case in cases])
+    target_probs = probabilities_of_spans(logits, [span for case in cases for span in case.spans])
     is_good = is_distribution(target_probs).tolist()
     if not all(is_good):
         _hold_places(target_probs, is_good)
@@ -193,6 +231,9 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
     batches: list[Decided] = []
     decided: dict[int, Judgement] = {}
     for members in _groups([one for one in scored if one.index not in is_bad and one.index not in not_decided]):
+        if members[0].case.tree is not None:
+            decided.update(_decide_trees(members, target_probs, near_tie))
+            continue
         batches.append(_batch(members, target_probs))
         decided.update(_decide(members, batches[-1].blocks, near_tie))
     _report(scored, decided, raw, target_probs)
@@ -204,10 +245,12 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
     return Decisions(outcomes, batches)
 
 
-def _fault(masks: BlockMasks | None, judgement: Judgement) -> DraftwireError | None:
+def _fault(masks: FormMasks | None, judgement: Judgement) -> DraftwireError | None:
     """Returns the error of a sequence whose extra token was drawn where its form cannot be followed. Plain decoding
     reaches such a position with the same probability and fails there too.
     """
+    if isinstance(masks, TreeMasks):
+        return masks.faults.get(judgement.path[-1] if judgement.path else ROOT)
     is_reached = masks is not None and judgement.num_accepted >= masks.num_places
     return masks.fault if masks is not None and is_reached else None
 
@@ -241,14 +284,19 @@ class _RawRows:
 
 
 def _report(scored: list[_Scored], decided: dict[int, Judgement], raw: _RawRows | None, target_probs: Tensor) -> None:
-    """Adds requested log-probabilities to the judgements. Row n of a block is for the token after n draft tokens."""
+    """Adds requested log-probabilities to the judgements. Row n of a chain is for the token after n draft tokens, that
+    of a tree for the token after node n - 1.
+    """
     emitted: dict[int, EmittedRows] = {}
     for one in scored:
         num_top, mode = one.case.logprobs.logprobs, one.case.logprobs.mode
         if num_top is not None and one.index in decided:
             token_ids = decided[one.index].token_ids
             first = raw.starts[one.index] if raw is not None and mode is LogprobsMode.RAW else one.first_row
-            emitted[one.index] = EmittedRows(range(first, first + len(token_ids)), token_ids, num_top, mode)
+            before: Sequence[int] = range(len(token_ids))
+            if one.case.tree is not None:
+                before = [0, *(node + 1 for node in decided[one.index].path)]
+            emitted[one.index] = EmittedRows([first + row for row in before], token_ids, num_top, mode)
     if not emitted:
         return
     reported = of_emitted(raw.log_probs if raw is not None else None, target_probs, list(emitted.values()))
@@ -261,8 +309,7 @@ def _decide(members: list[_Scored], blocks: BlockBatch, bound: float) -> dict[in
     cases = [one.case for one in members]
     noise = KeyedNoise([case.key for case in cases], [case.num_committed for case in cases], blocks.target_probs.device)
     verified = verify(cases[0].rule, blocks, noise)
-    bounds = [[bound / max(case.sampling.temperature, SMALLEST)] for case in cases]
-    near_ties = verified.num_near_ties(upload(bounds, blocks.target_probs.device, torch.float32))
+    near_ties = verified.num_near_ties(_near_tie_bounds(cases, bound, blocks.target_probs.device))
     decisions = torch.stack([verified.num_accepted, verified.extra_tokens, near_ties]).tolist()  # one transfer
     judgements: dict[int, Judgement] = {}
     for one, num_accepted, extra, num_near_ties in zip(members, *decisions, strict=True):
@@ -274,11 +321,55 @@ def _decide(members: list[_Scored], blocks: BlockBatch, bound: float) -> dict[in
     return judgements
 
 
+def _decide_trees(members: list[_Scored], target_probs: Tensor, bound: float) -> dict[int, Judgement]:
+    """Applies the members' rule for trees; `bound` is for near-ties."""
+    cases, device = [one.case for one in members], target_probs.device
+    shapes = [case.tree for case in cases if case.tree is not None]
+    noise = KeyedNoise([case.key for case in cases], [case.num_committed for case in cases], device)
+    trees = TreeBatch.packed(
+        target_probs,
+        [no_rows(target_probs.shape[1])] * len(cases),
+        [case.draft_tokens for case in cases],
+        shapes,
+        [one.first_row for one in members],
+    )
+    ends = [{row - 1 for row in one.bad_rows} for one in members]
+    outcome = verify_trees(_tree_rule(cases[0]), trees, noise, ends)
+    near_ties = torch.zeros_like(outcome.last_nodes)
+    if outcome.leads is not None:
+        near_ties = (outcome.leads < _near_tie_bounds(cases, bound, device)).sum(dim=1)
+    decisions = torch.stack([outcome.last_nodes, outcome.extra_tokens, near_ties]).tolist()  # one transfer
+    judgements: dict[int, Judgement] = {}
+    for one, shape, end, last_node, extra, num_near_ties in zip(members, shapes, ends, *decisions, strict=True):
+        path, tokens = shape.path_to(last_node), one.case.draft_tokens
+        if last_node in end:  # nothing can follow. The next round fails on that row, as plain decoding does.
+            path, extra = path[:-1], tokens[last_node]
+        token_ids = [*(tokens[node] for node in path), extra]
+        judgements[one.index] = Judgement(token_ids, len(path), num_near_ties, path=path)
+    return judgements
+
+
+def _near_tie_bounds(cases: Sequence[Case], bound: float, device: torch.device) -> Tensor:
+    """Returns the leads below which a token of each case is a near-tie, `[cases, 1]`; `bound` is for logits."""
+    bounds = [[bound / max(case.sampling.temperature, SMALLEST)] for case in cases]
+    return upload(bounds, device, torch.float32)
+
+
+def _tree_rule(case: Case) -> TreeRule:
+    rule = walking_rule(case.rule, case.sampling)
+    assert rule is not None, "trees are accepted where a rule takes them"
+    return rule
+
+
 def _groups(scored: list[_Scored]) -> list[list[_Scored]]:
-    """Groups blocks that can be verified together: of one rule, with all dense or all sparse distributions."""
-    groups: dict[tuple[int, bool], list[_Scored]] = {}
+    """Groups blocks that can be verified together: of one rule, with all dense or all sparse distributions; and trees
+    of one rule.
+    """
+    groups: dict[tuple[int, bool, bool], list[_Scored]] = {}
     for one in scored:
-        groups.setdefault((id(one.case.rule), isinstance(one.draft, DenseRows)), []).append(one)
+        is_tree = one.case.tree is not None
+        rule = _tree_rule(one.case) if is_tree else one.case.rule
+        groups.setdefault((id(rule), isinstance(one.draft, DenseRows), is_tree), []).append(one)
     return list(groups.values())
 
 

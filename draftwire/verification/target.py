@@ -16,12 +16,22 @@ from draftwire.method.devices import upload
 from draftwire.method.distributions import DraftRows
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.sampling import TokenEdits
+from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.requests.automaton import Automaton, BlockMasks
+from draftwire.requests.automaton import Automaton
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification.deciding import NOT_FINITE, Case, Decided, Judgement, JudgingOutcome, StillReading, decide
+from draftwire.verification.deciding import (
+    NOT_FINITE,
+    Case,
+    Decided,
+    FormMasks,
+    Judgement,
+    JudgingOutcome,
+    StillReading,
+    decide,
+)
 from draftwire.verification.reported_logprobs import PromptRows, of_prompt
 from draftwire.verification.rule import VerificationRule
 
@@ -54,18 +64,25 @@ class Judging:
     """Automaton of the generated text, if `sampling` prescribes a form."""
     edits: TokenEdits | None = None
     """Those of `sampling` and `stop_token_ids`, kept with the session; None makes them for this step."""
+    tree: TokenTree | None = None
+    """The shape of the block, if it is no chain; see `Case.tree`."""
 
-    def masks(self) -> BlockMasks | None:
-        """Returns the form's masks before each draft token and after the last; None if there is no form.
+    def masks(self) -> FormMasks | None:
+        """Returns the form's masks after the committed tokens and after each draft token; None if there is no form.
 
         Raises:
             InvalidRequestError: the form cannot be followed.
         """
         if self.automaton is None:
             return None
-        return self.automaton.along(self.committed[self.prompt_len :], self.draft_tokens)
+        generated_ids = self.committed[self.prompt_len :]
+        if self.tree is not None:
+            leaves = [node for node in self.tree.post_order if not self.tree.children(node)]
+            paths = [self.tree.path_to(leaf) for leaf in leaves]
+            return self.automaton.along_paths(generated_ids, self.draft_tokens, paths)
+        return self.automaton.along(generated_ids, self.draft_tokens)
 
-    def case(self, masks: BlockMasks | None = None) -> Case:
+    def case(self, masks: FormMasks | None = None) -> Case:
         """Returns what is decided about the block."""
         return Case(
             draft_tokens=self.draft_tokens,
@@ -80,6 +97,7 @@ class Judging:
             logprobs=self.logprobs,
             masks=masks,
             edits=self.edits,
+            tree=self.tree,
         )
 
     def prompt_rows(self, num_read: int) -> PromptRows | None:
@@ -146,7 +164,8 @@ class _Plan:
         if prompt is not None:
             self.prompts.append(_Prompt(index, self.num_kept, prompt))
         keep = num_scored if prompt is None else len(token_ids)
-        self.readings.append(Reading(judging.sequence, token_ids, keep))
+        parents = judging.tree.parents if judging.tree is not None and not is_partial else ()
+        self.readings.append(Reading(judging.sequence, token_ids, keep, parents))
         self.num_kept += keep
         self.rows.extend(range(self.num_kept - num_scored, self.num_kept))
 
@@ -191,16 +210,19 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
 def _settle(model: SequenceModel, judging: Judging, length: int, outcome: JudgingOutcome) -> None:
     """Leaves in a sequence's cache what its outcome commits; `length` is its length before the step."""
     if isinstance(outcome, Judgement):
-        model.cache.truncate(judging.sequence, len(judging.committed) + outcome.num_accepted)
+        if judging.tree is None:
+            model.cache.truncate(judging.sequence, len(judging.committed) + outcome.num_accepted)
+        else:
+            model.keep_path(judging.sequence, outcome.path)
         # Published only now: finite logits show that the cached keys and values are finite too.
         model.cache.publish(judging.sequence, judging.committed)
     elif not isinstance(outcome, StillReading):
         model.cache.truncate(judging.sequence, length)
 
 
-def _masks(judgings: Sequence[Judging], scored: list[int]) -> tuple[dict[int, BlockMasks], dict[int, DraftwireError]]:
+def _masks(judgings: Sequence[Judging], scored: list[int]) -> tuple[dict[int, FormMasks], dict[int, DraftwireError]]:
     """Returns the masks of the sequences with a form, and the errors of those whose form cannot be followed."""
-    masks: dict[int, BlockMasks] = {}
+    masks: dict[int, FormMasks] = {}
     failures: dict[int, DraftwireError] = {}
     for index in scored:
         try:

@@ -31,9 +31,13 @@ class FakeParallelModel:
         self._call("read")
         return readings, fuzzily
 
-    def extend(self, sequences: Any, token_ids: Any) -> tuple[Any, Any]:
+    def extend(self, sequences: Any, token_ids: Any, parents: Any = ()) -> tuple[Any, Any, Any]:
         self._call("extend")
-        return sequences, token_ids
+        return sequences, token_ids, parents
+
+    def keep_path(self, sequence: Any, path: Any) -> None:
+        self._call("keep_path")
+        self.kept = sequence, path
 
     def heartbeat(self) -> None:
         self._call("heartbeat")

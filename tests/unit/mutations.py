@@ -8,8 +8,23 @@ from torch import Tensor
 
 from draftwire.checking.whole_round import Ran, Round
 from draftwire.method.distributions import SparseRows, draw, race
-from draftwire.verification import BlockBatch, GreedyBlockRule, LawRule, Noise, Outcome, StopLaw, TokenRule
+from draftwire.verification import (
+    BlockBatch,
+    FixedNoise,
+    GreedyBlockRule,
+    LawRule,
+    Noise,
+    Outcome,
+    StopLaw,
+    TokenRule,
+    TreeBatch,
+    TreeLaw,
+    TreeOutcome,
+)
 from draftwire.verification.block import BlockRule, block_weights, largest_success
+from draftwire.verification.multi_round import MultiRoundRule
+from draftwire.verification.traversal import TraversalRule
+from draftwire.verification.walk import TargetOnlyRule
 
 
 class Textbook:
@@ -400,3 +415,48 @@ WRONG_ROUNDS = [
     RedrawsUnderTheSameKey,
     PenaltiesAtTheLastPlace,
 ]
+
+
+# Rules for trees
+
+
+class TraversalTwice(TraversalRule):
+    """Judges children from the weights of the node as if each were the first."""
+
+    def tree_law(self, trees: TreeBatch) -> TreeLaw:
+        return MultiRoundRule().tree_law(trees)
+
+    def extra_weights(self, trees: TreeBatch, law: TreeLaw, last_nodes: Tensor) -> Tensor:
+        rows = trees.target_rows.gather(1, last_nodes.unsqueeze(1) + 1).squeeze(1)
+        return trees.target_probs[rows]
+
+
+class TraversalWithoutLaw(TraversalRule):
+    """States probabilities that do not sum to 1."""
+
+    def tree_law(self, trees: TreeBatch) -> TreeLaw:
+        law = super().tree_law(trees)
+        return replace(law, stop_probs=0.5 * law.stop_probs)
+
+
+class TraversalDrawsOther(TraversalRule):
+    """Draws the extra token with the uniform of the path."""
+
+    def decide_trees(self, trees: TreeBatch, noise: Noise) -> TreeOutcome:
+        uniforms = noise.uniforms(2)
+        return super().decide_trees(trees, FixedNoise(uniforms[:, :1].expand(-1, 2)))
+
+
+class WalkWithOneUniform(TargetOnlyRule):
+    """Uses the first place's number at each place."""
+
+    def decide_trees(self, trees: TreeBatch, noise: Noise) -> TreeOutcome:
+        uniforms = noise.uniforms(trees.depth + 1)
+        return super().decide_trees(trees, FixedNoise(uniforms[:, :1].expand_as(uniforms)))
+
+
+class RaisesOnTrees(TargetOnlyRule):
+    """Takes chains alone."""
+
+    def decide_trees(self, trees: TreeBatch, noise: Noise) -> TreeOutcome:
+        raise ValueError("no trees")

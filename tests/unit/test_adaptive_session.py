@@ -24,8 +24,9 @@ from draftwire_gateway.session.generation import RequestedGeneration, Speculatio
 from draftwire_gateway.session.loop import GenerationLoop
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
-from draftwire_gateway.speculation.pair_chooser import PairChooser, Window
+from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.pairs import Pairs
+from draftwire_gateway.speculation.windows import Window
 
 DEFAULTS = SpeculationDefaults(4, 16, "block", adapts_length=True)
 

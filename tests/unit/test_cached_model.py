@@ -1,18 +1,18 @@
 """Whatever was read, forgotten, shared and left lying about: logits are those of a fresh forward pass."""
 
 import copy
-import functools
+import itertools
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from cached_subjects import SUBJECTS, TOLERANCE, VOCAB_SIZE, Subject, assert_equal, layers_of, make, network, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import ARCHITECTURES, WINDOW, randomize, read_in_place, tiny_network, tiny_shape, with_exact_norms
+from tiny_models import WINDOW, randomize, read_in_place, tiny_shape
 from torch import Tensor
-from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.models import packing
@@ -20,121 +20,12 @@ from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, blocks_for, slots_of
 from draftwire.models.kv_storage import KvStorage
-from draftwire.models.lean_model import FAMILY
 from draftwire.models.packing import Segment, pack
 from draftwire.models.paged_attention import AttentionShape, PackedStep
 
 torch.set_num_threads(1)
 
-VOCAB_SIZE = 11
-TOLERANCE = 1e-5
-"""In float64. Norms of transformers compute in float32, which leaves 1e-6."""
-LEAN_TOLERANCE = 1e-11
-"""In float64 throughout."""
-SUBJECTS = [f"{name} by transformers" for name in ARCHITECTURES] + [
-    f"{name} by the lean decoder{manner}" for name in FAMILY for manner in ("", " in static shapes")
-]
-SUBJECTS += ["gemma2 by transformers in place", "mistral by the lean decoder in place"]
 LENGTHS = [1, 2, 3, 5, 15, 16, 17, 31, 33, 64, 100, 151]
-
-
-@functools.cache
-def network(architecture: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Returns a network to be taken over, and a copy that keeps transformers' own attention."""
-    model = tiny_network(architecture, VOCAB_SIZE)
-    reference = copy.deepcopy(model)
-    if architecture == "gemma2":  # the other implementations leave out the bound of the scores
-        reference.set_attn_implementation("eager")
-    return model, reference
-
-
-@dataclass
-class Subject:
-    """A model under test, and what it should say."""
-
-    model: CachedModel
-    reference: PreTrainedModel
-    tolerance: float
-    texts: dict[CachedSequence, list[int]] = field(default_factory=dict)
-    """What each sequence has read."""
-    known: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-
-    @torch.inference_mode()
-    def fresh(self, ids: list[int]) -> Tensor:
-        """Returns the logits after every position, without any cache."""
-        key = tuple(ids)
-        if key not in self.known:
-            self.known[key] = self.reference(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-        return self.known[key]
-
-    def open(self, ids: list[int], salt: str = "") -> CachedSequence:
-        sequence = self.model.cache.open(ids, salt)
-        self.texts[sequence] = ids[: sequence.length]
-        return sequence
-
-    def read(self, *readings: Reading) -> None:
-        """Reads, after spoiling all that nobody may see, and compares each reading's rows with a fresh pass."""
-        spoil(self.model)
-        logits = self.model.read(readings)
-        self.model.cache.check_integrity()
-        for tensor in layers_of(self.model):
-            assert bool((tensor[:BLOCK_SIZE] == 0.0).all()), "padding reads zeros that nothing ever overwrites"
-        assert logits.shape == (sum(reading.keep for reading in readings), VOCAB_SIZE)
-        for reading, rows in zip(readings, logits.split([reading.keep for reading in readings]), strict=True):
-            text = self.texts[reading.sequence] = self.texts[reading.sequence] + reading.token_ids
-            assert reading.sequence.length == len(text)
-            assert_equal(rows, self.fresh(text)[len(text) - reading.keep :], self.tolerance)
-
-    def truncate(self, sequence: CachedSequence, length: int) -> None:
-        self.model.cache.truncate(sequence, length)
-        self.texts[sequence] = self.texts[sequence][:length]
-
-    def publish(self, sequence: CachedSequence) -> None:
-        self.model.cache.publish(sequence, self.texts[sequence])
-
-    def close(self, sequence: CachedSequence) -> None:
-        self.model.cache.close(sequence)
-        del self.texts[sequence]
-
-
-def layers_of(model: CachedModel) -> Iterator[Tensor]:
-    """Yields keys and values of all layers, `[num_slots, kv_heads, head_dim]`."""
-    for keys, values in model._storage._layers.values():
-        yield keys.transpose(0, 1)
-        yield values.transpose(0, 1)
-
-
-@torch.inference_mode()
-def spoil(model: CachedModel) -> None:
-    """Writes NaN wherever neither a live sequence nor a text kept for reuse lies."""
-    used = set(range(BLOCK_SIZE))  # the null block, which padding reads
-    for sequence in model.cache.sequences:
-        used |= set(slots_of([sequence], sequence.length)[0].tolist())
-    for block in model.cache._hashes:
-        used |= set(range(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE))
-    unused = torch.tensor(sorted(set(range(model.cache.num_slots)) - used), dtype=torch.int64)
-    for tensor in layers_of(model):
-        tensor[unused] = torch.nan
-
-
-def assert_equal(logits: Tensor, expected: Tensor, tolerance: float) -> None:
-    assert logits.shape == expected.shape
-    if logits.numel():
-        assert (logits - expected).abs().max() <= tolerance
-
-
-def random_ids(generator: random.Random, count: int) -> list[int]:
-    return [generator.randrange(VOCAB_SIZE) for _ in range(count)]
-
-
-def make(subject: str, num_blocks: int = 60) -> Subject:
-    architecture, _, decoder = subject.partition(" by ")
-    model, reference = network(architecture)
-    if decoder.startswith("transformers"):
-        return Subject(CachedModel(decoder_of(model, "transformers"), num_blocks * BLOCK_SIZE), reference, TOLERANCE)
-    exact = with_exact_norms(copy.deepcopy(reference))
-    is_static = decoder.endswith("static shapes")
-    return Subject(CachedModel(decoder_of(model, "lean"), num_blocks * BLOCK_SIZE, is_static), exact, LEAN_TOLERANCE)
 
 
 @pytest.fixture
@@ -287,16 +178,15 @@ def test_kept_path_moves_the_nodes_keys_and_values_and_nothing_else(subject: Sub
     sequence, other = subject.open([]), subject.open([])
     for _ in range(2):  # in turn, so that places are not simply consecutive
         subject.read(Reading(sequence, random_ids(generator, 11), 0), Reading(other, random_ids(generator, 11), 0))
-    subject.read(Reading(sequence, random_ids(generator, 20), 0))
+    parents = [-1] * 20
+    for parent, node in itertools.pairwise(path):
+        parents[node] = parent
+    subject.model.read([Reading(sequence, random_ids(generator, 20), 0, tuple(parents))])
     before, others = stored(subject, sequence), stored(subject, other)
     kept = [*range(22), *(22 + index for index in path)]
-    subject.model.keep_path(sequence, 22, path)
+    subject.model.keep_path(sequence, path)
     subject.model.cache.check_integrity()
     assert sequence.length == len(kept)
-    if path == list(range(len(path))):  # the first nodes, after which it goes on as after these tokens
-        subject.texts[sequence] = subject.texts[sequence][: len(kept)]
-        subject.read(Reading(sequence, [1, 2], 2))
-        subject.truncate(sequence, len(kept))
     for tensor, expected in zip(stored(subject, sequence), before, strict=True):
         assert torch.equal(tensor, expected[kept])
     for tensor, expected in zip(stored(subject, other), others, strict=True):

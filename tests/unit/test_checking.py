@@ -12,7 +12,7 @@ import torch
 from cases import every
 from typer.testing import CliRunner
 
-from draftwire.checking import Kind, Round, check, check_round, checks, known_rules, load_rule
+from draftwire.checking import Kind, Round, check, check_round, check_trees, checks, known_rules, load_rule, tree_checks
 from draftwire.checking.all_blocks import all_blocks, sparse_rows
 from draftwire.checking.checks import QUICK, THOROUGH, CheckPlan, Size
 from draftwire.checking.coupling import race_law
@@ -24,8 +24,9 @@ from draftwire.checking.toy_models import adversarial_pairs, random_pairs
 from draftwire.cli.__main__ import app
 from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import race
+from draftwire.method.token_tree import TokenTree
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification import RULES, VerificationRule
+from draftwire.verification import RULES, TREE_RULES, VerificationRule
 
 SEEN = 1e-6
 """A deviation above this is no rounding."""
@@ -124,6 +125,14 @@ def test_sound_implementation_of_another_hand_passes(rule: Callable, method: str
 
 
 M = mutations
+FEW_SHAPES = (TokenTree((-1, -1)), TokenTree((-1, -1, 0, 0)))
+WRONG_TREE_RULES = [
+    (M.TraversalTwice, Kind.LAW),
+    (M.TraversalWithoutLaw, Kind.NO_LAW),
+    (M.TraversalDrawsOther, Kind.DRAWING),
+    (M.WalkWithOneUniform, Kind.NOISE),
+    (M.RaisesOnTrees, Kind.RAISED),
+]
 WRONG_RULES = [
     *((rule, Kind.LAW) for rule in M.OTHER_LAWS),
     (M.StatesNegativeProbabilities, Kind.NO_LAW),
@@ -298,6 +307,50 @@ def test_command_line_prints_a_row_for_each_rule_and_exits_with_0_and_with_2_for
     assert result.exit_code == 2
     assert result.output.count("\n") == 1
     assert "unknown rule 'tokn'" in result.output
+
+
+@pytest.fixture
+def _small_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report's means, which decide nothing, may be of small trees and few samples, and few models do."""
+    monkeypatch.setattr(tree_checks, "NUM_SAMPLES", 2000)
+    monkeypatch.setattr(tree_checks, "MANY_NODES", 2)
+    monkeypatch.setattr(tree_checks, "COMPARED_SHAPES", {"2": TokenTree.chain(2), "2, 0": FEW_SHAPES[1]})
+
+
+@pytest.mark.usefixtures("_small_trees")
+@every("name", TREE_RULES)
+def test_rules_for_trees_pass(name: str) -> None:
+    report = check_trees(TREE_RULES[name], FEW_SHAPES)
+    assert report.failures == ()
+    assert (report.name, report.is_lossless) == (name, True)
+    assert report.num_laws >= 17
+    assert report.deviation < 1e-12
+    chain, tree = report.accepted
+    assert chain is not None
+    assert 0.2 < chain < 1.0
+    assert (tree is None) == (name == "k_seq")
+    assert tree is None or 0.3 < tree < 2.0
+
+
+@pytest.mark.usefixtures("_small_trees")
+@every(("rule", "kind"), WRONG_TREE_RULES)
+def test_mistake_in_a_rule_for_trees_is_seen_for_what_it_is(rule: Callable, kind: Kind) -> None:
+    report = check_trees(rule(), FEW_SHAPES)
+    assert not report.passed
+    assert kind in {failure.kind for failure in report.failures}
+
+
+@pytest.mark.usefixtures("_small_trees")
+def test_command_line_prints_a_row_for_each_rule_for_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftwire.checking.check_trees", partial(check_trees, shapes=FEW_SHAPES[:1]))
+    result = CliRunner().invoke(app, ["check-rule", "traversal", "k_seq"])
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines()]
+    assert [row[0] for row in rows if row[-1] == "lossless"] == ["traversal", "k_seq"]
+    assert [row[-2] for row in rows if row[0] == "k_seq"] == ["-"]
+    assert "toy" not in result.output
+    monkeypatch.setattr("draftwire.checking.check_trees", lambda rule: check_trees(M.TraversalTwice(), FEW_SHAPES[:1]))
+    assert CliRunner().invoke(app, ["check-rule", "traversal"]).exit_code == 1
 
 
 @pytest.mark.usefixtures("_briefly")

@@ -9,9 +9,9 @@ from benchmarks.simulated_pair import SimulatedPair, Simulation, round_times
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.speculation.acceptance import MEMORY, NUM_RECENT, AcceptanceEstimate
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
-from draftwire_gateway.speculation.pair_chooser import LENGTHS, LONGEST_PAUSE_S, PairChooser
+from draftwire_gateway.speculation.pair_chooser import LENGTHS, LONGEST_PAUSE_S, PairChooser, load_of
 from draftwire_gateway.speculation.pairs import MAX_PAIRS, PairName, Pairs
-from draftwire_gateway.speculation.round_costs import RoundCosts, WindowSums
+from draftwire_gateway.speculation.round_costs import MOST_SLOWNESS, RoundCosts, WindowSums
 from draftwire_gateway.speculation.session_length import SessionLength
 
 MS = 1e-3
@@ -119,6 +119,18 @@ def test_whoever_drafts_best_is_chosen(case: str, num_sessions: int) -> None:
         assert explained[best.source].length == best.length
 
 
+def test_texts_that_grow_together_do_not_mislead() -> None:
+    """A window at the end of sixteen texts is a slow one, whatever its arm."""
+    pair = SimulatedPair(
+        *(0.012, 2e-4, 2e-3, lambda now: 0.1, 16),
+        own_acceptance=0.1,
+        slowness=lambda now: 1.0 + 0.35 * (now % 3.1) / 3.1,
+    )
+    plain = Simulation(pair, 0).tokens_per_s(31.0)
+    runs = [Simulation(pair, None, seed, PairChooser(8, 4, pair.sources)) for seed in range(3)]
+    assert median(run.tokens_per_s(40.2, 24.8) for run in runs) > 0.95 * plain
+
+
 GOING_AHEAD = {
     "a long way between the services": (0.005, 0.0, Arm(DraftSource.AHEAD, 8)),
     "cores that drafter and verifier share": (0.0001, 0.02, Arm(DraftSource.DRAFTER, 8)),
@@ -214,13 +226,21 @@ def costs_of(**seconds: float) -> RoundCosts:
 
 
 def test_lengths_that_were_not_measured_are_on_the_line_of_the_others() -> None:
-    costs = costs_of(of0=0.004, of2=0.008, of4=0.012)
-    assert costs.round_s(of(3)) == pytest.approx(0.010)
-    assert costs.round_s(of(8)) == pytest.approx(0.020)
-    assert costs.round_s(of(0)) == pytest.approx(0.004)
+    costs = costs_of(of0=0.003, of1=0.004, of2=0.005, of4=0.007)
+    assert costs.round_s(of(3)) == pytest.approx(0.006)
+    assert costs.round_s(of(8)) == pytest.approx(0.011)
+    assert costs.round_s(of(0)) == pytest.approx(0.003)
     alone = costs_of(of4=0.012)
     assert alone.round_s(of(8)) == pytest.approx(0.012 + 4 * alone.draft_token_s(DraftSource.DRAFTER))
     assert alone.round_s(of(0)) == pytest.approx(0.002), "at best, a step of the verifier"
+
+
+def test_lengths_next_to_each_other_say_little_of_those_far_from_them() -> None:
+    price_s = 0.001
+    costs = costs_of(of6=0.0565, of8=0.050)  # a window of the shorter one happened to be slow
+    assert 0.050 - 4 * price_s < costs.round_s(of(4)) < 0.0565
+    costs = costs_of(of1=0.010, of8=0.080)
+    assert costs.round_s(of(4)) == pytest.approx(0.040, rel=0.05), "those far apart say all"
 
 
 def test_shorter_rounds_are_never_expected_to_take_next_to_nothing() -> None:
@@ -228,6 +248,26 @@ def test_shorter_rounds_are_never_expected_to_take_next_to_nothing() -> None:
     for length, seconds in ((4, 0.4), (8, 1.5)):  # a line through them says that 3 tokens take 0.12 s, and 2 none
         costs.add(of(length), WindowSums(10, 10 * seconds, 10 * seconds, 0.0, 20, 20.0), 1.0)
     assert [costs.round_s(of(length)) for length in (0, 1, 2)] == [pytest.approx(0.08)] * 3
+
+
+def test_probe_in_a_slow_time_is_compared_with_the_chosen_arm_around_it() -> None:
+    costs = costs_of(of0=0.004, of4=0.012)
+    slow = WindowSums(20, 20 * 0.006, 20 * 0.003, 0.0, 20, 20.0)
+    assert costs.slowness(PLAIN, slow) == pytest.approx(1.5)
+    costs.add(of(4), WindowSums(20, 20 * 0.018, 20 * 0.003, 20 * 0.006, 20, 20.0), 1.0, slowness=1.5)
+    assert costs.round_s(of(4)) == pytest.approx(0.012)
+    assert costs.round_s(PLAIN) == pytest.approx(0.004)
+    costs.correct(of(4), 1.1)
+    measured = costs.measured(of(4))
+    assert measured is not None
+    assert measured.round_s == pytest.approx(0.0132)
+    assert costs.slowness(PLAIN, WindowSums(1, 1.0)) == MOST_SLOWNESS, "no time of day is that slow"
+
+
+def test_request_that_ends_before_the_next_one_begins_changes_no_load() -> None:
+    assert [load_of(sessions) for sessions in (0, 1, 2, 3, 5, 6, 11, 12, 15, 16, 17, 22, 23)] == [
+        *(0, 0, 1, 2, 2, 3, 3, 4, 4, 4, 4, 4, 5)
+    ]
 
 
 def test_machine_that_becomes_slower_does_so_for_all_lengths() -> None:

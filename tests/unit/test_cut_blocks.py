@@ -61,6 +61,9 @@ class TableModel(ExtendsByReading):
         with appended(self.cache, [reading.segment for reading in readings]):
             return self._logits[torch.tensor([reading.token_ids[-1] for reading in readings if reading.keep])]
 
+    def keep_path(self, sequence: CachedSequence, path: Sequence[int]) -> None:
+        self.cache.keep_path(sequence, path)
+
 
 class FuzzyTableModel(TableModel):
     """Looks into a quite different table for tokens that are drafted."""

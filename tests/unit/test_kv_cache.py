@@ -43,6 +43,11 @@ class Expected:
         return len(self.holds) * BLOCK_SIZE
 
 
+def path_to(node: int, parents: tuple[int, ...]) -> list[int]:
+    """Returns the nodes from the root to a node of a tree."""
+    return [] if node < 0 else [*path_to(parents[node], parents), node]
+
+
 class KvCacheMachine(RuleBasedStateMachine):
     """Compares a cache with a plain account of texts: who holds what, what is kept, and in which order it is lost."""
 
@@ -68,17 +73,17 @@ class KvCacheMachine(RuleBasedStateMachine):
         assert slot not in NULL_SLOTS
         self.written[slot] = entry
 
-    def grow(self, one: Expected, more: str) -> bool:
+    def grow(self, one: Expected, more: str, parents: tuple[int, ...] = ()) -> bool:
         """Appends, and writes `more` after what there is. Returns whether there was room."""
         needed = blocks_for(len(one.text) + len(more)) - blocks_for(len(one.text))
         unused = self.num_unused()
         if needed > unused + len(self.idle):
             before = [(other.sequence.blocks.copy(), other.sequence.length) for other in self.live]
             with pytest.raises(NoRoomError, match=f" {self.cache.num_blocks * BLOCK_SIZE} tokens"):
-                self.cache.append(one.sequence, len(more))
+                self.cache.append(one.sequence, len(more), parents)
             assert before == [(other.sequence.blocks, other.sequence.length) for other in self.live]
             return False
-        self.cache.append(one.sequence, len(more))
+        self.cache.append(one.sequence, len(more), parents)
         for _ in range(needed - unused):
             key, _ = self.idle.popitem(last=False)
             del self.users[key]
@@ -124,6 +129,10 @@ class KvCacheMachine(RuleBasedStateMachine):
         final = data.draw(st.integers(0, len(one.text)))
         # Tokens that are committed but not read yet do not count.
         self.cache.publish(one.sequence, ids(one.text[:final] + (tail if final == len(one.text) else "")))
+        self.note_published(one, final)
+
+    def note_published(self, one: Expected, final: int) -> None:
+        """Notes that the first `final` tokens were published."""
         for index in range(len(one.holds), final // BLOCK_SIZE):
             key = (one.salt, one.text[: (index + 1) * BLOCK_SIZE])
             one.holds.append(None if key in self.users else key)
@@ -134,14 +143,19 @@ class KvCacheMachine(RuleBasedStateMachine):
     def read_tree_and_keep_path(self, data: st.DataObject, num_nodes: int) -> None:
         one = self.pick(data)
         text, base_len = one.text, len(one.text)
-        if num_nodes == 0 or not self.grow(one, "?" * num_nodes):
+        parents = tuple(data.draw(st.integers(-1, node - 1)) for node in range(num_nodes))
+        if num_nodes == 0 or not self.grow(one, "?" * num_nodes, parents):
             return
-        path = sorted(data.draw(st.sets(st.integers(0, num_nodes - 1))))
+        assert (one.sequence.base, one.sequence.parents) == (base_len, parents)
+        if data.draw(st.booleans()):  # whoever knows the path before it is kept must not share its places
+            self.cache.publish(one.sequence, ids(text + "t" * num_nodes))
+            self.note_published(one, base_len)
+        path = path_to(data.draw(st.integers(-1, num_nodes - 1)), parents)
         kept = ""
         for index in path:  # a node's keys know its ancestors, wherever it lies
             kept += "t"
             self.write(one, base_len + index, (one.salt, text + kept))
-        sources, targets = self.cache.keep_path(one.sequence, base_len, path)
+        sources, targets = self.cache.keep_path(one.sequence, path)
         assert sources.shape == targets.shape == (len(path),)
         moved = [self.written[source] for source in sources]
         for target, entry in zip(targets, moved, strict=True):
@@ -252,8 +266,27 @@ def test_forgetting_what_is_published_or_unread_is_a_bug_of_the_caller() -> None
     for length in (31, 41):
         with pytest.raises(AssertionError):
             cache.truncate(sequence, length)
-    with pytest.raises(AssertionError, match="ancestors"):
-        cache.keep_path(sequence, 34, [0, 0])
+    with pytest.raises(AssertionError, match="after its parent"):
+        cache.append(sequence, 2, (-1, 1))
+    cache.append(sequence, 3, (-1, 0, 0))
+    for path in ([1], [0, 0], [1, 2], [2, 0]):
+        with pytest.raises(AssertionError, match="from parents to children"):
+            cache.keep_path(sequence, path)
+    with pytest.raises(AssertionError, match="after a tree"):
+        cache.append(sequence, 1)
+    with pytest.raises(AssertionError):
+        cache.fork(sequence, 41)
+
+
+def test_tree_that_is_cut_keeps_its_first_nodes() -> None:
+    cache = KvCache(200)
+    sequence = read(cache, "a" * 40)
+    cache.append(sequence, 5, (-1, 0, 0))
+    assert (sequence.length, sequence.base) == (45, 42)
+    for length, parents in ((44, (-1, 0)), (43, (-1,)), (42, ()), (41, ())):
+        cache.truncate(sequence, length)
+        assert (sequence.length, sequence.parents, sequence.base) == (length, parents, min(length, 42))
+        cache.check_integrity()
 
 
 def too_long(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:

@@ -18,9 +18,10 @@ from draftwire_gateway.session.expected_verdict import ExpectedVerdict
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 from draftwire_gateway.speculation.arms import Arm, DraftSource
-from draftwire_gateway.speculation.pair_chooser import PairChooser, Window
+from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.pairs import PairName, Pairs
 from draftwire_gateway.speculation.session_length import SessionLength
+from draftwire_gateway.speculation.windows import Window
 
 
 def seated(num_drafters: int = 0, strategies: tuple[str, ...] = ("suffix",), **changes: Any) -> Seating:
@@ -253,7 +254,8 @@ def test_place_of_a_drafter_that_cannot_is_taken_to_the_length_that_is_best_for_
     assert session.next_own_length(0, 100, 0.0) == 3, "nothing is known: as at first"
     chooser.window(0.0).all.add(round_times(0, 0.0, 0.1, 3, 0, 0.01, 0.01), 1.0)
     session.observe(round_times(0, 0.0, 9.0, 0, 0, why_plain=WhyPlain.NO_GUESS, watched=WatchedGuess(False)))
-    assert session.next_own_length(1, 100, 9.0) == 8, "guesses seem to cost nothing yet"
+    assert chooser.best_length(DraftSource.VERIFIER, 0) == 8, "guesses seem to cost nothing yet"
+    assert session.next_own_length(1, 100, 9.0) == 0, "plain decoding has its turn first"
     assert chooser.acceptance[DraftSource.VERIFIER].share < 1.0
     assert chooser.acceptance[DraftSource.DRAFTER].num_drafts == 0
 

@@ -122,9 +122,9 @@ def everything_else(model: CachedModel) -> list[Tensor]:
     rows.append(model.read([Reading(shared, ids[shared.length : 5 * BLOCK_SIZE + 3], 1)]))
     rows.append(model.extend([shared, long], torch.tensor([7, 8])))
     rows.append(model.extend([long, shared], torch.tensor([[9, 1], [10, 1]])[:, 0]))  # not contiguous
-    base = shared.length
-    rows.append(model.read([Reading(shared, [1, 2, 3, 4, 5, 6], 6)]))
-    model.keep_path(shared, base, [0, 3, 5])
+    rows.append(model.read([Reading(shared, [1, 2, 3, 4], 4, (-1, 0, -1)), Reading(long, [5], 1)]))
+    rows.append(model.extend([shared, long], torch.tensor([6, 7, 8, 9]), [(0, 2, 3), ()]))
+    model.keep_path(shared, [0, 3, 5])
     rows.append(model.read([Reading(shared, [11], 1), Reading(long, [12, 13], 0)]))
     with pytest.raises(NoRoomError):
         model.read([Reading(long, ids * 4, 1)])
@@ -237,8 +237,9 @@ def featured(model: CachedModel) -> Tensor:
     model.read([Reading(first, ids, 1)])
     model.cache.publish(first, ids)
     second = model.cache.open(ids)
-    model.read([Reading(second, [*ids[second.length :], 1, 2, 3, 4], 1), Reading(first, [5], 0)])
-    model.keep_path(second, len(ids), [1, 3])
+    nodes = (-1, 0, -1, 2)
+    model.read([Reading(second, [*ids[second.length :], 1, 2, 3, 4], 1, nodes), Reading(first, [5], 0)])
+    model.keep_path(second, [2, 3])
     return model.features([FeatureSpan(second, 0, len(ids) + 2), FeatureSpan(first, 40, len(ids) + 1)])
 
 
@@ -505,6 +506,13 @@ def plan(num_segments: int, num_tokens: int) -> ReadPlan:
     return ReadPlan(segments, np.arange(total), list(range(0, total, 3)))
 
 
+def with_trees(plain_plan: ReadPlan) -> ReadPlan:
+    """Returns a plan whose sequences end in trees, but for the second."""
+    for segment, parents in zip(plain_plan.segments, [(-1, 0, 0), (), (-1,)], strict=False):
+        segment.sequence.parents = parents
+    return plain_plan
+
+
 PLANS: list[StepPlan] = [
     plan(1, 1),
     plan(5, 7),
@@ -512,6 +520,8 @@ PLANS: list[StepPlan] = [
     ReadPlan(plan(4, 1).segments, None, [0, 1, 2, 3]),
     ReadPlan(plan(4, 1).segments, np.arange(4), []),
     replace(plan(5, 7), fuzzily=True),
+    with_trees(plan(3, 7)),
+    with_trees(plan(1, 1)),
     CopyPlan(np.array([5, 6]), np.array([1, 2])),
     CopyPlan(np.array([], dtype=np.int64), np.array([], dtype=np.int64)),
     Heartbeat(),

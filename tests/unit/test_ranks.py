@@ -125,7 +125,13 @@ def fake() -> FakeParallelModel:
     return FakeParallelModel()
 
 
-ARGUMENTS: dict[str, tuple[Any, ...]] = {"heartbeat": (), "stop": (), "read": ([],), "extend": ([], [])}
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "heartbeat": (),
+    "stop": (),
+    "read": ([],),
+    "extend": ([], []),
+    "keep_path": (None, []),
+}
 """Of the methods of a `GroupModel`."""
 
 
@@ -157,7 +163,11 @@ def test_model_of_a_group_reads_and_extends_as_what_it_guards(fake: FakeParallel
     readings: Any = ["reading"]
     assert model.read(readings) == (readings, False)
     assert model.read(readings, fuzzily=True) == (readings, True)
-    assert model.extend(readings, torch.ones(1)) == (readings, torch.ones(1))
+    assert model.extend(readings, torch.ones(1)) == (readings, torch.ones(1), ())
+    assert model.extend(readings, torch.ones(1), [(-1,)]) == (readings, torch.ones(1), [(-1,)])
+    sequence: Any = "sequence"
+    model.keep_path(sequence, [0, 2])
+    assert fake.kept == (sequence, [0, 2])
     assert (model.vocab_size, model.device, model.cache) == (fake.vocab_size, fake.device, fake.cache)
     assert not model.extends_exactly
 

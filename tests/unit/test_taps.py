@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from test_cached_model import LEAN_TOLERANCE, TOLERANCE
 from tiny_models import ARCHITECTURES, tiny_network, with_exact_norms
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,6 +22,8 @@ from draftwire.models.taps import FeatureSource, check_taps
 
 torch.set_num_threads(1)
 
+TOLERANCE, LEAN_TOLERANCE = 1e-5, 1e-11
+"""In float64. Norms of transformers compute in float32, which leaves 1e-6."""
 VOCAB_SIZE = 11
 HIDDEN = 16
 TAPS = (2, 0, 1)
@@ -140,11 +141,10 @@ def test_forks_and_paths_of_trees_carry_their_features(subject: Subject) -> None
     subject.texts[fork] = text[: BLOCK_SIZE + 3]
     subject.read((fork, [1, 2]), (first, [3]))
     subject.check()
-    # Nodes 0, 2 and 3 after the first tokens: what lies there moves, although it was read as a chain.
-    before = subject.model.features([FeatureSpan(first, 0, len(text) + 1)])
-    subject.model.keep_path(first, 4, [0, 2, 3])
-    after = subject.model.features([FeatureSpan(first, 0, 7)])
-    assert torch.equal(after, before[[0, 1, 2, 3, 4, 6, 7]])
+    subject.model.read([Reading(first, [1, 2, 3, 4, 5], 0, (-1, 0, -1, 2, 2))])
+    subject.model.keep_path(first, [2, 4])
+    subject.texts[first] += [3, 5]
+    subject.check()
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

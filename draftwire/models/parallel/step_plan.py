@@ -128,9 +128,10 @@ def encode(plan: StepPlan) -> Numbers:
         case ReadPlan(segments, token_ids, kept, fuzzily):
             kind = PlanKind.READ_FUZZILY if fuzzily else PlanKind.READ
             blocks = [block for segment in segments for block in segment.sequence.blocks]
-            shapes = [size for segment in segments for size in (segment.num_tokens, segment.sequence.length)]
+            parents = [parent for segment in segments for parent in segment.sequence.parents]
+            shapes = [size for one in segments for size in (one.num_tokens, one.sequence.length, one.num_nodes)]
             ids = np.empty(0, dtype=np.int64) if token_ids is None else token_ids
-            return _numbers(kind, (len(segments), len(ids), len(kept)), [*shapes, *blocks], ids, kept)
+            return _numbers(kind, (len(segments), len(ids), len(kept)), [*shapes, *blocks, *parents], ids, kept)
         case CopyPlan(sources, targets):
             return _numbers(PlanKind.COPY, (len(sources), 0, 0), sources, targets)
         case Heartbeat():
@@ -142,18 +143,18 @@ def encode(plan: StepPlan) -> Numbers:
 
 
 def decode(numbers: Numbers) -> StepPlan:
-    """Decodes a plan. Its sequences have only their blocks and lengths."""
+    """Decodes a plan. Its sequences have only their blocks, lengths and trees."""
     kind, (count, num_ids, num_kept), body = PlanKind(int(numbers[2])), numbers[3:6].tolist(), numbers[6:]
     match kind:
         case PlanKind.READ | PlanKind.READ_FUZZILY:
-            shapes, body = body[: 2 * count].reshape(count, 2).tolist(), body[2 * count :]
-            ends = np.cumsum([blocks_for(length) for _, length in shapes])
-            blocks = [own.tolist() for own in np.split(body[: ends[-1]], ends[:-1])]
+            shapes, body = body[: 3 * count].reshape(count, 3).tolist(), body[3 * count :]
+            blocks, body = _split(body, [blocks_for(length) for _, length, _ in shapes])
+            trees, body = _split(body, [num_nodes for _, _, num_nodes in shapes])
             segments = [
-                Segment(CachedSequence(b"", own, length), num_tokens)
-                for (num_tokens, length), own in zip(shapes, blocks, strict=True)
+                Segment(CachedSequence(b"", own, length, tuple(parents)), num_tokens)
+                for (num_tokens, length, _), own, parents in zip(shapes, blocks, trees, strict=True)
             ]
-            ids, kept = body[ends[-1] : ends[-1] + num_ids], body[ends[-1] + num_ids :]
+            ids, kept = body[:num_ids], body[num_ids:]
             assert len(kept) == num_kept
             return ReadPlan(segments, ids if num_ids else None, kept.tolist(), kind is PlanKind.READ_FUZZILY)
         case PlanKind.COPY:
@@ -169,6 +170,12 @@ def decode(numbers: Numbers) -> StepPlan:
 def _numbers(kind: PlanKind, counts: tuple[int, int, int], *body: Sequence[int] | Numbers) -> Numbers:
     size = 6 + sum(map(len, body))
     return np.concatenate([np.array(part, dtype=np.int64) for part in ((MARK, size, kind, *counts), *body)])
+
+
+def _split(numbers: Numbers, sizes: Sequence[int]) -> tuple[list[list[int]], Numbers]:
+    """Returns parts of these sizes, and the numbers after them."""
+    *parts, rest = np.split(numbers, np.cumsum(sizes))
+    return [part.tolist() for part in parts], rest
 
 
 def host_ids(token_ids: Sequence[int] | Tensor) -> Numbers | None:

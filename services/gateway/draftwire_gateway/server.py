@@ -392,7 +392,7 @@ def _load_to_proto(load: LoadExplanation, drafters: Mapping[DraftSource, str]) -
             gateway_pb2.DraftLengthEstimate(
                 num_draft_tokens=estimate.length,
                 tokens_per_round=estimate.tokens_per_round,
-                round_s=estimate.round_s,
+                round_s=estimate.round_s / estimate.share,
                 num_windows=estimate.num_windows,
             )
             for estimate in load.estimates

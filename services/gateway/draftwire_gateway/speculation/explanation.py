@@ -15,11 +15,13 @@ class ArmEstimate:
     round_s: float
     num_windows: int
     """In which it was measured; 0 if its time is inferred from other arms."""
+    share: float
+    """What sessions make of that, with prompts and waits, which are in no round."""
 
     @property
     def tokens_per_second(self) -> float:
         """Of each session."""
-        return self.tokens_per_round / self.round_s
+        return self.share * self.tokens_per_round / self.round_s
 
 
 @dataclass(frozen=True, slots=True)

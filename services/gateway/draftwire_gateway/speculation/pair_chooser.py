@@ -17,6 +17,7 @@ from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
 from draftwire_gateway.speculation.round_costs import RoundCosts, WindowSums
+from draftwire_gateway.speculation.windows import LEAST_ROUNDS, Beside, Window, Yield
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 """Lengths that are tried. Those between are hardly better than the nearest."""
@@ -24,28 +25,33 @@ AHEAD_LENGTHS = (1, 2, 4, 8)
 """Those that are tried ahead of the verdict, in addition to all: each costs probes."""
 MAX_CHOSEN_LENGTH = LENGTHS[-1]
 LEAST_WINDOW_S, MOST_WINDOW_S = 0.3, 3.0
-LEAST_ROUNDS = 20
 LEAST_ROUNDS_OF_EACH = 6
 """A window ends with so many rounds, of each session, after `LEAST_WINDOW_S`, or at `MOST_WINDOW_S`."""
 PROBE_SHARE = 0.0015
 """What the probes of one arm may cost: so much of the tokens that could be generated meanwhile."""
 ALL_PROBES_SHARE = 0.01
 """What the probes of all arms together may cost."""
-LEAST_QUIET = 0.1
 CALM_FOR_S = 30.0
-"""A window is calm if so large a share of its rounds is quiet. Others, beside which long prompts are read all the time,
-say little of these: for so long after a calm one they do not count."""
+"""Windows that are not calm, beside which long prompts are read all the time, say little of those that are: for so long
+after a calm one they do not count."""
 LEAST_LOSS = 0.05
 """Share of a probe's tokens that it costs at least, for all that changes with the arm."""
 FIRST_PROBES = 2
 FIRST_PROBE_SHARE = 0.008
-"""The first probes of an arm may cost that: one window can be far off."""
+"""The first probes of an arm, and all of plain decoding, may cost that: one window can be far off."""
+PLAIN_PROBES = 3
+NEARLY_PLAIN = 2.0
+"""The first probes of plain decoding cost what they cost, unless drafts are faster by that factor: it is what they must
+not be slower than, and a window beside which a drafter reads prompts is a slow one."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """Least pause between probes of an arm: doubled after each that did not change the choice."""
 LONGEST_ROUND_S = 1.0
 """Longer pauses between rounds are no time of use."""
 LEAST_GAIN = 0.01
 """Another arm is chosen if it is better by so much."""
+LEAST_GAIN_OVER_PLAIN = 0.05
+"""Drafts are chosen if they are better than plain decoding by so much: the best of many arms looks better than it is,
+and a window of plain rounds just after drafts worse."""
 MAX_SLOW_READER = 0.5
 """Rounds that waited for their reader for longer than this share of their time are left out, unless most did."""
 SETTLING_ROUNDS = 2.0
@@ -55,64 +61,14 @@ FIRST_PLAIN_ROUNDS = 4
 
 
 @dataclass(slots=True)
-class Window:
-    """A stretch of time in which all sessions have one arm."""
-
-    arm: Arm
-    load: int
-    """Power of two of the number of sessions."""
-    began_at: float
-    is_probe: bool
-    counts_from: float
-    """Rounds that began earlier do not count: other sessions still had another arm."""
-    num_surprises: int = 0
-    """Of the acceptance, when it began: the next one ends it."""
-    next_due: float = math.inf
-    """When it is another arm's turn to be probed."""
-    quiet: WindowSums = field(default_factory=WindowSums)
-    """Over rounds beside which nobody read a prompt."""
-    all: WindowSums = field(default_factory=WindowSums)
-    """Over all rounds but slow ones."""
-    slow: WindowSums = field(default_factory=WindowSums)
-    """Over rounds that waited for their reader. If most did, it is the gateway that has no time for them."""
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether most rounds are slow."""
-        return self.slow.num_rounds > self.all.num_rounds
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether enough rounds are quiet."""
-        return not self.is_slow and 2 * self.quiet.num_rounds >= LEAST_ROUNDS
-
-    @property
-    def is_calm(self) -> bool:
-        """Whether prompts are read beside few of its rounds, or beside some of them as always."""
-        return self.is_slow or self.quiet.num_rounds >= LEAST_QUIET * self.all.num_rounds
-
-    @property
-    def num_rounds(self) -> int:
-        """Rounds of the kind that is to fill the window."""
-        return self.slow.num_rounds if self.is_slow else self.quiet.num_rounds
-
-    @property
-    def sums(self) -> WindowSums:
-        """Over slow rounds if most are, else over quiet ones, or all if too few are quiet, as where prompts arrive all
-        the time.
-        """
-        if self.is_slow:
-            return self.slow
-        return self.quiet if self.is_quiet else self.all
-
-
-@dataclass(slots=True)
 class Probes:
     """When an arm was probed, and how often at most."""
 
     last_at: float
     """In seconds of use."""
     least_pause_s: float = FIRST_PAUSE_S
+    took_s: float = 0.0
+    """The last one, with all that had to be opened for it."""
 
 
 @dataclass(slots=True)
@@ -122,6 +78,8 @@ class LoadState:
     arm: Arm
     """The chosen one."""
     costs: RoundCosts = field(default_factory=RoundCosts)
+    yields: dict[bool, Yield] = field(default_factory=lambda: {False: Yield(), True: Yield()})
+    """Without a drafter and with one."""
     probes: dict[Arm, Probes] = field(default_factory=dict)
     no_probe_before: float = 0.0
     """In seconds of use."""
@@ -157,6 +115,8 @@ class PairChooser:
         self._max_length = lengths[-1]
         self._loads: dict[int, LoadState] = {}
         self._window: Window | None = None
+        self._beside: Beside | None = None
+        """The latest window of the chosen arm, if no other load came between; None if there is none."""
         self._num_reading = 0
         self._quiet_since = -math.inf
         self._used_s = 0.0
@@ -179,13 +139,36 @@ class PairChooser:
 
     def window(self, now: float) -> Window:
         """Returns the window that a round belongs to which is requested now."""
-        load = _load_of(self.num_sessions)
+        load = load_of(self.num_sessions)
         if self._window is None or self._window.load != load:
+            self._beside = None
             self._window = self._next_window(load, now)
         return self._window
 
+    def count(self, times: RoundTimes, window: Window | None, seconds: float) -> None:
+        """Counts a round of any kind: its tokens, and the time that its session took for them.
+
+        Args:
+            times: of the round.
+            window: in which it was requested; None if that was not chosen.
+            seconds: since the end of the session's round before.
+        """
+        passed_s = min(LONGEST_ROUND_S, max(0.0, times.ended_at - self._used_until))
+        self._used_s += passed_s
+        self._used_until = max(self._used_until, times.ended_at)
+        window = window or self._window
+        state = None if window is None or window.is_probe else self._loads.get(window.load)
+        if window is None or state is None:
+            return
+        for known in state.yields.values():
+            known.fade(passed_s)
+        if state.arm == window.arm and state.costs.measured(window.arm) and not _is_slow(times):
+            known = state.yields[window.arm.uses_drafter]
+            known.num_tokens += times.num_tokens
+            known.expected_tokens += seconds * self._expected_rate(state, window.arm)
+
     def observe(self, times: RoundTimes, window: Window, *, is_whole: bool) -> None:
-        """Takes note of a round of a session.
+        """Takes note of a round of a session, which was counted.
 
         Args:
             times: of the round.
@@ -195,14 +178,11 @@ class PairChooser:
         current = self._window
         if current is None:
             return
-        self._used_s += min(LONGEST_ROUND_S, max(0.0, times.ended_at - self._used_until))
-        self._used_until = max(self._used_until, times.ended_at)
-        service_s = times.ended_at - times.started_at
         is_of_window = window is current or window.arm == current.arm  # runs outlast windows
         is_of_window = is_of_window and times.started_at >= current.counts_from
         if is_of_window and is_whole:
             expected_tokens = self._expected_tokens(current.arm)
-            is_slow = times.gateway_s > MAX_SLOW_READER * service_s
+            is_slow = _is_slow(times)
             (current.slow if is_slow else current.all).add(times, expected_tokens)
             if not is_slow and self._num_reading == 0 and times.started_at >= self._quiet_since:
                 current.quiet.add(times, expected_tokens)
@@ -226,14 +206,11 @@ class PairChooser:
 
     def estimate(self, arm: Arm, load: int) -> ArmEstimate:
         """Returns what is expected of an arm. Something must have been measured at that load."""
-        costs = self._loads[load].costs
-        measured = costs.measured(arm)
-        return ArmEstimate(
-            arm.length,
-            self._expected_tokens(arm) * costs.bias(arm),
-            costs.round_s(arm),
-            0 if measured is None else measured.num_windows,
-        )
+        state = self._loads[load]
+        costs, measured = state.costs, state.costs.measured(arm)
+        tokens, round_s = self._expected_tokens(arm) * costs.bias(arm), costs.round_s(arm)
+        share = state.yields[arm.uses_drafter].share(2**load * tokens / round_s)
+        return ArmEstimate(arm.length, tokens, round_s, 0 if measured is None else measured.num_windows, share)
 
     def best_length(self, source: DraftSource, load: int) -> int:
         """Returns the length that is best for a source by what is known, at least 1."""
@@ -251,7 +228,7 @@ class PairChooser:
         measured = [load for load, state in self._loads.items() if not state.costs.is_empty]
         if not measured:
             return None
-        load = min(measured, key=lambda known: abs(known - _load_of(self.num_sessions)))
+        load = min(measured, key=lambda known: abs(known - load_of(self.num_sessions)))
         return self.estimate(self._loads[load].arm, load).tokens_per_second
 
     def round_s_on_line(self, window: Window) -> list[float]:
@@ -275,8 +252,8 @@ class PairChooser:
             estimates = [] if state.costs.is_empty else [self.estimate(arm, load) for arm in arms]
             loads.append(
                 LoadExplanation(
-                    min_sessions=2**load,
-                    max_sessions=2 ** (load + 1) - 1,
+                    min_sessions=math.floor(2 ** (load - 0.5)) + 1,
+                    max_sessions=math.floor(2 ** (load + 0.5)),
                     length=self._explained_length(source, state, estimates),
                     chosen=state.arm.source,
                     estimates=estimates,
@@ -296,6 +273,10 @@ class PairChooser:
     def _expected_tokens(self, arm: Arm) -> float:
         """Returns the mean number of tokens that a round commits, by the acceptance."""
         return 1.0 if arm.source is None else self.acceptance[arm.source].mean_tokens(arm.length)
+
+    def _expected_rate(self, state: LoadState, arm: Arm) -> float:
+        """Returns the tokens/s that are expected of a session in rounds of an arm, of which some was measured."""
+        return self._expected_tokens(arm) * state.costs.bias(arm) / state.costs.round_s(arm)
 
     def _num_surprises(self, arm: Arm) -> int:
         return 0 if arm.source is None else self.acceptance[arm.source].num_surprises
@@ -327,15 +308,34 @@ class PairChooser:
             state.calm_at = self._used_s
         counts = window.is_calm or not self._waits_for_calm(state)
         if sums.num_rounds and counts:
-            state.costs.add(window.arm, sums, min(1.0, sums.num_rounds / LEAST_ROUNDS))
+            self._learn_costs(state, window, sums)
         if window.is_probe:
             probes = state.probes.setdefault(window.arm, Probes(self._used_s))
             changes = state.costs.measured(window.arm) is not None and self._best(state, window.load) != state.arm
-            probes.last_at = self._used_s
+            probes.last_at, probes.took_s = self._used_s, now - window.began_at
             state.no_probe_before = self._used_s + self._lost_s(state, window.arm, window.load) / ALL_PROBES_SHARE
             grows = counts and not changes and self.estimate(window.arm, window.load).num_windows >= FIRST_PROBES
             probes.least_pause_s = min(LONGEST_PAUSE_S, 2.0 * probes.least_pause_s) if grows else FIRST_PAUSE_S
         self._window = self._next_window(window.load, now)
+
+    def _learn_costs(self, state: LoadState, window: Window, sums: WindowSums) -> None:
+        """Adds a window to the costs. A probe's is compared with those of the chosen arm around it, since the time of a
+        step depends on how long the texts are by then, and many may have begun together.
+        """
+        beside, share = self._beside, min(1.0, sums.num_rounds / LEAST_ROUNDS)
+        if window.is_probe:
+            slowness = 1.0 if beside is None else beside.slowness
+            weight = state.costs.add(window.arm, sums, share, slowness)
+            if beside is not None:
+                beside.probes.append((window.arm, weight))
+            return
+        known = state.costs.measured(window.arm)
+        slowness = 1.0 if known is None else state.costs.slowness(window.arm, sums)
+        if beside is not None and beside.arm == window.arm:
+            for arm, weight in beside.probes:
+                state.costs.correct(arm, (beside.slowness / slowness) ** (weight / 2))
+        state.costs.add(window.arm, sums, share)
+        self._beside = Beside(window.arm, slowness)
 
     def _next_window(self, load: int, now: float) -> Window:
         state = self._loads.get(load)
@@ -348,7 +348,11 @@ class PairChooser:
             left_s = self._probes_due_in_s(state, load)
             next_due = now + min(left_s.values(), default=math.inf)
             ready = [other for other, seconds in left_s.items() if seconds <= 0.0]
-            probe = max(ready, key=lambda other: self.estimate(other, load).tokens_per_second, default=None)
+            probe = (
+                PLAIN
+                if PLAIN in ready
+                else max(ready, key=lambda other: self.estimate(other, load).tokens_per_second, default=None)
+            )
         if probe is not None:
             arm, next_due = probe, math.inf
         counts_from = now
@@ -368,40 +372,61 @@ class PairChooser:
         return self._loads[min(self._loads, key=lambda other: abs(other - load))].arm
 
     def _best(self, state: LoadState, load: int) -> Arm:
-        """Returns the best arm that was measured; the chosen one, unless another is better by `LEAST_GAIN`."""
+        """Returns the best arm that was measured; the chosen one, unless another is better by `LEAST_GAIN`; and plain
+        decoding, unless that is worse by `LEAST_GAIN_OVER_PLAIN`.
+        """
         measured = [arm for arm in self.arms if state.costs.measured(arm) is not None]
         rates = {arm: self.estimate(arm, load).tokens_per_second for arm in measured}
         best = max(measured, key=lambda arm: rates[arm])
         if state.arm in rates and rates[best] < (1.0 + LEAST_GAIN) * rates[state.arm]:
-            return state.arm
-        return best
+            best = state.arm
+        least = (1.0 + LEAST_GAIN_OVER_PLAIN) * rates.get(PLAIN, 0.0)
+        return best if rates[best] >= least else PLAIN
 
     def _probes_due_in_s(self, state: LoadState, load: int) -> dict[Arm, float]:
         """Returns after how long each arm but the chosen one is to be probed: the longer, the more that is expected to
         cost.
         """
-        chosen_rate = self.estimate(state.arm, load).tokens_per_second
+        estimates = {arm: self.estimate(arm, load) for arm in self.arms}
+        chosen_rate = estimates[state.arm].tokens_per_second
+        rivals = self._rivals(state, estimates)
         left_s = {}
-        for arm in self.arms:
-            if arm == state.arm:
+        for arm, estimate in estimates.items():
+            if arm == state.arm or (estimate.num_windows and arm not in rivals):
                 continue
-            estimate = self.estimate(arm, load)
             lost_s = self._lost_s(state, arm, load)
             probes = state.probes.get(arm)
             if probes is None:
                 probes = state.probes[arm] = Probes(self._used_s)
-            if estimate.num_windows:
-                share = PROBE_SHARE if estimate.num_windows >= FIRST_PROBES else FIRST_PROBE_SHARE
+            is_early = arm == PLAIN or (estimate.num_windows < FIRST_PROBES and arm in rivals)
+            share = FIRST_PROBE_SHARE if is_early else PROBE_SHARE
+            is_basis = arm == PLAIN and 0 < estimate.num_windows < PLAIN_PROBES
+            is_basis = is_basis and chosen_rate < NEARLY_PLAIN * estimate.tokens_per_second
+            if is_basis:
+                pause_s = probes.least_pause_s
+            elif estimate.num_windows:
                 pause_s = max(probes.least_pause_s, lost_s / share)
             elif self._is_unknown(arm) or estimate.tokens_per_second >= (1.0 + LEAST_GAIN) * chosen_rate:
                 pause_s = 0.0  # an expected gain is no cost
             else:
-                pause_s = lost_s / PROBE_SHARE
+                pause_s = lost_s / share
             due_at = probes.last_at + pause_s
-            if estimate.num_windows and estimate.tokens_per_second < chosen_rate:  # else it may gain
+            if estimate.num_windows and estimate.tokens_per_second < chosen_rate and arm != PLAIN:  # else it may gain
                 due_at = max(due_at, state.no_probe_before)
             left_s[arm] = due_at - self._used_s
         return left_s
+
+    def _rivals(self, state: LoadState, estimates: Mapping[Arm, ArmEstimate]) -> set[Arm]:
+        """Returns the arms that may turn out to be better than the chosen one: plain decoding, the best length of each
+        source, and the lengths next to the chosen one.
+        """
+        sources: dict[DraftSource | None, list[Arm]] = {}
+        for arm in self.arms:
+            sources.setdefault(arm.source, []).append(arm)
+        rivals = {max(arms, key=lambda arm: estimates[arm].tokens_per_second) for arms in sources.values()}
+        own = sources[state.arm.source]
+        at = own.index(state.arm)
+        return rivals.union(own[max(0, at - 1) : at + 2])
 
     def _is_unknown(self, arm: Arm) -> bool:
         """Whether nothing tells what an arm that was not measured is worth: all else is inferred from plain decoding,
@@ -413,7 +438,8 @@ class PairChooser:
         """Returns the time in which the chosen arm would make the tokens that a probe of another one costs."""
         chosen, other = self.estimate(state.arm, load), self.estimate(arm, load)
         share = 1.0 - other.tokens_per_second / chosen.tokens_per_second
-        return self._window_s(other.round_s) * max(LEAST_LOSS, share)
+        took_s = state.probes[arm].took_s if arm in state.probes else 0.0
+        return max(took_s, self._window_s(other.round_s)) * max(LEAST_LOSS, share)
 
 
 def estimates_of(
@@ -431,6 +457,13 @@ def estimates_of(
     return estimates
 
 
-def _load_of(num_sessions: int) -> int:
-    """Returns the power of two of a number of sessions."""
-    return max(1, num_sessions).bit_length() - 1
+def _is_slow(times: RoundTimes) -> bool:
+    """Whether a round waited for its reader."""
+    return times.gateway_s > MAX_SLOW_READER * (times.ended_at - times.started_at)
+
+
+def load_of(num_sessions: int) -> int:
+    """Returns the nearest power of two of a number of sessions. Clients often keep a power of two of requests running:
+    one that ends shortly before the next begins changes no load.
+    """
+    return round(math.log2(max(1, num_sessions)))

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from draftwire_gateway.session.round_times import RoundTimes
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 
+MOST_SLOWNESS = 2.0
+"""Of a window, over what is known: more is not the time of day, but another arm's cost."""
 NEW_WEIGHT = 0.25
 """Weight of a window in the running means of its length, once there are several."""
 TRUSTED_TOKENS = 300.0
@@ -14,6 +16,9 @@ LINE_WINDOWS = 1.0
 """The line through all lengths of a source counts like so many windows of each."""
 MOST_WINDOWS = 8
 """A length counts in that line as at most so many windows."""
+PRICE_SPREAD = 16.0
+"""The price of a draft token and its row counts in that line like lengths so far apart: the sum of squares, of windows.
+Two lengths next to each other say little of the others."""
 KEPT_TOKENS = 0.8
 """Of the measured tokens of a length, what is kept when more are measured."""
 
@@ -107,16 +112,37 @@ class RoundCosts:
         first, last = min(costs), max(costs)
         return max(0.0, (costs[last].verify_s - costs[first].verify_s) / (last - first))
 
-    def add(self, arm: Arm, sums: WindowSums, share: float) -> None:
+    def slowness(self, arm: Arm, sums: WindowSums) -> float:
+        """Returns the time of rounds over what is known of their arm, which was measured: at most `MOST_SLOWNESS`, and
+        at least its reciprocal.
+        """
+        slowness = sums.mean_round_s / self._arms[arm].round_s
+        return min(MOST_SLOWNESS, max(1.0 / MOST_SLOWNESS, slowness))
+
+    def correct(self, arm: Arm, factor: float) -> None:
+        """Multiplies the times of an arm, of which something was measured."""
+        cost = self._arms[arm]
+        cost.rest_s, cost.draft_s, cost.verify_s = (
+            factor * cost.rest_s,
+            factor * cost.draft_s,
+            factor * cost.verify_s,
+        )
+
+    def add(self, arm: Arm, sums: WindowSums, share: float, slowness: float = 1.0) -> float:
         """Adds a window. A machine that became slower or faster since did so for all arms.
 
         Args:
             arm: of the window.
             sums: over its rounds.
             share: how full the window was, 0 to 1.
+            slowness: of all arms at that time, over what is known of them.
+
+        Returns:
+            The window's weight in what is known of the arm now.
         """
-        verify_s, draft_s = sums.verify_s / sums.num_rounds, sums.draft_s / sums.num_rounds
-        rest_s = max(1e-9, sums.round_s / sums.num_rounds - draft_s)
+        scale = 1.0 / (sums.num_rounds * slowness)
+        verify_s, draft_s = scale * sums.verify_s, scale * sums.draft_s
+        rest_s = max(1e-9, scale * sums.round_s - draft_s)
         cost = self._arms.get(arm)
         if cost is None:
             cost = self._arms[arm] = ArmCost(rest_s, draft_s, verify_s)
@@ -134,6 +160,7 @@ class RoundCosts:
                 other_cost.verify_s *= cost.rest_s / before.rest_s
                 if other.source is arm.source and before.draft_s > 0.0:
                     other_cost.draft_s *= cost.draft_s / before.draft_s
+        return weight
 
     def round_s(self, arm: Arm) -> float:
         """Returns the time of a round, seconds: the measured one, drawn to a line through all lengths of its source
@@ -180,9 +207,7 @@ class RoundCosts:
         mean = sum(weight * length for weight, length, _ in points) / total
         mean_s = sum(weight * round_s for weight, _, round_s in points) / total
         spread = sum(weight * (length - mean) ** 2 for weight, length, _ in points)
-        if spread > 0.0:
-            rise_s = sum(weight * (length - mean) * round_s for weight, length, round_s in points)
-            slope = max(0.0, rise_s / spread)
-        else:
-            slope = self.draft_token_s(arm.source) + self.row_s(arm.source)
+        rise_s = sum(weight * (length - mean) * round_s for weight, length, round_s in points)
+        price_s = self.draft_token_s(arm.source) + self.row_s(arm.source)
+        slope = max(0.0, (rise_s + PRICE_SPREAD * price_s) / (spread + PRICE_SPREAD))
         return mean_s + (arm.length - mean) * slope

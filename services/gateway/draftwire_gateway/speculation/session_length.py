@@ -7,7 +7,8 @@ from typing import NamedTuple
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
-from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, PairChooser, Window, estimates_of
+from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, PairChooser, estimates_of
+from draftwire_gateway.speculation.windows import Window
 
 OWN_DRAFTS = 16
 """A session's drafts, before they alone can shorten its next ones."""
@@ -38,6 +39,8 @@ class SessionLength:
         """The latest requests, of different rounds."""
         self._is_fresh = True
         """Whether no drafter's block was verified since the last round without: the drafter has much to read first."""
+        self._ended_at: float | None = None
+        """When the latest round ended; None before the first one did."""
         self._is_reading = True
         """Whether the prompt is still being read."""
         pair.join()
@@ -92,6 +95,9 @@ class SessionLength:
         """Takes note of a round; a `RoundObserver`."""
         self.end_reading(times.ended_at)
         asked = next((asked for asked in reversed(self._asked) if asked.round <= times.round), None)
+        seconds = times.ended_at - (times.started_at if self._ended_at is None else self._ended_at)
+        self._ended_at = times.ended_at
+        self._pair.count(times, None if asked is None else asked.window, seconds)
         if asked is None:
             return
         window, arm = asked.window, asked.arm
