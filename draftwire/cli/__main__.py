@@ -18,6 +18,7 @@ from draftwire.cli.models_command import models
 from draftwire.cli.options import SERVICES, PlainHelp, refuse_unknown_variables, serve_command
 from draftwire.cli.synth_command import synth
 from draftwire.cli.token_command import token
+from draftwire.cli.train_command import train
 from draftwire.cli.up_command import up
 from draftwire.cli.writer import encode_as_utf8
 from draftwire.errors import DraftwireError
@@ -42,6 +43,7 @@ app.command()(health)
 app.command()(check_rule)
 app.command()(token)
 app.command()(synth)
+app.command()(train)
 app.add_typer(index_app, name="index")
 
 

@@ -1,24 +1,23 @@
 """Drafts with a small language model, token by token, for many sequences at once."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from operator import is_
 from typing import cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwire.drafting.drawing import BlockStart, Drawer
+from draftwire.drafting.places import span_of_next
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep, nothing_ahead
 from draftwire.drafting.tree_drafting import GrowingTree, ReadTree, grow
-from draftwire.errors import DraftwireError, InvalidRequestError
+from draftwire.errors import DraftwireError
 from draftwire.method.devices import upload
 from draftwire.method.quantization import Quantization
-from draftwire.method.sampling import Span, TokenEdits, probabilities_of_spans
+from draftwire.method.sampling import TokenEdits, probabilities_of_spans
 from draftwire.models.cached_model import DraftModel, ForkingModel, Reading
 from draftwire.requests.parameters import SamplingParams
 
@@ -151,6 +150,11 @@ class _Member:
     """Tokens that were read ahead of what is drawn, and are in the cache."""
     rows: list[Tensor] = field(default_factory=list)
     """`[vocab]` logits after each of them, which are good for a token whose text they are."""
+
+    @property
+    def text(self) -> tuple[DraftRequest, list[int], Callable[[DraftRequest], TokenEdits]]:
+        """What `span_of_next` needs of it."""
+        return self.request, self.sequence.ids, self.sequence.edits
 
     def reading(self, unread: list[int], drawn: list[int]) -> Reading:
         """Returns what to read for the next token: tokens that are certain, and those ahead of it.
@@ -317,10 +321,6 @@ class LanguageModelDrafter:
         drawer = Drawer(
             [self._start(member.sequence, member.request) for member in members], self._quantization, self.model.device
         )
-        texts = [
-            member.sequence.ids[member.request.prompt_len :] if member.request.automaton is not None else []
-            for member in members
-        ]
         active, num_passes = list(range(len(members))), 0
         logits = _first_rows(logits, members)
         while active:
@@ -328,7 +328,7 @@ class LanguageModelDrafter:
                 vocab_size = members[index].request.vocab_size
                 if vocab_size < len(row):
                     row[vocab_size:] = -torch.inf
-            spans = [_span(drawer, index, members[index], texts[index]) for index in active]
+            spans = [span_of_next(drawer, index, *members[index].text) for index in active]
             ranking = drawer.ranking(active, logits)  # before the probabilities overwrite the logits
             probs = probabilities_of_spans(logits, spans).float()
             drawer.guess(ranking, probs)
@@ -395,22 +395,3 @@ def _first_rows(logits: Tensor, members: list[_Member]) -> Tensor:
         member.rows = list(logits[place + 1 : place + 1 + len(member.ahead)])
         place += 1 + len(member.ahead)
     return logits[upload(firsts, logits.device, torch.int64)]
-
-
-def _span(drawer: Drawer, index: int, member: _Member, generated_ids: list[int]) -> Span:
-    """Returns the span of a block's next token. `generated_ids` are those before the block, if there is a form."""
-    sequence, request = member.sequence, member.request
-    text = [*sequence.ids, *drawer.token_ids(index)] if request.sampling.penalizes else ()
-    position, mask = drawer.position(index), _mask(drawer, index, generated_ids, request)
-    stops, edits = request.stop_token_ids, sequence.edits(request)
-    return Span(request.sampling, 1, text, request.prompt_len, stops, position, mask, edits)
-
-
-def _mask(drawer: Drawer, index: int, generated_ids: list[int], request: DraftRequest) -> NDArray[np.uint8] | None:
-    """Returns the mask of a block's next token; None, which allows all, without a form or if it cannot be followed."""
-    if request.automaton is None:
-        return None
-    try:
-        return request.automaton.last_mask(generated_ids, drawer.token_ids(index))
-    except InvalidRequestError:  # the form may need tokens that only the target's larger vocabulary has
-        return None

@@ -7,6 +7,7 @@ from functools import partial
 import structlog
 import torch
 
+from draftwire.drafting.heads.draft_head import DraftHead
 from draftwire.engine.memory import CpuMeter, FreeMemory, GpuMeter, MemoryMeter
 from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.errors import InvalidRequestError
@@ -83,18 +84,22 @@ class CacheFitter:
         """Starts to measure: the weights are loaded, and the largest step comes next."""
         self._meter.begin()
 
-    def size_for(self, model: CachedModel, context_length: int) -> int:
+    def size_for(self, model: CachedModel, context_length: int, head: DraftHead | None = None) -> int:
         """Returns how many tokens this process has room for, after the largest step, and logs why.
 
         Args:
             model: has run the largest step on its small cache, which is dropped.
             context_length: of the model, tokens.
+            head: has a cache of as many tokens beside the model's, which is dropped too; None if there is none.
 
         Raises:
             InvalidRequestError: there is none.
         """
         token_bytes, layer_bytes = model.token_bytes
         model.resize(BLOCK_SIZE)
+        if head is not None:
+            token_bytes += head.token_bytes
+            head.resize(BLOCK_SIZE)
         # CUDA graphs keep a second copy of what a step holds for a while.
         free = self._meter.free(2 if model.is_static else 1)
         size = cache_size(free, token_bytes, layer_bytes, self._settings.max_sessions * context_length)
@@ -114,15 +119,17 @@ def fitter_of(settings: EngineSettings, device: str, num_ranks: int = 1) -> Cach
     return CacheFitter(settings, device, num_ranks) if settings.kv_cache_tokens == AUTO else None
 
 
-def count_of(fitter: CacheFitter | None, card: ModelCard) -> Callable[[CachedModel], int] | None:
+def count_of(
+    fitter: CacheFitter | None, card: ModelCard, head: DraftHead | None = None
+) -> Callable[[CachedModel], int] | None:
     """Returns what counts how many tokens a model's cache has room for, for `CachedModel.fit`; None if that is set.
 
-    Call it once the weights are loaded: what is measured begins here.
+    Call it once the weights are loaded, the head's included: what is measured begins here.
     """
     if fitter is None:
         return None
     fitter.begin()
-    return partial(fitter.size_for, context_length=card.description.context_length)
+    return partial(fitter.size_for, context_length=card.description.context_length, head=head)
 
 
 def run_largest(run: Callable[[], object], settings: EngineSettings) -> None:

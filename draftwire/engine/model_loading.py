@@ -7,6 +7,7 @@ from functools import partial
 import structlog
 import torch
 
+from draftwire.drafting.heads.draft_head import DraftHead
 from draftwire.engine.cache_sizing import count_of, fitter_of, size_while_loading
 from draftwire.engine.model_settings import refuse_settings_of_weights, size_without_memory
 from draftwire.errors import InvalidRequestError
@@ -20,6 +21,7 @@ from draftwire.models.parallel.layer_groups import LayerParallelism, written
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.script import Script, is_scripted
 from draftwire.models.scripted import ScriptedTarget
+from draftwire.models.taps import FeatureSource
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 
 log = structlog.get_logger()
@@ -34,6 +36,8 @@ class LoadedTarget:
     fit: Callable[[], int] | None = None
     """Gives the KV cache the size that fits, and returns it, once the largest step has been run; None if its size is
     set."""
+    head: DraftHead | None = None
+    """Drafts beside the model, which keeps the features that it reads; None if nothing does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +50,28 @@ class LoadedDraftModel:
     """As of a target."""
 
 
-def load_target(settings: ModelSettings, engine: EngineSettings) -> LoadedTarget:
-    """Loads a verifier's model; see `load_model`."""
+MakeHead = Callable[[ModelCard, Decoder], DraftHead]
+"""Loads the head of a target, onto its device, with room in its cache for the largest step."""
+
+
+def load_target(settings: ModelSettings, engine: EngineSettings, make_head: MakeHead | None = None) -> LoadedTarget:
+    """Loads a verifier's model; see `load_model`.
+
+    Args:
+        settings: of the model.
+        engine: of the KV cache.
+        make_head: loads the head that drafts beside it; None if nothing does.
+    """
     if is_scripted(settings.model):
+        if make_head is not None:
+            raise InvalidRequestError("draft_head reads hidden states, which a scripted model has none of")
         refuse_settings_of_weights(settings, "a scripted model")
         torch.set_num_threads(settings.threads)  # verification rules still run on torch
         script = Script.parse(settings.model)
         num_tokens = size_without_memory(engine, script.context_length)
         return LoadedTarget(script.card(), ScriptedTarget(script, num_tokens))
-    loaded, model, fit = _load(settings, engine)
-    return LoadedTarget(loaded.card, model, fit)
+    loaded = _load(settings, engine, make_head=make_head)
+    return LoadedTarget(loaded.card, loaded.model, loaded.fit, loaded.head)
 
 
 def load_draft_model(
@@ -66,14 +82,28 @@ def load_draft_model(
     Raises:
         InvalidRequestError: its layers cannot be grouped as the settings say.
     """
-    loaded, model, fit = _load(settings, engine, layers)
-    return LoadedDraftModel(loaded.card, model, fit)
+    loaded = _load(settings, engine, layers)
+    return LoadedDraftModel(loaded.card, loaded.model, loaded.fit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A model with all that was loaded for it."""
+
+    card: ModelCard
+    model: CachedModel
+    fit: Callable[[], int] | None
+    """Sizes its cache; None if the size is set."""
+    head: DraftHead | None
 
 
 def _load(
-    settings: ModelSettings, engine: EngineSettings, layers: LayerParallelSettings | None = None
-) -> tuple[LoadedModel, CachedModel, Callable[[], int] | None]:
-    """Returns the weights, the model that runs them, and what sizes its cache; None if its size is set."""
+    settings: ModelSettings,
+    engine: EngineSettings,
+    layers: LayerParallelSettings | None = None,
+    make_head: MakeHead | None = None,
+) -> _Loaded:
+    """Returns the model that runs the weights."""
     check_decoder(settings.decoder)
     torch.set_num_threads(settings.threads)
     prepare(settings.device)
@@ -82,23 +112,25 @@ def _load(
     if settings.decoder != "transformers":
         lean = load_lean_model(settings.model, settings.dtype, settings.device)
     loaded = lean or load_model(settings.model, settings.dtype, settings.device, settings.revision)
-    model = _cached(loaded, settings, engine, layers)
-    count = count_of(fitter, loaded.card)
-    return loaded, model, None if count is None else partial(model.fit, count)
+    decoder, reason = _decoder_of(loaded, settings)
+    head = None if make_head is None else make_head(loaded.card, decoder)
+    is_static = isinstance(decoder, LeanDecoder) and settings.cuda_graphs and decoder.device.type == "cuda"
+    drafting = None
+    if layers is not None and layers.is_parallel:
+        drafting = _layer_parallel(decoder, layers.parallelism, reason)
+    features = None if head is None else FeatureSource(head.config.taps, head.fuse)
+    model = CachedModel(decoder, size_while_loading(engine), is_static, drafting, features)
+    count = count_of(fitter, loaded.card, head)
+    return _Loaded(loaded.card, model, None if count is None else partial(model.fit, count), head)
 
 
-def _cached(
-    loaded: LoadedModel, settings: ModelSettings, engine: EngineSettings, layers: LayerParallelSettings | None = None
-) -> CachedModel:
+def _decoder_of(loaded: LoadedModel, settings: ModelSettings) -> tuple[Decoder, str]:
+    """Returns the decoder, and the reason why it is not the lean one; empty if it is."""
     decoder = decoder_of(loaded.model, settings.decoder, consumes=True)
     is_lean = isinstance(decoder, LeanDecoder)
     reason = "" if is_lean else why_not_lean(loaded.model) or "asked for"
     log.info("models.decoder_chosen", decoder="lean" if is_lean else "transformers", reason=reason)
-    is_static = is_lean and settings.cuda_graphs and decoder.device.type == "cuda"
-    drafting = None
-    if layers is not None and layers.is_parallel:
-        drafting = _layer_parallel(decoder, layers.parallelism, reason)
-    return CachedModel(decoder, size_while_loading(engine), is_static, drafting)
+    return decoder, reason
 
 
 def _layer_parallel(decoder: Decoder, layers: LayerParallelism, reason: str) -> LayerParallelDecoder:

@@ -26,3 +26,10 @@ def new_seed() -> int:
 def derive_key(seed: int, role: Role) -> bytes:
     """Returns the 16-byte key of a role."""
     return hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=KEY_BYTES, person=role.value.encode()).digest()
+
+
+def local_drafting_key(verifying_key: bytes) -> bytes:
+    """Returns the key that a verifier draws its own drafts with: none of their numbers tells anything of those that the
+    rule draws with the verifying key. Under a coupled rule, drafts are drawn with the coupling key itself.
+    """
+    return hashlib.blake2b(b"", key=verifying_key, digest_size=KEY_BYTES, person=b"local drafting").digest()

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from draftwire.method.devices import upload
 from draftwire.models.decoder import Decoder
-from draftwire.models.kv_cache import CachedSequence, KvCache
+from draftwire.models.kv_cache import CachedSequence, KvCache, slots_of
 from draftwire.models.kv_storage import KvStorage
 from draftwire.models.packing import Segment, pack
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.static_steps import StaticSteps
+from draftwire.models.taps import FeatureSource, SlotFeatures
 
 IdRows = Sequence[int] | Tensor
 """Token ids of a step: on the host, or `[num_tokens] int64` on the model's device."""
@@ -43,6 +44,16 @@ class Reading:
     def segment(self) -> Segment:
         """The new tokens as a segment of a packed step."""
         return Segment(self.sequence, len(self.token_ids), self.parents)
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSpan:
+    """Consecutive tokens of a sequence whose features are wanted."""
+
+    sequence: CachedSequence
+    start: int
+    stop: int
+    """At most the sequence's length: the tokens are in the cache, read or shared."""
 
 
 class SequenceModel(Protocol):
@@ -127,6 +138,22 @@ class ForkingModel(DraftModel, Protocol):
         """
 
 
+class FeatureReader(Protocol):
+    """What has features of the tokens of sequences; see `draftwire.models.taps`."""
+
+    def features(self, spans: Sequence[FeatureSpan]) -> Tensor:
+        """Returns what is kept of some tokens' hidden states.
+
+        Returns:
+            `[sum of stop - start, kept]` on the model's device, for each span in order.
+        """
+
+
+@runtime_checkable
+class FeatureModel(SequenceModel, FeatureReader, Protocol):
+    """A model that keeps features of the tokens that it has read."""
+
+
 class CachedModel:
     """A decoder with a paged KV cache."""
 
@@ -136,6 +163,7 @@ class CachedModel:
         cache_tokens: int,
         is_static: bool = False,
         drafting: LayerParallelDecoder | None = None,
+        features: FeatureSource | None = None,
     ) -> None:
         """Starts with an empty cache.
 
@@ -145,12 +173,15 @@ class CachedModel:
             is_static: whether steps of a few tokens per sequence are padded to recurring shapes, and replayed by CUDA
                 graphs if the decoder is on a GPU.
             drafting: computes `extend` with the same weights, approximately; by default `decoder` does.
+            features: what is kept of each token's hidden states; None keeps nothing. Not with `drafting`, which has no
+                exact ones.
         """
+        assert drafting is None or features is None, "approximate passes have no features"
         self.vocab_size = decoder.vocab_size
         self.device = decoder.device
         self.extends_exactly = drafting is None or not drafting.is_approximate
         self.is_static = is_static
-        self._decoder, self._drafting = decoder, drafting
+        self._decoder, self._drafting, self._source = decoder, drafting, features
         self.resize(cache_tokens)
 
     @property
@@ -167,7 +198,8 @@ class CachedModel:
         """
         drafting = self._drafting
         self.cache = KvCache(cache_tokens)
-        self._storage = KvStorage(self.cache.num_slots, drafting.stacks if drafting else ())
+        tap = SlotFeatures(self._source, self.cache.num_slots) if self._source else None
+        self._storage = KvStorage(self.cache.num_slots, drafting.stacks if drafting else (), tap)
         self._exact = _Runner(self._decoder, self._storage, self.is_static)
         self._fuzzy = _Runner(drafting, self._storage, self.is_static) if drafting else self._exact
 
@@ -202,6 +234,15 @@ class CachedModel:
         fork, sources, targets = self.cache.fork(sequence, length)
         self._copy(sources, targets)
         return fork
+
+    @torch.inference_mode()
+    def features(self, spans: Sequence[FeatureSpan]) -> Tensor:
+        """Returns what is kept of some tokens' hidden states, `[sum of stop - start, kept]`, by one gather."""
+        features = self._storage.features
+        assert features is not None, "the model keeps features"
+        assert features.rows is not None, "tokens were read"
+        slots = [slots_of([each.sequence], each.stop)[0, each.start :] for each in spans]
+        return features.rows.index_select(0, upload(np.concatenate(slots), self.device))
 
     @torch.inference_mode()
     def keep_path(self, sequence: CachedSequence, path: Sequence[int]) -> None:

@@ -1,5 +1,8 @@
 """Decoders compute forward passes: our own code for the Llama family, transformers' for all other models."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -27,8 +30,17 @@ class Decoder(Protocol):
     def vocab_size(self) -> int:
         """Rows of the output."""
 
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers in a hidden state."""
+
     def logits(self, token_ids: Tensor, step: PackedStep, kept: Tensor) -> Tensor:
-        """Computes the forward pass of a step, and stores the keys and values of its tokens.
+        """Computes the forward pass of a step, and stores the keys and values of its tokens. If the step's storage has
+        a tap, it gets the hidden states; the logits are the same to the bit with it and without.
 
         Args:
             token_ids: `[num_tokens] int64`, on the model's device.
@@ -52,18 +64,59 @@ class TransformersDecoder:
         self._model: Any = model
         self.device = model.device
         self.vocab_size = int(self._model.get_output_embeddings().weight.shape[0])
+        config = self._model.config.get_text_config()
+        self.num_layers, self.hidden_size = int(config.num_hidden_layers), int(config.hidden_size)
 
     def logits(self, token_ids: Tensor, step: PackedStep, kept: Tensor) -> Tensor:
         """Returns the logits of the kept tokens, computed by the model's own layers."""
-        output = self._model(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=step.positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=kept,
-            packed_step=step,
-        )
+        tap = step.storage.tap
+        with self._tapped(() if tap is None else tap.layers) as states:
+            output = self._model(
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=step.positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=kept,
+                packed_step=step,
+            )
+        if tap is not None:
+            tap.take(states, step.slots)
         logits: Tensor = output.logits[0]
         return logits
+
+    @contextmanager
+    def _tapped(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+        """Collects the hidden states, `[num_tokens, hidden]` by id, of the pass that is run in the context.
+
+        Raises:
+            InvalidRequestError: the model keeps its layers in an unexpected place.
+        """
+        states: dict[int, Tensor] = {}
+        if not taps:
+            yield states
+            return
+        layers: Any = next((each for each in self._model.modules() if _are_layers(each, self.num_layers)), None)
+        if layers is None:
+            raise InvalidRequestError(f"hidden states of {self._model.name_or_path} cannot be read: no list of layers")
+
+        def keep_input(index: int, _: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            states[index] = (inputs[0] if inputs else named["hidden_states"])[0].clone()
+
+        def keep_output(_: Any, _inputs: Any, output: Any) -> None:
+            states[self.num_layers] = (output if isinstance(output, Tensor) else output[0])[0].clone()
+
+        with ExitStack() as hooks:
+            for index in taps:
+                if index < self.num_layers:
+                    hook = layers[index].register_forward_pre_hook(partial(keep_input, index), with_kwargs=True)
+                else:
+                    hook = layers[-1].register_forward_hook(keep_output)
+                hooks.callback(hook.remove)
+            yield states
+
+
+def _are_layers(module: torch.nn.Module, num_layers: int) -> bool:
+    """Whether a module is the list of a model's layers."""
+    return isinstance(module, torch.nn.ModuleList) and len(module) == num_layers
 
 
 def check_decoder(kind: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from draftwire.models.kv_cache import BLOCK_SIZE, NULL_BLOCK
+from draftwire.models.taps import SlotFeatures, Tap
 
 HEADS_FIRST_BYTES = 1024
 """Keys of a token and a layer that take less are gathered faster with all heads at once."""
@@ -17,13 +18,16 @@ class KvStorage:
     and where they are small, by slots, whose heads are gathered together.
     """
 
-    def __init__(self, num_slots: int, stacks: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(self, num_slots: int, stacks: Sequence[Sequence[int]] = (), tap: Tap | None = None) -> None:
         """Allocates nothing yet: the first step that reaches a layer determines its shape.
 
         Args:
             num_slots: capacity in tokens.
             stacks: layers that are also attended to together; their tensors are contiguous.
+            tap: takes the hidden states of all passes; None if nobody reads them. `SlotFeatures` are part of what is
+                stored of a token.
         """
+        self.tap = tap
         self._num_slots = num_slots
         self._stacks = {index: tuple(stack) for stack in stacks for index in stack}
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -33,8 +37,16 @@ class KvStorage:
 
     @property
     def token_bytes_of_layers(self) -> list[int]:
-        """What each layer stores of a token, bytes; of the layers that a step has reached."""
-        return [sum(tensor.nbytes // self._num_slots for tensor in layer) for layer in self._layers.values()]
+        """What each layer stores of a token, bytes; of the layers that a step has reached. The last is the features',
+        if they are stored.
+        """
+        of_layers = [sum(tensor.nbytes // self._num_slots for tensor in layer) for layer in self._layers.values()]
+        return [*of_layers, self.features.token_bytes] if self.features is not None else of_layers
+
+    @property
+    def features(self) -> SlotFeatures | None:
+        """The features of the tokens; None if they are not stored."""
+        return self.tap if isinstance(self.tap, SlotFeatures) else None
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a layer's keys and values. Slots that were never written are undefined, except the null block: 0.
@@ -59,10 +71,12 @@ class KvStorage:
         return self._stacked[layers]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copies keys and values between slots, `[count] int64` each, in all layers."""
+        """Copies keys, values and features between slots, `[count] int64` each, in all layers."""
         for layer in self._layers.values():
             for tensor in layer:
                 tensor[:, targets] = tensor[:, sources]
+        if self.features is not None:
+            self.features.copy(sources, targets)
 
     def _allocate(self, num_layers: int, new: Tensor) -> Tensor:
         _, heads, size = new.shape

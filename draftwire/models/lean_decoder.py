@@ -171,14 +171,25 @@ class LeanDecoder:
         """Decoder layers."""
         return len(self._mlps)
 
+    @property
+    def hidden_size(self) -> int:
+        """Numbers in a hidden state."""
+        return int(self._embedding.shape[1])
+
     def logits(self, token_ids: Tensor, step: PackedStep, kept: Tensor) -> Tensor:
         """Returns the logits of the kept tokens."""
+        tap, num_tokens = step.storage.tap, len(token_ids)
+        states: dict[int, Tensor] = {}
         # Rows that are repeated once are not repeated for every product. Ranks exchange no more than they have to.
         num_rows = self._head.least_rows if self._group is None else 1
         hidden, rotation = self.embed(repeated(token_ids, num_rows), repeated(step.positions, num_rows))
         for index in range(self.num_layers):
+            if tap is not None and index in tap.layers:
+                states[index] = hidden[:num_tokens].clone()
             hidden += self.attention(index, hidden, rotation, step)
             hidden += self.mlp(index, hidden)
+        if tap is not None:
+            tap.take(states | {self.num_layers: hidden[:num_tokens]}, step.slots)
         return self.head(hidden, kept)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
@@ -239,10 +250,25 @@ class LeanDecoder:
     def _projected(self, layer: Attention, rows: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Returns a layer's queries, keys and values, `[tokens, heads, head_dim]` each, rotary embedding applied."""
         projected = layer.queries_keys_values(rows).unflatten(-1, (-1, self.head_dim))
-        num_rotated = self.heads + self.kv_heads
-        rotated, values = projected[:, :num_rotated], projected[:, num_rotated:]
-        if layer.query_norm is not None and layer.key_norm is not None:
-            queries, keys = layer.query_norm(rotated[:, : self.heads]), layer.key_norm(rotated[:, self.heads :])
-            rotated = torch.cat([queries, keys], dim=1)
-        rotated = rotation(rotated)
-        return rotated[:, : self.heads], rotated[:, self.heads :], values
+        return split_heads(projected, self.heads, self.kv_heads, (layer.query_norm, layer.key_norm), rotation)
+
+
+def split_heads(
+    projected: Tensor, heads: int, kv_heads: int, norms: tuple[Norm | None, Norm | None], rotation: Rotation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns queries, keys and values of `[tokens, heads + 2 * kv_heads, head_dim]`, rotary embedding applied.
+
+    Args:
+        projected: all of them, in this order.
+        heads: query heads.
+        kv_heads: key heads, and as many value heads.
+        norms: of queries and keys, if the layer has them.
+        rotation: of the tokens.
+    """
+    num_rotated = heads + kv_heads
+    rotated, values = projected[:, :num_rotated], projected[:, num_rotated:]
+    query_norm, key_norm = norms
+    if query_norm is not None and key_norm is not None:
+        rotated = torch.cat([query_norm(rotated[:, :heads]), key_norm(rotated[:, heads:])], dim=1)
+    rotated = rotation(rotated)
+    return rotated[:, :heads], rotated[:, heads:], values

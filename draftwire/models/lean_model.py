@@ -61,7 +61,7 @@ class _Base(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = _Norm(config.hidden_size, config)
-        self.rotary_emb = _rotation_of(config)
+        self.rotary_emb = rotation_of(config)
 
 
 class _Layer(nn.Module):
@@ -109,7 +109,7 @@ class _Norm(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class _Rotation:
+class RotaryEmbedding:
     """Rotary position embedding."""
 
     rope_type: str
@@ -119,17 +119,18 @@ class _Rotation:
     """Factor of sines and cosines."""
 
 
-def _rotation_of(config: Any) -> _Rotation:
+def rotation_of(config: Any) -> RotaryEmbedding:
+    """Returns the position embedding of a configuration whose `rope_type` is one of `STEADY_ROTATIONS`."""
     kind = config.rope_parameters["rope_type"]
     with torch.device("cpu"):
         if kind == "default":
             size = head_size(config)
             places = torch.arange(0, size, 2, dtype=torch.float) / size
-            return _Rotation(kind, 1.0 / (config.rope_parameters["rope_theta"] ** places), 1.0)
+            return RotaryEmbedding(kind, 1.0 / (config.rope_parameters["rope_theta"] ** places), 1.0)
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config)
-        return _Rotation(kind, frequencies, float(scaling))
+        return RotaryEmbedding(kind, frequencies, float(scaling))
 
 
 def head_size(config: Any) -> int:

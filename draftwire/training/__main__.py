@@ -6,7 +6,9 @@
     python -m draftwire.training lessons
     python -m draftwire.training drafter drafter
     python -m draftwire.training drafter drafter-8-layers
+    python -m draftwire.training head
     python -m draftwire.training evaluate
+    python -m draftwire.training compare
 
 Each step reads what the one before wrote, can be interrupted and started again, and gives the same result for the
 same seed, library and machine. The steps need the standard library's sources, the packages of constraints.txt and some
@@ -26,12 +28,15 @@ import typer
 from rich.progress import track
 from transformers import LlamaForCausalLM
 
+from draftwire.drafting.heads.draft_head import DraftHead
+from draftwire.drafting.heads.head_loading import load_head
 from draftwire.training.attention import attend_in_chunks
 from draftwire.training.batches import TrainingTexts, batches
 from draftwire.training.conversations import CHAT_TEMPLATE, conversations
 from draftwire.training.corpus import encode_texts, packages, save_tokenizer, standard_library, train_tokenizer
 from draftwire.training.distillation import distillation_loss, next_token_loss, sample_continuations
 from draftwire.training.evaluation import held_out_loss, measure_acceptance, share_repeated
+from draftwire.training.heads.head_training import train_head
 from draftwire.training.lessons import Lessons
 from draftwire.training.pair import (
     CONTEXT_LENGTH,
@@ -45,6 +50,7 @@ from draftwire.training.pair import (
 )
 from draftwire.training.recipe import (
     DRAFTER_TOKENS,
+    EMBEDDED_HEAD,
     END_OF_TEXT_ID,
     LAST_STAGES,
     LESSONS,
@@ -181,6 +187,20 @@ def drafter(
 
 
 @app.command()
+def head(
+    models: ModelsFolder = Path("models"),
+    work: WorkFolder = Path(".training"),
+    threads: Threads = 1,
+    compiled: Compiled = True,
+) -> None:
+    """Train the target's EAGLE-3 head, on the target's own text and about as much of the corpus."""
+    torch.set_num_threads(threads)
+    written = TrainingTexts(np.load(work / "samples.npy"), 1.0)
+    held_out = np.load(work / "held_out.npy")
+    train_head(models / "target", [written, *READING.sources(work)], held_out, EMBEDDED_HEAD, models / "head", compiled)
+
+
+@app.command()
 def evaluate(
     models: ModelsFolder = Path("models"),
     work: WorkFolder = Path(".training"),
@@ -210,6 +230,42 @@ def evaluate(
                     f"{name}, T = {temperature}, {rule}: accepted {found.acceptance_rate:.3f} ({by_position}), "
                     f"block efficiency {found.block_efficiency:.2f}"
                 )
+
+
+@app.command()
+def compare(
+    models: ModelsFolder = Path("models"),
+    work: WorkFolder = Path(".training"),
+    folder: Annotated[Path, typer.Option(help="The head.")] = Path("models/head"),
+    num_prompts: Annotated[int, typer.Option(help="Held-out prompts of 64 tokens to continue.")] = 40,
+    block_length: int = 4,
+    threads: Threads = 1,
+    seed: int = 4,
+) -> None:
+    """Print what the target accepts of a head and of the drafter in a round, and how long they draft."""
+    torch.set_num_threads(threads)
+    held_out = np.load(work / "held_out.npy")
+    target = load_float32(models / "target")
+    starts = np.random.default_rng(seed).integers(0, len(held_out) - PROMPT_TOKENS, num_prompts)
+    prompts = [held_out[start : start + PROMPT_TOKENS].tolist() for start in starts]
+    drafters: dict[str, LlamaForCausalLM | DraftHead] = {
+        "drafter": load_float32(models / "drafter"),
+        "head": load_head(folder, models / "target", CONTEXT_LENGTH, torch.float32),
+    }
+    for temperature in (0.0, 1.0):
+        found = {
+            name: measure_acceptance(target, each, prompts, "block", temperature, block_length)
+            for name, each in drafters.items()
+        }
+        for name, each in found.items():
+            by_position = " ".join(f"{share:.3f}" for share in each.by_position)
+            print(
+                f"{name}, T = {temperature:g}: {each.accepted_per_round:.2f} ± {each.accepted_margin:.2f} of "
+                f"{block_length} accepted a round ({by_position}), {each.draft_ms:.2f} ms a draft token"
+            )
+        head, drafter = found["head"], found["drafter"]
+        accepted, time = head.accepted_per_round / drafter.accepted_per_round, head.draft_ms / drafter.draft_ms
+        print(f"T = {temperature:g}: head / drafter: accepted {accepted:.2f}, time {time:.2f}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from draftwire.training.plan import TrainingPlan
 
-Ids = NDArray[np.uint16]
+Ids = NDArray[np.unsignedinteger[Any]]
 
 TrainingBatch = tuple[Tensor, ...]
 """Token ids `[batch, sequence_length + 1] int64`, and what else a loss takes, by row."""

@@ -9,10 +9,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import LlamaForCausalLM
 
+from draftwire.drafting.heads.draft_head import DraftHead
+from draftwire.drafting.heads.head_drafter import HeadDrafter
 from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
+from draftwire.models.taps import FeatureSource
 from draftwire.requests.parameters import SamplingParams
 
 
@@ -64,29 +68,70 @@ class Acceptance:
     """Tokens per forward pass of the target."""
     by_position: list[float]
     """Share of the rounds with a token at a position of the draft, in which it was accepted."""
+    accepted_per_round: float
+    """Draft tokens accepted in a round that drafted."""
+    accepted_margin: float
+    """Half the width of a 95 % interval of it, over prompts."""
+    draft_ms: float
+    """Drafting, for each draft token, the median of the rounds that drafted whole blocks; milliseconds."""
 
 
 def measure_acceptance(
     target: LlamaForCausalLM,
-    drafter: LlamaForCausalLM,
+    drafter: LlamaForCausalLM | DraftHead,
     prompts: list[list[int]],
     rule: str,
     temperature: float,
     block_length: int,
 ) -> Acceptance:
-    """Measures acceptance over 128 generated tokens per prompt, in one process."""
-    context_length = int(drafter.config.max_position_embeddings)
-    cached_target = CachedModel(decoder_of(target), context_length)
-    strategy = LanguageModelDrafter(CachedModel(decoder_of(drafter), context_length), context_length)
+    """Measures acceptance over 128 generated tokens per prompt, in one process.
+
+    Args:
+        target: verifies.
+        drafter: a model, or a head of the target.
+        prompts: token ids.
+        rule: as of `LocalRun`.
+        temperature: of the sampling.
+        block_length: draft tokens per round.
+    """
+    context_length = int(target.config.max_position_embeddings)
+    strategy: DraftingStrategy | HeadDrafter
+    if isinstance(drafter, LlamaForCausalLM):
+        cached_target = CachedModel(decoder_of(target), context_length)
+        strategy = LanguageModelDrafter(CachedModel(decoder_of(drafter), context_length), context_length)
+    else:
+        features = FeatureSource(drafter.config.taps, drafter.fuse)
+        cached_target = CachedModel(decoder_of(target), context_length, features=features)
+        strategy = HeadDrafter(drafter, cached_target)
     drafted, accepted = [0] * block_length, [0] * block_length
     rounds = emitted = 0
+    by_prompt: list[float] = []
+    times: list[float] = []
     for seed, prompt in enumerate(prompts):
         run = LocalRun(SamplingParams(temperature), 128, block_length, rule, seed)
+        own: list[int] = []
         for done in speculate(cached_target, strategy, prompt, run):
-            for position in range(int(done.blocks.lengths[0])):
+            length = int(done.blocks.lengths[0])
+            for position in range(length):
                 drafted[position] += 1
                 accepted[position] += position < done.num_accepted
+            if length:
+                own.append(done.num_accepted)
+            if length == block_length:
+                times.append(1e3 * done.draft_s / length)
             emitted += len(done.token_ids)
             rounds += 1
+        by_prompt.append(float(np.mean(own)))
     by_position = [kept / tried for kept, tried in zip(accepted, drafted, strict=True)]
-    return Acceptance(rule, temperature, block_length, sum(accepted) / sum(drafted), emitted / rounds, by_position)
+    margin = 1.96 * float(np.std(by_prompt)) / len(by_prompt) ** 0.5
+    return Acceptance(
+        rule,
+        temperature,
+        block_length,
+        sum(accepted) / sum(drafted),
+        emitted / rounds,
+        by_position,
+        float(np.mean(by_prompt)),
+        margin,
+        float(np.median(times)),
+    )

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.training.batches import Repetition, TrainingTexts
+from draftwire.training.heads.head_recipe import HeadRecipe
 from draftwire.training.pair import DrafterName
 from draftwire.training.plan import Phase, TrainingPlan
 
@@ -94,3 +96,6 @@ positions that it was not trained on."""
 
 DRAFTER_TOKENS = {DrafterName.DRAFTER: 20_000_000, DrafterName.EIGHT_LAYERS: 5_000_000}
 """The lessons are read several times over."""
+
+EMBEDDED_HEAD = HeadRecipe(HeadKind.EAGLE3, 1_600_000)
+"""Of the head of the target."""

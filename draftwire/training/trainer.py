@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from draftwire.training.batches import TrainingBatch
 from draftwire.training.plan import TrainingPlan
@@ -27,16 +26,17 @@ class Trainer:
 
     CHECKPOINT_SECONDS = 240.0
 
-    def __init__(self, model: PreTrainedModel, plan: TrainingPlan, state_path: Path, compiled: bool) -> None:
+    def __init__(self, model: nn.Module, plan: TrainingPlan, state_path: Path, compiled: bool) -> None:
         """Prepares the optimisers and loads `state_path` where an interrupted run with the same plan left it.
 
         Raises:
             ValueError: the checkpoint at `state_path` was made under another plan.
         """
         self.model, self.plan, self.state_path, self.compiled = model, plan, state_path, compiled
-        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        matrices = [p for n, p in trained.items() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
         chosen = {id(p) for p in matrices}
-        others = [p for p in model.parameters() if id(p) not in chosen]
+        others = [p for p in trained.values() if id(p) not in chosen]
         self.optimizers: list[torch.optim.Optimizer] = [
             torch.optim.Muon(matrices, lr=plan.matrix_learning_rate, weight_decay=0.01, nesterov=True),
             torch.optim.AdamW(others, lr=plan.embedding_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),

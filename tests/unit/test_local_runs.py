@@ -8,9 +8,11 @@ from gateway_fakes import GONE, FakeDrafter, FakeTarget, collect, in_virtual_tim
 from test_drafter_seat import Seating, seating
 
 from benchmarks.simulated_pair import round_times
+from draftwire.drafting.heads.head_names import HEAD_NAMES
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import Fence, LocalDraft, Verdict, WatchedGuess
 from draftwire.method.token_source import TokenSource
+from draftwire_gateway.core import local_strategies
 from draftwire_gateway.session.drafter_seat import RunRequest
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict
 from draftwire_gateway.session.round_times import WhyPlain
@@ -35,6 +37,19 @@ async def test_without_a_drafter_the_verifier_is_asked_to_draft() -> None:
     one.seat.seek(one.target)
     assert one.seat.next_length() < 1
     assert one.seat.run(32, 2) == RunRequest(WhyPlain.NO_GUESS, 32, LocalDraft("suffix", 3))
+
+
+@pytest.mark.parametrize("head", HEAD_NAMES)
+@in_virtual_time
+async def test_verifier_with_a_head_is_asked_to_draft_by_it_alone(head: str) -> None:
+    both = local_strategies("auto")
+    one = seated(num_speculative_tokens=3, strategies=(head, "suffix", "lookup"), local_strategies=both)
+    one.seat.seek(one.target)
+    assert one.seat.run(32, 2).draft == LocalDraft(head, 3)
+    one = seated(num_speculative_tokens=3, strategies=("suffix", "lookup"), local_strategies=both)
+    one.seat.seek(one.target)
+    assert one.seat.run(32, 2).draft == LocalDraft("suffix", 3), "without one by what it can"
+    assert local_strategies(head) == (head,)
 
 
 @in_virtual_time

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
 from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel, FeatureSpan, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
 from draftwire.models.lean_decoder import LeanDecoder
@@ -52,6 +52,7 @@ from draftwire.models.parallel.step_plan import (
     encode,
 )
 from draftwire.models.parallel.tensor_parallel import ParallelModel, check_divides, follow
+from draftwire.models.taps import FeatureSource
 
 torch.set_num_threads(1)
 
@@ -218,6 +219,50 @@ def test_lower_precision_differs_by_rounding_alone(ranks: Ranks, folders: dict[s
 def test_other_models_are_spread_by_transformers(name: str, size: int, ranks: Ranks, folders: dict[str, str]) -> None:
     own = ranks.run(size, logits, folders[name])[0]
     assert compare(own, expected(folders[name]), 5e-4) > 0.0, "float32 rounding of logits of about 10"
+
+
+# Features
+
+
+def summed(features: Tensor) -> Tensor:
+    return features.unflatten(1, (3, -1)).sum(1)
+
+
+FEATURES = FeatureSource((2, 0, 1), summed)
+
+
+def featured(model: CachedModel) -> Tensor:
+    """Reads texts in parts, forgets, moves and shares some, and returns the features of all."""
+    first, ids = model.cache.open(), [(7 * place) % VOCAB_SIZE for place in range(3 * BLOCK_SIZE)]
+    model.read([Reading(first, ids, 1)])
+    model.cache.publish(first, ids)
+    second = model.cache.open(ids)
+    nodes = (-1, 0, -1, 2)
+    model.read([Reading(second, [*ids[second.length :], 1, 2, 3, 4], 1, nodes), Reading(first, [5], 0)])
+    model.keep_path(second, [2, 3])
+    return model.features([FeatureSpan(second, 0, len(ids) + 2), FeatureSpan(first, 40, len(ids) + 1)])
+
+
+def features_of_group(group: ProcessGroup, path: str) -> Tensor | None:
+    """Returns on rank 0 what `featured` does; the others keep none."""
+    decoder = load_parallel_target(ModelSource(path, "float32"), group).decoder
+    model = ParallelModel(decoder, CACHE_TOKENS, features=None if group.rank else FEATURES, group=group)
+    if group.rank:
+        follow(model)
+        return None
+    rows = featured(model)
+    model.stop()
+    return rows.clone()
+
+
+@pytest.mark.parametrize("name", ["llama with all biases", "granite"])  # by the lean decoder and by transformers
+def test_features_are_whole_on_rank_0_alone(name: str, ranks: Ranks, folders: dict[str, str]) -> None:
+    own, other = ranks.run(2, features_of_group, folders[name])
+    decoder = decoder_of(load_model(folders[name], "float32").model)
+    expected_rows = featured(CachedModel(decoder, CACHE_TOKENS, features=FEATURES))
+    assert other is None
+    assert own.shape == expected_rows.shape == (3 * BLOCK_SIZE + 2 + 9, decoder.hidden_size)
+    assert (own - expected_rows).abs().max() <= 1e-4 * expected_rows.std()
 
 
 # Size of the cache

@@ -10,10 +10,12 @@ import structlog
 import torch
 from torch import Tensor
 
+from draftwire.drafting.heads.draft_head import DraftHead
 from draftwire.engine.cache_sizing import count_of, fitter_of, size_while_loading
+from draftwire.engine.model_loading import MakeHead
 from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.errors import DraftwireError, GroupLostError, InvalidRequestError, NoRoomError
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel, FeatureSpan, Reading
 from draftwire.models.card import ModelCard
 from draftwire.models.decoder import check_decoder
 from draftwire.models.kv_cache import CachedSequence, KvCache
@@ -21,9 +23,16 @@ from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.parallel.layer_groups import written
 from draftwire.models.parallel.layer_parallel_loading import load_layer_parallel
 from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
-from draftwire.models.parallel.sharded_loading import ModelSource, Progress, load_parallel_target
+from draftwire.models.parallel.sharded_loading import (
+    LOADING_SECONDS,
+    LoadedShard,
+    ModelSource,
+    Progress,
+    load_parallel_target,
+)
 from draftwire.models.parallel.tensor_parallel import ParallelModel
 from draftwire.models.script import is_scripted
+from draftwire.models.taps import FeatureSource
 from draftwire.runtime.settings import require
 
 log = structlog.get_logger()
@@ -40,6 +49,8 @@ class LoadedRank:
     group: ProcessGroup
     count: Callable[[CachedModel], int] | None
     """Says how many tokens the KV cache has room for on this rank; None if its size is set."""
+    head: DraftHead | None = None
+    """Drafts beside the model, on rank 0 alone; None if nothing does."""
 
 
 def join_group(config: RankConfig) -> ProcessGroup:
@@ -121,6 +132,10 @@ class GroupModel:
         """
         self._together(lambda: self._model.keep_path(sequence, path))
 
+    def features(self, spans: Sequence[FeatureSpan]) -> Tensor:
+        """Returns what rank 0 keeps of tokens; see `FeatureModel.features`. The others take no part."""
+        return self._model.features(spans)
+
     def heartbeat(self) -> None:
         """Exchanges a heartbeat with the other ranks.
 
@@ -154,11 +169,18 @@ class GroupModel:
         return result
 
 
-def load_target_rank(config: RankConfig, on_progress: Progress | None = None) -> LoadedRank:
+def load_target_rank(
+    config: RankConfig, on_progress: Progress | None = None, make_head: MakeHead | None = None
+) -> LoadedRank:
     """Joins the group and loads this rank's share of the weights.
 
+    Args:
+        config: of the rank.
+        on_progress: called while weights are read.
+        make_head: loads the head that drafts beside the model; on rank 0 alone.
+
     Raises:
-        InvalidRequestError: the model cannot be shared by so many ranks, or not at all.
+        InvalidRequestError: the model cannot be shared by so many ranks, or not at all; or the head is not for it.
         UnavailableError: another rank did not join in time, or was lost.
     """
     loading, group = config.loading, join_group(config)
@@ -167,10 +189,22 @@ def load_target_rank(config: RankConfig, on_progress: Progress | None = None) ->
     loaded = load_parallel_target(source, group, loading.decoder, on_progress)
     is_lean = isinstance(loaded.decoder, LeanDecoder)
     log.info("models.decoder_chosen", decoder="lean" if is_lean else "transformers", rank=group.rank)
+    head = None if make_head is None else _head_of(group, loaded, make_head)
+    group.meet(LOADING_SECONDS)  # loading the head may take longer than ranks wait for each other
     # Not static: graphs with collectives in them have not been tried on GPUs.
-    count = count_of(fitter, loaded.card)
-    model = ParallelModel(loaded.decoder, size_while_loading(config.engine), group=group, count=count)
-    return LoadedRank(loaded.card, model, group, count)
+    count, num_tokens = count_of(fitter, loaded.card, head), size_while_loading(config.engine)
+    features = None if head is None else FeatureSource(head.config.taps, head.fuse)
+    model = ParallelModel(loaded.decoder, num_tokens, features=features, group=group, count=count)
+    return LoadedRank(loaded.card, model, group, count, head)
+
+
+def _head_of(group: ProcessGroup, loaded: LoadedShard, make_head: MakeHead) -> DraftHead:
+    """Loads the head; if that fails, no other rank waits for this one."""
+    try:
+        return make_head(loaded.card, loaded.decoder)
+    except BaseException as error:
+        group.break_off(f"the head was not loaded: {type(error).__name__}")
+        raise
 
 
 def load_draft_rank(config: RankConfig) -> LoadedRank:

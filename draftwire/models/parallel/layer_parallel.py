@@ -50,6 +50,7 @@ class LayerParallelDecoder:
         self._base = base
         self.device = base.device
         self.vocab_size = base.vocab_size
+        self.num_layers, self.hidden_size = base.num_layers, base.hidden_size
         self._ranks = ranks
         self._groups: list[_Group] = [
             _local_group(base, group) if ranks is None else ranks.shared(base, group) for group in groups

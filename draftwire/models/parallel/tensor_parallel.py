@@ -31,6 +31,7 @@ from draftwire.models.parallel.step_plan import (
     Stop,
     host_ids,
 )
+from draftwire.models.taps import FeatureSource
 
 
 def check_divides(config: Any, size: int) -> None:
@@ -74,6 +75,7 @@ class ParallelModel(CachedModel):
         cache_tokens: int,
         is_static: bool = False,
         drafting: LayerParallelDecoder | None = None,
+        features: FeatureSource | None = None,
         *,
         group: ProcessGroup,
         count: Callable[[CachedModel], int] | None = None,
@@ -85,10 +87,11 @@ class ParallelModel(CachedModel):
             cache_tokens: as for `CachedModel`.
             is_static: as for `CachedModel`.
             drafting: as for `CachedModel`, this rank's shard.
+            features: as for `CachedModel`, on rank 0 alone: hidden states are whole on every rank.
             group: the process group of the decoders.
             count: as for `fit`, on this rank; None if the size of the cache is not to be found.
         """
-        super().__init__(decoder, cache_tokens, is_static, drafting)
+        super().__init__(decoder, cache_tokens, is_static, drafting, features)
         self.group = group
         self._count = count
         self._plans = PlanChannel(group)

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from draftwire.drafting.heads.head_names import HEAD_NAMES
 from draftwire.drafting.model_free.names import TEXT_DRAFTER_NAMES, are_text_drafters
 from draftwire.method.ahead_limits import MAX_BRANCHES, MAX_ROUNDS_AHEAD
 from draftwire.requests.tool_calls import PLAIN_LIST, SYNTAXES
@@ -144,7 +145,8 @@ class GatewayConfig:
     rounds say, or "fixed", num_speculative_tokens."""
     local_drafts: str = AUTO_LOCAL_DRAFTS
     """How a verifier drafts by itself where no drafter does: "suffix" or "lookup", from earlier places of each text,
-    "retrieval", from files, or several joined by "+"; "auto", suffix and retrieval as far as it can; or "none"."""
+    "retrieval", from files, or several joined by "+"; "eagle3", "eagle", "medusa" or "hydra", by its head; "auto", by
+    its head if it has one, else suffix and retrieval as far as it can; or "none"."""
     num_speculative_tokens: int = 4
     """Draft tokens per round where a request names a seed but no number, and the first length that is tried; 0 is
     plain decoding."""
@@ -219,8 +221,9 @@ class GatewayConfig:
         )
         known = ("adaptive", "fixed")
         require(self.speculation in known, f"speculation must be adaptive or fixed, not {self.speculation!r}")
-        is_known = self.local_drafts in (AUTO_LOCAL_DRAFTS, NO_LOCAL_DRAFTS) or are_text_drafters(self.local_drafts)
-        known_drafts = ", ".join((AUTO_LOCAL_DRAFTS, *TEXT_DRAFTER_NAMES))
+        alone = (AUTO_LOCAL_DRAFTS, NO_LOCAL_DRAFTS, *HEAD_NAMES)
+        is_known = self.local_drafts in alone or are_text_drafters(self.local_drafts)
+        known_drafts = ", ".join((AUTO_LOCAL_DRAFTS, *TEXT_DRAFTER_NAMES, *HEAD_NAMES))
         require(is_known, f"local_drafts must be {known_drafts} or {NO_LOCAL_DRAFTS}, not {self.local_drafts!r}")
         known_syntaxes = (AUTO_TOOL_SYNTAX, *(name for name in SYNTAXES if name != PLAIN_LIST.name), NO_TOOL_SYNTAX)
         is_known = self.tool_call_syntax in known_syntaxes

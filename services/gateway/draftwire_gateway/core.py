@@ -10,6 +10,7 @@ from pathlib import Path
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from draftwire.drafting.heads.head_names import HEAD_NAMES
 from draftwire.drafting.model_free.names import RETRIEVAL, SUFFIX, parts_of
 from draftwire.errors import ContextLengthError, InvalidRequestError
 from draftwire.models.description import ModelDescription
@@ -323,4 +324,4 @@ def local_strategies(local_drafts: str) -> tuple[str, ...]:
     """Returns the strategies that an option `local_drafts` stands for."""
     if local_drafts == NO_LOCAL_DRAFTS:
         return ()
-    return (SUFFIX, RETRIEVAL) if local_drafts == AUTO_LOCAL_DRAFTS else parts_of(local_drafts)
+    return (*HEAD_NAMES, SUFFIX, RETRIEVAL) if local_drafts == AUTO_LOCAL_DRAFTS else parts_of(local_drafts)

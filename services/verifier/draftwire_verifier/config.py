@@ -75,6 +75,15 @@ class TargetEngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadSettings:
+    """A head that drafts inside the verifier, beside the target; see docs/heads.md."""
+
+    draft_head: str | None = None
+    """Folder of an EAGLE-1, EAGLE-3, Medusa or Hydra head that was trained for the model, as its authors or speculators
+    save it: it drafts inside the verifier, from the model's own hidden states."""
+
+
+@dataclass(frozen=True, slots=True)
 class VerifierConfig:
     """Everything that can be set. Bad values raise at start."""
 
@@ -84,6 +93,7 @@ class VerifierConfig:
     parallel: TensorParallelSettings = field(default_factory=TensorParallelSettings)
     target: TargetEngineSettings = field(default_factory=TargetEngineSettings)
     texts: TextDraftSettings = field(default_factory=TextDraftSettings)
+    heads: HeadSettings = field(default_factory=HeadSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
@@ -102,6 +112,7 @@ class VerifierConfig:
 
     def _check_vllm(self) -> None:
         """Refuses settings that set nothing for vLLM."""
+        require(self.heads.draft_head is None, "draft_head needs the hidden states of engine draftwire, not of vllm")
         loading, unset = self.loading, ModelSettings(self.loading.model)
         for name, instead in (
             ("decoder", "vLLM has its own"),

@@ -4,13 +4,18 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import structlog
+import torch
 
 from draftwire.audit import AuditSums, FirstUses
+from draftwire.drafting.heads.draft_head import DraftHead
+from draftwire.drafting.heads.head_drafter import HeadDrafter
+from draftwire.drafting.heads.head_loading import load_head
 from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.admission import Room
-from draftwire.engine.cache_sizing import run_largest
+from draftwire.engine.cache_sizing import run_largest, size_while_loading
 from draftwire.engine.engine_service import EngineService
 from draftwire.engine.leases import SessionFailed
 from draftwire.engine.model_loading import LoadedTarget, load_target
@@ -27,6 +32,7 @@ from draftwire.errors import (
     UnavailableError,
     Violation,
 )
+from draftwire.method.quantization import Quantization
 from draftwire.method.rounds import (
     FenceVerdict,
     PlainRun,
@@ -36,9 +42,12 @@ from draftwire.method.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.models.card import ModelCard
+from draftwire.models.cached_model import FeatureModel
+from draftwire.models.card import ModelCard, path_of
+from draftwire.models.decoder import Decoder
 from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ISSUED_IDENTITIES, ModelDescription
 from draftwire.models.kv_cache import BLOCK_SIZE
+from draftwire.models.taps import check_taps
 from draftwire.requests.automaton import Automaton
 from draftwire.runtime.outbox import Outbox
 from draftwire.verification.rule import VerificationRule, facts_of
@@ -51,6 +60,11 @@ from draftwire_verifier.progress import LoadProgress
 from draftwire_verifier.scheduler import Completed, Scheduler, Step, StepResult, TargetSession
 
 log = structlog.get_logger()
+
+LOCAL_ORIGIN = "verifier"
+"""Origin of the verifier's own head, in the records of drafters: no connection has such a name."""
+HEAD_QUANTIZATION = Quantization(mass=0.99, max_support=512)
+"""Of the drafts of a head in the verifier: they travel nowhere, and the mass that is left out costs acceptance."""
 
 MAX_OUTCOMES = 4096
 """Outcomes that wait for a drafter's stream at most; further ones are left out."""
@@ -93,6 +107,10 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         """
         self.drafters = Drafters()
         super().__init__(config, VerifierMetrics(self.drafters), place, followers)
+        self._head_names: tuple[str, ...] = ()
+        """Of the target's head, if there is one."""
+        self._head: Drafter | None = None
+        """Its record; None if there is none."""
         self._first_uses = FirstUses()
         self._outcomes: dict[int | None, Outbox[RoundOutcome]] = {}
         """By id of the drafter that reads them."""
@@ -100,6 +118,11 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     async def _load(self) -> None:
         await super()._load()
         self.metrics.watch_waits(self._scheduler)
+        for strategy in self.description.local_strategies:
+            self.metrics.local_draft_tokens.labels(strategy)  # at 0 from the start, so that `rate` sees the first
+            self.metrics.local_accepted.labels(strategy)
+        for name in self._head_names:
+            self._head = self.drafters.connect(Greeting(name, LOCAL_ORIGIN, 0))
 
     def _load_engine(self) -> tuple[ModelCard, StepEngine[Step, StepResult]]:
         self._rules = served_rules(self.config.own_rules)
@@ -111,7 +134,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             card.description,
             capabilities=frozenset({HELD_BLOCKS, ISSUED_IDENTITIES}),
             rules=tuple(map(facts_of, self._rules.values())),
-            local_strategies=self._text_drafters.names,
+            local_strategies=(*self._head_names, *self._text_drafters.names),
         )
         return replace(card, description=description), engine
 
@@ -119,7 +142,27 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         target = self._load_target()
         self.kv_cache_tokens = self._size_cache(target)
         card = limited(target.card, self.kv_cache_tokens)
-        return card, TargetEngine(target.model, card.description.context_length)
+        if target.head is not None:
+            target.head.resize(self.kv_cache_tokens)  # a text has fewer pairs than tokens
+            self._head_names = (target.head.config.kind.value,)
+        return card, self._engine_of(target, card)
+
+    def _make_head(self, card: ModelCard, decoder: Decoder) -> DraftHead:
+        """Loads the head of the option `draft_head` in the target's type, onto its device."""
+        assert self.config.heads.draft_head is not None, "asked for only if there is one"
+        loading = self.config.loading
+        folder, target = Path(self.config.heads.draft_head), Path(path_of(loading.model, loading.dtype))
+        dtype = getattr(torch, card.description.dtype)
+        head = load_head(folder, target, size_while_loading(self.config.engine), dtype, str(decoder.device))
+        check_taps(head.config.taps, decoder.num_layers)
+        return head
+
+    def _engine_of(self, target: LoadedTarget, card: ModelCard) -> TargetEngine:
+        head = None
+        if target.head is not None:
+            assert isinstance(target.model, FeatureModel), "it was loaded with a head"
+            head = HeadDrafter(target.head, target.model, HEAD_QUANTIZATION)
+        return TargetEngine(target.model, card.description.context_length, head)
 
     def _load_vllm(self) -> tuple[ModelCard, StepEngine[Step, StepResult]]:
         from draftwire_verifier.vllm.vllm_engine import load_vllm
@@ -134,23 +177,25 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         settings, size = self.config.engine, target.model.cache.num_blocks * BLOCK_SIZE
         if target.fit is None:
             return settings.kv_cache_tokens if isinstance(settings.kv_cache_tokens, int) else size
-        trial = TargetEngine(target.model, limited(target.card, size).description.context_length)
+        trial = self._engine_of(target, limited(target.card, size))
         run_largest(partial(trial.run_largest, settings.max_sessions, settings.max_draft_tokens), settings)
         return target.fit()
 
     def _load_target(self) -> LoadedTarget:
+        make_head = self._make_head if self.config.heads.draft_head is not None else None
         if self.group.place.size == 1:
-            return load_target(self.config.loading, self.config.engine)
+            return load_target(self.config.loading, self.config.engine, make_head)
         from draftwire.engine.ranks.group_model import GroupModel, load_target_rank
 
         progress = LoadProgress(self.config.server.log_format)
         try:
-            rank = load_target_rank(RankConfig.of(self.config, self.group.place), progress)
+            rank = load_target_rank(RankConfig.of(self.config, self.group.place), progress, make_head)
         finally:
             progress.end()
         model = GroupModel(rank, "verifier")
         self.group.take(model)
-        return LoadedTarget(rank.card, model, None if rank.count is None else partial(model.fit, rank.count))
+        fit = None if rank.count is None else partial(model.fit, rank.count)
+        return LoadedTarget(rank.card, model, fit, rank.head)
 
     def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> Scheduler:
         return Scheduler(
@@ -158,6 +203,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             vocab_size=self.description.vocab_size,
             rules=self._rules,
             text_drafters=self._text_drafters,
+            head=next(iter(self._head_names), ""),
             max_draft_tokens=self.config.engine.max_draft_tokens,
             room=room,
             pacer=pacer,
@@ -316,9 +362,13 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     def _audit(self, step: Step, result: StepResult) -> None:
         """Adds the audit sums of a step to the drafters' records; quarantines drafters that exceed the bound."""
         sums_of: dict[tuple[int, bool], AuditSums] = {}
-        for item, sums in zip(step.items, result.audits, strict=True):
-            if item.block is not None and item.session.is_audited and sums is not None:
-                sender = (item.block.drafter_id, item.block.is_used)
+        drafted = result.drafted or [None] * len(step.items)
+        for item, own, sums in zip(step.items, drafted, result.audits, strict=True):
+            block = own or item.block
+            if block is not None and item.session.is_audited and sums is not None:
+                sender = (block.drafter_id, block.is_used)
+                if own is not None and self._head is not None:
+                    sender = (self._head.id, False)  # it needs no credit
                 sums_of[sender] = sums_of.get(sender, AuditSums()) + sums
         for (drafter_id, is_used), sums in sums_of.items():
             drafter = self.drafters.get(drafter_id)
@@ -345,11 +395,14 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             num_draft_tokens=drafter.audit.total.num_positions,
             num_sessions=len(sessions),
         )
+        if drafter is self._head:
+            self._scheduler.is_head_trusted = False
         for session in sessions:
             self._end_speculation(session, reason, drafter.id)
 
     def _complete(self, step: Step, result: StepResult) -> list[Completed]:
         self.metrics.count_step(len(step.items), result.verify_us / 1e6)
+        self.metrics.count_head(result.head_s)
         deliveries = self._scheduler.complete(step, result)
         for session, event in deliveries:
             if isinstance(event, DraftwireError):

@@ -4,6 +4,7 @@ import time
 
 import torch
 
+from draftwire.drafting.heads.head_drafter import HeadDrafter
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.engine.step_engine import StepEngine
@@ -11,6 +12,7 @@ from draftwire.errors import BlockViolationError
 from draftwire.method.distributions import DenseRows, rows_of
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import KEY_BYTES
+from draftwire.method.rounds import ReceivedBlock
 from draftwire.method.sampling import TokenEdits
 from draftwire.models.cached_model import SequenceModel
 from draftwire.models.kv_cache import CachedSequence
@@ -20,15 +22,23 @@ from draftwire.verification.deciding import Judgement
 from draftwire.verification.rule import UndraftedRule
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.auditing import audits_of
+from draftwire_verifier.head_drafts import HeadDrafts
 from draftwire_verifier.scheduler import Step, StepItem, StepResult
 
 
 class TargetEngine(StepEngine[Step, StepResult]):
     """The target model with one cached sequence per session."""
 
-    def __init__(self, model: SequenceModel, context_length: int) -> None:
-        """Starts without sessions; `model` is loaded, `context_length` in tokens."""
+    def __init__(self, model: SequenceModel, context_length: int, head: HeadDrafter | None = None) -> None:
+        """Starts without sessions.
+
+        Args:
+            model: loaded.
+            context_length: in tokens.
+            head: drafts beside the model; None if nothing does.
+        """
         self.model = model
+        self._head = None if head is None else HeadDrafts(head, model.vocab_size)
         self._context_length = context_length
         self._sequences: dict[SessionKey, CachedSequence] = {}
         self._undrafted: dict[str, UndraftedRule] = {}
@@ -40,8 +50,11 @@ class TargetEngine(StepEngine[Step, StepResult]):
         sequence = self.model.cache.open()
         num_tokens = min(num_tokens, self._context_length - 1)
         judge(self.model, [Judging(sequence, [0] * num_tokens, [], None, SamplingParams(), rule, key)])
+        seconds = time.perf_counter() - started
+        if self._head is not None:
+            self._head.rehearse([sequence], 1)
         self.model.cache.close(sequence)
-        return num_tokens, time.perf_counter() - started
+        return num_tokens, seconds
 
     def run_largest(self, num_sessions: int, num_draft_tokens: int) -> None:
         """Runs a step as large as any: a block of every session, judged by what takes the most memory, beside a prompt.
@@ -58,13 +71,17 @@ class TargetEngine(StepEngine[Step, StepResult]):
         sequences = [model.cache.open() for _ in range(num_sessions + 1)]
         blocks = [Judging(one, [0], drafted, rows, sampling, rule, key) for one in sequences[:-1]]
         judge(model, [*blocks, Judging(sequences[-1], prompt, [], None, sampling, rule, key)])
+        if self._head is not None:
+            self._head.rehearse(sequences, len(drafted))
         for sequence in sequences:
             model.cache.close(sequence)
 
     def step(self, step: Step) -> StepResult:
         """Runs a step: verification of blocks, plain decoding, prefill."""
         started = time.perf_counter()
-        judgings = [self._judging(item) for item in step.items]
+        drafted, draft_s = self._head.draft(step.items, self._sequences) if self._head is not None else ([], 0.0)
+        blocks = [own or item.block for own, item in zip(drafted or [None] * len(step.items), step.items, strict=True)]
+        judgings = [self._judging(item, block) for item, block in zip(step.items, blocks, strict=True)]
         done = judge(self.model, judgings)
         num_unread = [
             len(judging.committed) - judging.sequence.length if not isinstance(outcome, Judgement) else 1
@@ -77,17 +94,22 @@ class TargetEngine(StepEngine[Step, StepResult]):
             num_tokens=done.num_tokens,
             verify_us=int((time.perf_counter() - started) * 1e6),
             audits=audits_of(done.decided, [judging.rule for judging in judgings]),
+            drafted=drafted,
+            head_s=draft_s,
         )
 
     def forget(self, key: SessionKey) -> None:
-        """Frees a session's KV cache."""
+        """Frees a session's KV cache, and what the head keeps of it."""
         self._edits.pop(key, None)
+        if self._head is not None:
+            self._head.forget(key)
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self.model.cache.close(sequence)
 
-    def _judging(self, item: StepItem) -> Judging:
-        session, spec, block = item.session, item.session.spec, item.block
+    def _judging(self, item: StepItem, block: ReceivedBlock | None) -> Judging:
+        """Returns an item's part in the forward pass. `block` is what the round is decided about."""
+        session, spec = item.session, item.session.spec
         parameters = spec.parameters
         sequence = self._sequences.get(session.key)
         if sequence is None:

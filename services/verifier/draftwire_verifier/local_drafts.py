@@ -124,18 +124,20 @@ class LocalText:
         )
 
 
-def check_local(draft: LocalDraft, spec: TargetSessionSpec, drafters: TextDrafters) -> None:
+def check_local(draft: LocalDraft, spec: TargetSessionSpec, drafters: TextDrafters, head: str = "") -> None:
     """Checks a requested draft.
 
     Args:
         draft: what is requested.
         spec: of the session.
         drafters: there are.
+        head: name of the verifier's own head; empty if it has none.
 
     Raises:
         InvalidRequestError: the strategy is unknown, or the number is out of range.
     """
-    drafters.named(draft.strategy)
+    if not head or draft.strategy != head:
+        drafters.named(draft.strategy)
     most = spec.parameters.max_draft_tokens
     if not 1 <= draft.num_draft_tokens <= most:
         raise InvalidRequestError(f"a local draft has 1 to {most} tokens here, not {draft.num_draft_tokens}")

@@ -51,6 +51,13 @@ class VerifierMetrics(EngineMetrics):
             "queue_seconds",
             "Waiting of blocks and plain rounds for a step; first rounds, which wait for their prompts, are left out.",
         )
+        self._head_s = self.tally("head_draft_seconds", "Time of a step in which the verifier's own head drafted.")
+        self.local_draft_tokens = self.counter(
+            "local_draft_tokens", "Draft tokens judged that the verifier drafted by itself, by how.", ("strategy",)
+        )
+        self.local_accepted = self.counter(
+            "local_accepted_tokens", "Draft tokens accepted that the verifier drafted by itself, by how.", ("strategy",)
+        )
         self.near_ties = self.counter("near_ties", "Tokens that rounding could have changed, under the rule coupled.")
         self.drafted_per_position = self.counter(
             "spec_decode_num_draft_tokens_per_pos",
@@ -76,6 +83,11 @@ class VerifierMetrics(EngineMetrics):
         self._num_draft_bytes += count
         self.draft_bytes.inc(count)
 
+    def count_head(self, seconds: float) -> None:
+        """Counts how long the verifier's own head drafted in a step; 0 if it did not."""
+        if seconds:
+            self._head_s.observe(seconds)
+
     def count(self, verdict: Verdict, *, is_first: bool = False) -> None:
         """Counts one decided round. `is_first`: the session's first, whose time in the queue includes its prefill."""
         if not is_first:
@@ -88,6 +100,9 @@ class VerifierMetrics(EngineMetrics):
             self.drafts.inc()
             self.draft_tokens.inc(verdict.num_draft_tokens)
             self.accepted.inc(verdict.num_accepted_tokens)
+            if verdict.local_strategy:
+                self.local_draft_tokens.labels(verdict.local_strategy).inc(verdict.num_draft_tokens)
+                self.local_accepted.labels(verdict.local_strategy).inc(verdict.num_accepted_tokens)
             for position in range(len(self._per_position), verdict.num_draft_tokens):
                 judged, accepted = self.drafted_per_position, self.accepted_per_position
                 self._per_position.append((judged.labels(position), accepted.labels(position)))

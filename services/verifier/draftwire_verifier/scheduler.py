@@ -68,6 +68,8 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     """Blocks of coming rounds."""
     local: LocalText | None = None
     """What drafts the rounds of its runs, or could; None if nothing ever did and nothing is watched."""
+    num_head_tokens: int = 0
+    """Most tokens that the verifier's head drafts for each round of its run; 0 if it does not."""
     waits_since: float | None = None
     """Since when it waits for its next block or run, by the scheduler's clock; None if it does not."""
     usual_wait: UsualWait = field(default_factory=UsualWait)
@@ -92,6 +94,20 @@ class TargetSession(EngineSession[TargetSessionSpec]):
         return min(self.num_unread, REPORTED_CHUNK) if is_reported else self.num_unread
 
     @property
+    def next_head_tokens(self) -> int:
+        """Most tokens that the verifier's head is to draft for the current round, with room left for the target's own
+        token. The round in which the prompt is read has no draft: there are no hidden states to draft from yet.
+        """
+        if not self.plain_rounds_left or self.block is not None or self.is_reading:
+            return 0
+        return max(0, min(self.num_head_tokens, self.spec.max_len - len(self.committed) - 1))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits that the current round takes at most."""
+        return 1 + (len(self.block.token_ids) if self.block else self.next_head_tokens)
+
+    @property
     def can_be_biased(self) -> bool:
         """Whether a drafter that lies could change the law of its text, and the audit would see it."""
         is_greedy = self.spec.parameters.sampling.greedy
@@ -112,6 +128,8 @@ class StepItem:
     """The block to verify; None is plain decoding."""
     max_read: int
     """Most committed tokens to read. If more are unread, the step only prefills and decides no round."""
+    num_head_tokens: int = 0
+    """Most tokens that the verifier's head drafts before the round is decided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +153,13 @@ class StepResult:
     num_tokens: int
     """Tokens that the forward pass read, draft tokens included."""
     verify_us: int
+    """How long it took, the head's drafting included."""
     audits: Sequence[AuditSums | None] = ()
     """Audit sums of the draft tokens; None if the item has no distributions to audit."""
+    drafted: Sequence[ReceivedBlock | None] = ()
+    """Blocks that the verifier's head has drafted, and that were verified; empty if there is no head."""
+    head_s: float = 0.0
+    """How long the head drafted, seconds."""
 
 
 Completed = tuple[TargetSession, Verdict | PromptRead | DraftwireError]
@@ -152,6 +175,10 @@ class Scheduler(SessionBook[TargetSession, Step]):
     """Rules that sessions may ask for, by name."""
     text_drafters: TextDrafters = field(default_factory=TextDrafters)
     """What drafts runs without a drafter."""
+    head: str = ""
+    """Name by which the engine's head drafts such runs too; empty if there is none."""
+    is_head_trusted: bool = True
+    """Whether the head's drafts are used; runs that it was to draft are plain otherwise."""
     clock: Callable[[], float] = time.perf_counter
     draft_wait_s: float = 0.0
     """Time from verdicts to the next blocks, summed over all sessions. Rounds without a drafter are left out."""
@@ -193,7 +220,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
             round=spec.first_round,
             plain_rounds_left=spec.plain_rounds,
         )
-        if spec.watched is not None:
+        if spec.watched is not None and spec.watched.strategy != self.head:
             session.local = LocalText.open(spec.watched.strategy, self.text_drafters, spec.parameters)
         self._admit(session)
         if session.plain_rounds_left:
@@ -306,7 +333,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
             if len(session.committed) >= session.spec.max_len:
                 raise InvalidRequestError("plain run beyond the session's max_len")
             if run.draft is not None:
-                check_local(run.draft, session.spec, self.text_drafters)
+                check_local(run.draft, session.spec, self.text_drafters, self.head)
             session.plain_rounds_left = run.num_rounds
             self._draft_by(session, run.draft)
             self._end_wait(session)
@@ -330,7 +357,10 @@ class Scheduler(SessionBook[TargetSession, Step]):
         if self._holds(now):
             self.idle.set_idle(True, now)
             return None
-        items = [StepItem(session, session.block, max_read or 1) for session, max_read in self._take_ready()]
+        items = [
+            StepItem(session, session.block, max_read or 1, session.next_head_tokens if self.is_head_trusted else 0)
+            for session, max_read in self._take_ready()
+        ]
         self.idle.set_idle(not items, now)
         if not items:
             return None
@@ -349,23 +379,31 @@ class Scheduler(SessionBook[TargetSession, Step]):
             self.gathering.times.learn(result.num_tokens, result.verify_us / 1e6)
         self._record_costs(step.items, result.num_reused, result.num_tokens, result.verify_us / 1e6)
         deliveries: list[Completed] = []
-        for item, outcome, num_unread in zip(step.items, result.outcomes, result.num_unread, strict=True):
-            session = item.session
+        drafted = result.drafted or [None] * len(step.items)
+        for item, outcome, num_unread, own in zip(step.items, result.outcomes, result.num_unread, drafted, strict=True):
+            session, block = item.session, own or item.block
             session.num_unread = num_unread
             if not self.is_open(session):
                 continue
             if isinstance(outcome, Judgement | StillReading) and outcome.prompt is not None:
                 deliveries.append((session, PromptRead(*session.key, outcome.prompt)))
             if isinstance(outcome, Judgement):
-                deliveries.append((session, self._commit(item, outcome, step.started_at, result.verify_us)))
+                verify_us = result.verify_us - (0 if own is None else own.timings.draft_us)  # which is told apart
+                deliveries.append((session, self._commit(session, block, outcome, step.started_at, verify_us)))
             elif isinstance(outcome, StillReading):
                 self._ready.append(session)
             else:
                 deliveries.append((session, outcome))
         return deliveries
 
-    def _commit(self, item: StepItem, judgement: Judgement, started_at: float, verify_us: int) -> Verdict:
-        session, block = item.session, item.block
+    def _commit(
+        self,
+        session: TargetSession,
+        block: ReceivedBlock | None,
+        judgement: Judgement,
+        started_at: float,
+        verify_us: int,
+    ) -> Verdict:
         fence, watched = session.fence, None
         if session.local is not None and not (block and block.local_strategy):
             watched = session.local.watch(session.committed.ids, judgement.token_ids, session.spec, self.vocab_size)
@@ -427,7 +465,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
         if not deciding or not self.idle.num_waiting:
             self.gathering.begin(now)
             return False
-        num_rows = sum(1 + (len(session.block.token_ids) if session.block else 0) for session in deciding)
+        num_rows = sum(session.num_rows for session in deciding)
         share = self.gathering.undisturbed_share
         waiting = [
             session.usual_wait.left_s(session.waits_since, now, share)
@@ -455,10 +493,13 @@ class Scheduler(SessionBook[TargetSession, Step]):
 
     def _draft_by(self, session: TargetSession, draft: LocalDraft | None) -> None:
         """Sets what drafts the rounds of a session's run. What was read of the text is kept through plain runs."""
-        if draft is not None and (session.local is None or session.local.strategy != draft.strategy):
-            session.local = LocalText.open(draft.strategy, self.text_drafters, session.spec.parameters)
+        is_head = draft is not None and draft.strategy == self.head
+        of_text = None if is_head else draft
+        session.num_head_tokens = draft.num_draft_tokens if draft is not None and is_head else 0
+        if of_text is not None and (session.local is None or session.local.strategy != of_text.strategy):
+            session.local = LocalText.open(of_text.strategy, self.text_drafters, session.spec.parameters)
         if session.local is not None:
-            session.local.num_draft_tokens = 0 if draft is None else draft.num_draft_tokens
+            session.local.num_draft_tokens = 0 if of_text is None else of_text.num_draft_tokens
 
     def _enqueue(self, session: TargetSession) -> None:
         if session.plain_rounds_left and session.local is not None:
@@ -506,7 +547,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
                 f"num_speculative_tokens {wanted} is above the verifier's limit {self.max_draft_tokens}"
             )
         if spec.watched is not None:
-            check_local(spec.watched, spec, self.text_drafters)
+            check_local(spec.watched, spec, self.text_drafters, self.head)
 
 
 def _check_block(session: TargetSession, block: ReceivedBlock) -> None:

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from draftwire.drafting.heads.head_names import HEAD_NAMES
 from draftwire.drafting.model_free.names import JOINT, TEXT_DRAFTER_NAMES, parts_of
 from draftwire.errors import ContextLengthError, InvalidRequestError
 from draftwire.method.keys import MAX_SEED, new_seed
@@ -19,6 +20,8 @@ MAX_STOP_LENGTH = 256
 MAX_DRAFTERS = 16
 MAX_CHOICES = 128
 """Completions of one request, over all its prompts."""
+_OF_VERIFIERS = (*TEXT_DRAFTER_NAMES, *HEAD_NAMES)
+"""What verifiers may draft by, by themselves."""
 SALT_BYTES = 16
 """Of the salts that peers get."""
 
@@ -161,8 +164,11 @@ class Generation:
         )
 
     def local_strategy(self, target: ModelDescription) -> str:
-        """Returns by what a verifier may draft by itself; empty if by nothing."""
-        return JOINT.join(strategy for strategy in self.local_strategies if strategy in target.local_strategies)
+        """Returns by what a verifier may draft by itself: by its head if it has one, else by the longest match of what
+        guesses tokens from tokens; empty if by nothing.
+        """
+        offered = [strategy for strategy in self.local_strategies if strategy in target.local_strategies]
+        return next((strategy for strategy in offered if strategy in HEAD_NAMES), JOINT.join(offered))
 
     @property
     def max_len(self) -> int:
@@ -346,7 +352,7 @@ def _drafters(
     unknown = next((part for part in parts if part not in known), None)
     if unknown is not None:
         raise InvalidRequestError(f"drafter: nothing drafts by the name {unknown!r}; there are {', '.join(known)}")
-    return frozenset(parts), tuple(dict.fromkeys(part for part in parts if part in TEXT_DRAFTER_NAMES))
+    return frozenset(parts), tuple(dict.fromkeys(part for part in parts if part in _OF_VERIFIERS))
 
 
 def _generated_by_choice(request: RequestedGeneration, num_choices: int) -> dict[int, GeneratedChoice]:

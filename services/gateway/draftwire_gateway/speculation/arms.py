@@ -12,7 +12,7 @@ class DraftSource(Enum):
     AHEAD = "ahead"
     """The same, which uses the time of a verdict to draft for the rounds after."""
     VERIFIER = "verifier"
-    """The verifier, without a model."""
+    """The verifier by itself: without a model, or by its head."""
 
 
 class Arm(NamedTuple):

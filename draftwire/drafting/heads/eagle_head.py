@@ -1,0 +1,205 @@
+"""EAGLE heads: a decoder layer or more over pairs of features and tokens.
+
+EAGLE-3 joins the normalised token embedding and the normalised features; its first layer reads both, and adds its
+output to the features. EAGLE-1 projects the embedding and the features down to one row before its layers.
+
+Source: Li et al. 2024, EAGLE (arXiv 2401.15077), section 4.1; Li et al. 2025, EAGLE-3 (arXiv 2503.01840), section 3.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, silu
+
+from draftwire.drafting.heads.draft_head import HeadState, PairReading
+from draftwire.drafting.heads.head_names import HeadKind
+from draftwire.drafting.heads.head_parts import DraftIds, HeadCache
+from draftwire.drafting.heads.head_shape import DRAFT_IDS, EMBEDDING, OUTPUT, TARGET_NORM, HeadShape, Tensors
+from draftwire.method.devices import upload
+from draftwire.models.cached_model import appended
+from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.kv_storage import KvStorage
+from draftwire.models.lean_decoder import Norm, Rotation, split_heads
+from draftwire.models.lean_model import head_size, rotation_of
+from draftwire.models.linear import STREAMED_BYTES, Linear
+from draftwire.models.packing import Segment, pack
+from draftwire.models.paged_attention import AttentionShape, PackedStep
+
+LEAST_ROTATIONS = 256
+"""Positions that rotations are computed for at once, at least."""
+
+
+class RotationTable:
+    """Rotary position embeddings, computed once for each position."""
+
+    def __init__(self, frequencies: Tensor, scale: float, like: Tensor) -> None:
+        """Takes `[head_dim / 2]` angles of a step in radians, a factor, and a tensor of the model's type and device."""
+        self._frequencies, self._scale = frequencies.to(like.device, torch.float64), scale
+        self._rows = like.new_empty(0, 1, 4 * len(frequencies))
+
+    def at(self, positions: Tensor, most: int) -> Rotation:
+        """Returns the rotations at `[tokens] int64` positions, all below `most`."""
+        if most > len(self._rows):
+            self._grow(max(LEAST_ROTATIONS, 2 * most))
+        cosines, sines = self._rows.index_select(0, positions).chunk(2, dim=-1)
+        return Rotation(cosines, sines)
+
+    def _grow(self, count: int) -> None:
+        positions = torch.arange(count, device=self._rows.device, dtype=torch.float64)
+        angles = positions.unsqueeze(-1) * self._frequencies
+        cosines, sines = angles.cos() * self._scale, angles.sin() * self._scale
+        self._rows = torch.cat([cosines, cosines, -sines, sines], -1).to(self._rows.dtype).unsqueeze(1)
+
+
+class EagleHead(HeadCache):
+    """An EAGLE-1 or EAGLE-3 head with a paged KV cache of its own."""
+
+    def __init__(self, shape: HeadShape, tensors: Tensors, cache_tokens: int) -> None:
+        """Wraps a head's tensors.
+
+        Args:
+            shape: of the head.
+            tensors: all of them, those shared with the target included, on one device and of one type.
+            cache_tokens: capacity of the cache, tokens of all sequences together.
+        """
+        self.config = shape.config
+        self._is_eagle3 = shape.config.kind is HeadKind.EAGLE3
+        layers = shape.layers
+        epsilon = float(layers.rms_norm_eps)
+        self.device, self.dtype = tensors["fc.weight"].device, tensors["fc.weight"].dtype
+        streamed = sum(tensor.nbytes for name, tensor in tensors.items() if name != EMBEDDING) > STREAMED_BYTES
+        self._embedding = tensors[EMBEDDING]
+        self._fusion = Linear(tensors["fc.weight"], tensors.get("fc.bias"), streamed=streamed)
+        self._fusion_norm = Norm(tensors["input_norm.weight"], epsilon) if shape.norm_before_fusion else None
+        self._norm_before_residual = shape.norm_before_residual
+        first = "layers.0."
+        self._hidden_norm: Norm | None = None
+        self._target_norm: Norm | None = None
+        self._norm: Norm | None = None
+        if self._is_eagle3:
+            # Nothing else reads the embeddings, so that they are normalised once and for all.
+            self._embedding = Norm(tensors[f"{first}input_layernorm.weight"], epsilon)(self._embedding)
+            self._hidden_norm = Norm(tensors[f"{first}hidden_norm.weight"], epsilon)
+            self._norm = Norm(tensors["norm.weight"], epsilon)
+        else:
+            self._target_norm = Norm(tensors[TARGET_NORM], shape.target_epsilon)
+        self.heads, self.kv_heads = int(layers.num_attention_heads), int(layers.num_key_value_heads)
+        self.head_dim = head_size(layers)
+        self._layers = [_Layer.of(tensors, index, epsilon, streamed) for index in range(int(layers.num_hidden_layers))]
+        self._output = Linear(tensors[OUTPUT], streamed=streamed)
+        self._draft_ids = DraftIds(tensors.get(DRAFT_IDS), self.config.vocab_size)
+        rotation = rotation_of(layers)
+        self._rotations = RotationTable(rotation.inv_freq.float(), rotation.attention_scaling, self._embedding)
+        self.resize(cache_tokens)
+
+    def resize(self, cache_tokens: int) -> None:
+        """Replaces the cache with an empty one."""
+        super().resize(cache_tokens)
+        self._storage = KvStorage(self.cache.num_slots)
+
+    @property
+    def token_bytes(self) -> int:
+        """What the cache stores of a token, bytes."""
+        return 2 * len(self._layers) * self.kv_heads * self.head_dim * self._embedding.element_size()
+
+    @torch.inference_mode()
+    def fuse(self, features: Tensor) -> Tensor:
+        """Returns `fc` of the joined features, or of EAGLE-1 the target's final norm of them."""
+        if self._target_norm is not None:
+            return self._target_norm(features.to(self.dtype))
+        features = features.to(self.dtype)
+        return self._fusion(features if self._fusion_norm is None else self._fusion_norm(features))
+
+    @torch.inference_mode()
+    def read(self, readings: Sequence[PairReading]) -> HeadState:
+        """Reads pairs in one pass, and returns the first logits of the readings with `keep`."""
+        segments = [Segment(reading.sequence, len(reading.token_ids)) for reading in readings]
+        token_ids = [token for reading in readings for token in reading.token_ids]
+        ends = accumulate(len(reading.token_ids) for reading in readings)
+        kept = [end - 1 for end, reading in zip(ends, readings, strict=True) if reading.keep]
+        features = readings[0].features if len(readings) == 1 else torch.cat([each.features for each in readings])
+        with appended(self.cache, segments):
+            output = self._output_of(segments, upload(token_ids, self.device, torch.int64), features)
+        sequences = [reading.sequence for reading in readings if reading.keep]
+        return self._state(sequences, 0, output[upload(kept, self.device, torch.int64)])
+
+    @torch.inference_mode()
+    def extend(self, state: HeadState, token_ids: Tensor) -> HeadState:
+        """Reads one more draft token of each block, with the head's own output as its features."""
+        segments = [Segment(sequence, 1) for sequence in state.sequences]
+        with appended(self.cache, segments):
+            output = self._output_of(segments, token_ids, state.carried)
+        return self._state(state.sequences, state.depth + 1, output)
+
+    def _state(self, sequences: list[CachedSequence], depth: int, output: Tensor) -> HeadState:
+        logits = self._output(output if self._norm is None else self._norm(output))
+        return HeadState(sequences, depth, output, self._draft_ids.spread(logits))
+
+    def _output_of(self, segments: list[Segment], token_ids: Tensor, features: Tensor) -> Tensor:
+        """Returns the last layer's output, `[tokens, hidden_size]`, for pairs of sequences that have room for them."""
+        step = pack(segments, self._storage, self.device)
+        rotation = self._rotations.at(step.positions, max(segment.sequence.length for segment in segments))
+        embedded = embedding(token_ids, self._embedding)
+        if self._hidden_norm is None:
+            hidden = self._fusion(torch.cat([embedded, features], -1))
+            rows = hidden
+        else:
+            normalised = self._hidden_norm(features)
+            hidden = normalised if self._norm_before_residual else features
+            rows = torch.cat([embedded, normalised], -1)
+        for index, layer in enumerate(self._layers):
+            if layer.norm is not None:
+                rows = layer.norm(hidden)
+            hidden = hidden + self._attended(index, layer, rows, rotation, step)
+            gates, ups = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
+            hidden += layer.down(silu(gates).mul_(ups))
+        return hidden
+
+    def _attended(self, index: int, layer: "_Layer", rows: Tensor, rotation: Rotation, step: PackedStep) -> Tensor:
+        projected = layer.queries_keys_values(rows).unflatten(-1, (-1, self.head_dim))
+        heads = split_heads(projected, self.heads, self.kv_heads, layer.head_norms, rotation)
+        return layer.attention_output(step.attend(index, AttentionShape(), *heads).flatten(1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A decoder layer."""
+
+    norm: Norm | None
+    """Before attention; None in the first layer."""
+    queries_keys_values: Linear
+    head_norms: tuple[Norm | None, Norm | None]
+    attention_output: Linear
+    mlp_norm: Norm
+    gate_up: Linear
+    down: Linear
+
+    @classmethod
+    def of(cls, tensors: Tensors, index: int, epsilon: float, streamed: bool) -> "_Layer":
+        """Wraps a layer's tensors; see `Linear` for `streamed`."""
+
+        def norm(name: str) -> Norm | None:
+            weight = tensors.get(f"layers.{index}.{name}.weight")
+            return None if weight is None else Norm(weight, epsilon)
+
+        def fused(*names: str) -> Linear:
+            weights = [tensors[f"layers.{index}.{name}.weight"] for name in names]
+            biases = [tensors.get(f"layers.{index}.{name}.bias") for name in names]
+            known = [bias for bias in biases if bias is not None]
+            assert len(known) in (0, len(names)), "checked when the head was loaded"
+            return Linear(torch.cat(weights), torch.cat(known) if known else None, streamed=streamed)
+
+        mlp_norm = norm("post_attention_layernorm")
+        assert mlp_norm is not None
+        return cls(
+            norm("input_layernorm") if index else None,
+            fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            (norm("self_attn.q_norm"), norm("self_attn.k_norm")),
+            fused("self_attn.o_proj"),
+            mlp_norm,
+            fused("mlp.gate_proj", "mlp.up_proj"),
+            fused("mlp.down_proj"),
+        )

@@ -1,0 +1,174 @@
+"""Drafts with a head that reads the target's hidden states, token by token, for many sequences at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import is_
+
+import torch
+
+from draftwire.drafting.drawing import BlockStart, Drawer
+from draftwire.drafting.heads.draft_head import DraftHead, HeadState, PairReading
+from draftwire.drafting.places import span_of_next
+from draftwire.drafting.strategy import Draft, DraftRequest
+from draftwire.errors import DraftwireError, NoRoomError
+from draftwire.method.devices import upload
+from draftwire.method.quantization import Quantization
+from draftwire.method.sampling import TokenEdits, probabilities_of_spans
+from draftwire.models.cached_model import FeatureReader, FeatureSpan
+from draftwire.models.kv_cache import CachedSequence
+from draftwire.requests.parameters import SamplingParams
+
+READ_AT_ONCE = 512
+"""Most pairs of one sequence that a head reads in a step. A sequence that has more to read drafts in a later one."""
+
+
+class HeadSequence:
+    """One session's pairs in the cache of a head: those with true features alone, from one block to the next."""
+
+    def __init__(self, cached: CachedSequence) -> None:
+        """Takes over a sequence that the head has opened."""
+        self.cached = cached
+        self.num_read = 0
+        """Pairs with true features that were read."""
+        self._edits: tuple[tuple[SamplingParams, frozenset[int]], TokenEdits] | None = None
+
+    def edits(self, request: DraftRequest) -> TokenEdits:
+        """Returns those of a request, kept from one block to the next: requests of a session share their parameters."""
+        parameters = request.sampling, request.stop_token_ids
+        if self._edits is None or not all(map(is_, self._edits[0], parameters)):  # which may be long to compare
+            self._edits = parameters, TokenEdits(*parameters)
+        return self._edits[1]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDrafting:
+    """One sequence's part in a step."""
+
+    sequence: HeadSequence
+    target: CachedSequence
+    """In the target's cache, which has all committed tokens but the last."""
+    committed: Sequence[int]
+    """All committed tokens, at least 2."""
+    request: DraftRequest
+    """The block to draft, once all pairs are read."""
+
+
+class HeadDrafter:
+    """A head beside the features that it reads. All methods run on the torch thread."""
+
+    def __init__(self, head: DraftHead, features: FeatureReader, quantization: Quantization | None = None) -> None:
+        """Wraps a loaded head.
+
+        Args:
+            head: whose cache has room for all sequences.
+            features: keeps fused features of the target's tokens.
+            quantization: applied to distributions before drawing; None is the default.
+        """
+        self.head = head
+        self._features = features
+        self._quantization = quantization or Quantization()
+
+    def open(self) -> HeadSequence:
+        """Opens a sequence that has read nothing."""
+        return HeadSequence(self.head.open())
+
+    def close(self, sequence: HeadSequence) -> None:
+        """Frees a sequence."""
+        self.head.close(sequence.cached)
+
+    @torch.inference_mode()
+    def draft(self, draftings: Sequence[HeadDrafting]) -> list[Draft | DraftwireError | None]:
+        """Drafts for a batch of different sequences: one pass for the pairs to read, then one for each drafted token.
+
+        Whether there is a draft, and where it ends, never depends on a drawn token.
+
+        Returns:
+            One for each; None if there was more to read than fits into a step, NoRoomError if the head's cache is full,
+            UnavailableError if the head gave no finite logits.
+        """
+        if not draftings:
+            return []
+        readings, members = self._readings(draftings)
+        try:
+            state = self.head.read(readings)
+        except NoRoomError as error:
+            return [error] * len(draftings)
+        drafts: list[Draft | DraftwireError | None] = [None] * len(draftings)
+        try:
+            for drafting, reading in zip(draftings, readings, strict=True):
+                drafting.sequence.num_read += len(reading.token_ids)
+            if members:
+                drawn = self._draw(state, [draftings[index] for index in members])
+                for index, draft in zip(members, drawn, strict=True):
+                    drafts[index] = draft
+        finally:
+            for drafting in draftings:
+                self._rewind(drafting.sequence)
+        return drafts
+
+    def _readings(self, draftings: Sequence[HeadDrafting]) -> tuple[list[PairReading], list[int]]:
+        """Returns what to read of each sequence, and the indices of those that can draft then."""
+        spans, members = [], []
+        for index, drafting in enumerate(draftings):
+            sequence, stop = drafting.sequence, len(drafting.committed) - 1
+            if not self.head.config.reads_history:  # the last pair alone matters
+                sequence.num_read = stop - 1
+            start = sequence.num_read = min(sequence.num_read, stop - 1)  # the last pair may be read again
+            self._rewind(sequence)
+            end = min(stop, start + READ_AT_ONCE)
+            if end == stop:
+                members.append(index)
+            spans.append(FeatureSpan(drafting.target, start, end))
+        features = self._features.features(spans).split([span.stop - span.start for span in spans])
+        readings = [
+            PairReading(
+                drafting.sequence.cached,
+                list(drafting.committed[span.start + 1 : span.stop + 1]),
+                own,
+                keep=span.stop == len(drafting.committed) - 1,
+            )
+            for drafting, span, own in zip(draftings, spans, features, strict=True)
+        ]
+        return readings, members
+
+    def _draw(self, state: HeadState, draftings: Sequence[HeadDrafting]) -> list[Draft | DraftwireError]:
+        """Draws blocks, position by position. Only penalties and forms make the host wait for the device."""
+        config = self.head.config
+        most = config.most_tokens
+        requests = [
+            each.request if most is None else replace(each.request, num_tokens=min(each.request.num_tokens, most))
+            for each in draftings
+        ]
+        starts = [
+            BlockStart(request, min(request.vocab_size, config.vocab_size), len(each.committed))
+            for request, each in zip(requests, draftings, strict=True)
+        ]
+        drawer = Drawer(starts, self._quantization, self.head.device)
+        active = list(range(len(draftings)))
+        while True:
+            logits = state.logits
+            for row, index in enumerate(active):
+                if starts[index].vocab_size < logits.shape[1]:
+                    logits[row, starts[index].vocab_size :] = -torch.inf
+            spans = [
+                span_of_next(
+                    drawer, index, requests[index], draftings[index].committed, draftings[index].sequence.edits
+                )
+                for index in active
+            ]
+            tokens = drawer.draw(active, probabilities_of_spans(logits, spans).float())
+            going = [row for row, index in enumerate(active) if drawer.num_left(index)]
+            if not going:
+                return drawer.drafts()
+            if len(going) < len(active):
+                state, tokens = state.select(going), tokens[upload(going, tokens.device, torch.int64)]
+                active = [active[row] for row in going]
+            try:
+                state = self.head.extend(state, tokens)
+            except NoRoomError:  # whatever was drawn
+                return drawer.drafts()
+
+    def _rewind(self, sequence: HeadSequence) -> None:
+        """Leaves the pairs with true features in the head's cache, as far as the head looks at them again."""
+        kept = sequence.num_read if self.head.config.reads_history else 0
+        self.head.truncate(sequence.cached, min(kept, sequence.cached.length))

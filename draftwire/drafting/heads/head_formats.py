@@ -1,0 +1,279 @@
+"""The public formats of heads: what their configurations state, and what their tensors are called.
+
+Those of the EAGLE authors (`midlayer.*`, or `layers.*` of EAGLE-1), of the authors of Medusa and of Hydra, and that of
+the `speculators` package, whose names are used here for EAGLE-3. Reads no tensors.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig
+
+from draftwire.drafting.heads.draft_head import HeadConfig
+from draftwire.drafting.heads.head_names import HeadKind
+from draftwire.drafting.heads.head_shape import DRAFT_IDS, EMBEDDING, OUTPUT, TARGET_NORM, HeadShape
+from draftwire.errors import InvalidRequestError
+from draftwire.models.lean_model import STEADY_ROTATIONS, head_size
+
+SPECULATORS = "speculators_model_type"
+"""Entry of a configuration of the `speculators` format that names the kind of head."""
+TAPS = "eagle_aux_hidden_state_layer_ids"
+"""Entry with the layers whose inputs a head reads."""
+BLOCK_DIFFUSION = ("dflash", "dspark", "jetspec")
+"""Kinds of the `speculators` format that draft a whole block in one pass, from masks."""
+LAYER_TYPES = ("llama", "qwen3")
+"""Kinds of decoder layers of which heads are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """What a head has to fit."""
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    epsilon: float
+    """What the final norm adds to the mean of the squares."""
+
+    @classmethod
+    def of(cls, config: Any) -> "TargetFacts":
+        """Returns the facts of a configuration of transformers."""
+        text = config.get_text_config()
+        epsilon = float(getattr(text, "rms_norm_eps", 1e-6))
+        return cls(int(text.hidden_size), int(text.num_hidden_layers), int(text.vocab_size), epsilon)
+
+
+def shape_of(name: str, config: Mapping[str, Any], target: TargetFacts) -> HeadShape:
+    """Returns the shape of a head.
+
+    Args:
+        name: of the head, for messages.
+        config: its `config.json`.
+        target: that it is to draft for.
+
+    Raises:
+        InvalidRequestError: the head is of a kind or form that is not supported, or for another target; the message
+            says which.
+    """
+    kind = config.get(SPECULATORS)
+    if kind in BLOCK_DIFFUSION:
+        raise InvalidRequestError(
+            f"{name} drafts whole blocks from masks ({kind}), which is not supported: docs/heads.md says what it needs"
+        )
+    if kind is not None and kind not in ("eagle3", "medusa", "hydra"):
+        raise InvalidRequestError(f"{name} is a head of kind {kind!r}; supported: eagle3, medusa, hydra")
+    if "medusa_num_heads" in config or kind == "medusa":
+        return _medusa_shape(name, config, target)
+    if "hydra_num_heads" in config or kind == "hydra":
+        return _hydra_shape(name, config, target)
+    return _eagle_shape(name, config, target)
+
+
+def _eagle_shape(name: str, config: Mapping[str, Any], target: TargetFacts) -> HeadShape:
+    values = config.get("transformer_layer_config") if SPECULATORS in config else config
+    if not isinstance(values, Mapping) or "hidden_size" not in values:
+        raise InvalidRequestError(f"the configuration of {name} states no decoder layers: it is of no known head")
+    model_type = values.get("model_type", "llama")
+    if model_type not in LAYER_TYPES:
+        raise InvalidRequestError(f"{name} has layers of type {model_type}; supported: {', '.join(LAYER_TYPES)}")
+    layers: Any = AutoConfig.for_model(**{**values, "model_type": model_type})
+    rotation = (layers.rope_parameters or {}).get("rope_type")
+    if rotation not in STEADY_ROTATIONS:
+        raise InvalidRequestError(f"{name} has position embeddings of kind {rotation}, which are not supported")
+    if layers.hidden_act != "silu":
+        raise InvalidRequestError(f"the activation of {name} is {layers.hidden_act}, which is not supported")
+    names = config.get("architectures") or [""]
+    is_eagle3 = "draft_vocab_size" in config or "eagle3" in names[0].lower() or SPECULATORS in config
+    target_size = config.get("target_hidden_size") or layers.hidden_size
+    _check_target(name, target, target_size, layers.vocab_size)
+    if not is_eagle3 and layers.hidden_size != target.hidden_size:
+        raise InvalidRequestError(f"{name} is {layers.hidden_size} wide, and its target {target.hidden_size}")
+    taps = _taps_of(name, config, target) if is_eagle3 else (target.num_layers,)
+    draft_vocab_size = (config.get("draft_vocab_size") if is_eagle3 else None) or layers.vocab_size
+    facts = HeadConfig(
+        HeadKind.EAGLE3 if is_eagle3 else HeadKind.EAGLE,
+        taps,
+        target_size,
+        target.num_layers,
+        layers.hidden_size,
+        target.vocab_size,
+        draft_vocab_size,
+    )
+    return HeadShape(
+        facts,
+        layers,
+        norm_before_residual=bool(config.get("norm_before_residual", False)),
+        norm_before_fusion=bool(config.get("norm_before_fc", False)),
+        target_epsilon=target.epsilon,
+    )
+
+
+def _taps_of(name: str, config: Mapping[str, Any], target: TargetFacts) -> tuple[int, ...]:
+    """Returns the layers whose inputs an EAGLE-3 head reads.
+
+    Those that its configuration names; else those of the authors. In an `eagle_config` layers are named whose outputs
+    are read, as SGLang has it.
+    """
+    named = config.get(TAPS)
+    within = config.get("eagle_config")
+    if named is None and isinstance(within, Mapping) and within.get(TAPS) is not None:
+        named = [layer + 1 for layer in within[TAPS]]
+    if named is None:
+        named = [2, target.num_layers // 2, target.num_layers - 3]
+    taps = tuple(named)
+    in_range = all(isinstance(tap, int) and 0 <= tap <= target.num_layers for tap in taps)
+    if not taps or not in_range or len(set(taps)) < len(taps):
+        raise InvalidRequestError(
+            f"{name} reads hidden states at layers {', '.join(map(str, taps))} of a target that has {target.num_layers}"
+        )
+    return taps
+
+
+def _medusa_shape(name: str, config: Mapping[str, Any], target: TargetFacts) -> HeadShape:
+    size = config.get("medusa_hidden_size") or config.get("hidden_size") or target.hidden_size
+    vocab_size = config.get("medusa_vocab_size") or config.get("vocab_size") or target.vocab_size
+    _check_target(name, target, size, vocab_size)
+    depth = _count(name, config, "medusa_num_heads", "num_heads")
+    blocks = _count(name, config, "medusa_num_layers", "num_hidden_layers")
+    draft_vocab_size = config.get("truncated_vocab_size") or vocab_size
+    return _mlp_shape(HeadKind.MEDUSA, target, depth, blocks, draft_vocab_size)
+
+
+def _hydra_shape(name: str, config: Mapping[str, Any], target: TargetFacts) -> HeadShape:
+    arch = config.get("hydra_head_arch", "mlp")
+    if arch != "mlp" or config.get("use_prefix_mlp"):
+        raise InvalidRequestError(f"{name} is a Hydra head with attention over the text, which is not supported")
+    if not config.get("grounded_heads", True):
+        raise InvalidRequestError(f"{name} is a Hydra head that does not read draft tokens, which is not supported")
+    layers = config.get("transformer_layer_config") or {}
+    size = layers.get("hidden_size") or config.get("hidden_size") or target.hidden_size
+    vocab_size = layers.get("vocab_size") or config.get("vocab_size") or target.vocab_size
+    _check_target(name, target, size, vocab_size)
+    depth = _count(name, config, "hydra_num_heads", "num_hydra_heads")
+    blocks = _count(name, config, "hydra_num_layers", "num_hydra_layers")
+    return _mlp_shape(HeadKind.HYDRA, target, depth, blocks, config.get("draft_vocab_size") or vocab_size)
+
+
+def _mlp_shape(kind: HeadKind, target: TargetFacts, depth: int, blocks: int, draft_vocab_size: int) -> HeadShape:
+    size, taps = target.hidden_size, (target.num_layers,)
+    facts = HeadConfig(
+        kind, taps, size, target.num_layers, size, target.vocab_size, draft_vocab_size, depth, reads_history=False
+    )
+    return HeadShape(facts, num_blocks=blocks, target_epsilon=target.epsilon)
+
+
+def _count(name: str, config: Mapping[str, Any], *entries: str) -> int:
+    found = next((config[entry] for entry in entries if entry in config), None)
+    if not isinstance(found, int) or found < 1:
+        raise InvalidRequestError(f"the configuration of {name} states no {entries[0]}")
+    return found
+
+
+def _check_target(name: str, target: TargetFacts, hidden_size: int, vocab_size: int) -> None:
+    if hidden_size != target.hidden_size:
+        raise InvalidRequestError(
+            f"{name} reads hidden states of {hidden_size}, and those of its target are {target.hidden_size} wide"
+        )
+    if vocab_size != target.vocab_size:
+        raise InvalidRequestError(
+            f"{name} is for a vocabulary of {vocab_size:,} tokens, and its target has {target.vocab_size:,}"
+        )
+
+
+# Tensors
+
+RENAMED = (
+    (re.compile(r"^(?:model\.)?midlayer\."), "layers.0."),
+    (re.compile(r"^model\.(?=layers|embed_tokens|fc|norm|lm_head)"), ""),
+)
+"""Of EAGLE heads: names of other formats."""
+MLP_NAMES = re.compile(
+    r"^(?:medusa_head\.|hydra_mlp\.|blocks\.)?(?P<depth>\d+)\.(?:layers\.)?(?P<place>\d+)\."
+    r"(?P<part>linear\.|res_connection\.)?(?P<kind>weight|bias)$"
+)
+"""Of Medusa and Hydra: the parts of an MLP."""
+OUTPUT_NAMES = re.compile(r"^(?:lm_heads|hydra_lm_heads?)\.(?P<depth>\d+)\.(?:\d+\.)?(?P<kind>weight|bias)$")
+
+
+def known_names(shape: HeadShape, names: list[str]) -> dict[str, str]:
+    """Returns what the tensors of a checkpoint are called here, by their own names. Others keep theirs."""
+    if shape.config.kind in (HeadKind.EAGLE, HeadKind.EAGLE3):
+        renamed = {}
+        for name in names:
+            known = name
+            for pattern, other in RENAMED:
+                known = pattern.sub(other, known)
+            renamed[name] = known
+        return renamed
+    found = {name: match for name in names if (match := MLP_NAMES.match(name))}
+    places: dict[str, list[int]] = {}
+    for match in found.values():
+        places.setdefault(match["depth"], []).append(int(match["place"]))
+    renamed = {name: name for name in names}
+    for name, match in found.items():
+        # Layers that hold no tensors, such as dropout, have numbers too.
+        place = sorted(set(places[match["depth"]])).index(int(match["place"]))
+        is_output = place == shape.num_blocks and match["part"] is None
+        part = "output." if is_output else f"{place}.{match['part'] or 'linear.'}"
+        renamed[name] = f"heads.{match['depth']}.{part}{match['kind']}"
+    for name in names:
+        if output := OUTPUT_NAMES.match(name):
+            renamed[name] = f"heads.{output['depth']}.output.{output['kind']}"
+    return renamed
+
+
+def required_shapes(shape: HeadShape) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors that a head cannot do without, those of its target included."""
+    config = shape.config
+    size = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.kind is not HeadKind.MEDUSA:
+        shapes[EMBEDDING] = (config.vocab_size, size)
+    if config.draft_vocab_size != config.vocab_size:
+        shapes[DRAFT_IDS] = (config.draft_vocab_size,)
+    if config.kind is not HeadKind.EAGLE3:
+        shapes[TARGET_NORM] = (config.target_hidden_size,)
+    if config.kind in (HeadKind.EAGLE, HeadKind.EAGLE3):
+        shapes[OUTPUT] = (config.draft_vocab_size, size)
+        shapes |= _eagle_shapes(shape)
+        return shapes
+    for depth in range(config.most_tokens or 0):
+        width = size if config.kind is HeadKind.MEDUSA else (2 + depth) * size
+        for place in range(shape.num_blocks):
+            shapes[f"heads.{depth}.{place}.linear.weight"] = (size, size if place else width)
+            if config.kind is HeadKind.HYDRA and not place:
+                shapes[f"heads.{depth}.{place}.res_connection.weight"] = (size, width)
+    return shapes
+
+
+def _eagle_shapes(shape: HeadShape) -> dict[str, tuple[int, ...]]:
+    config, layers = shape.config, shape.layers
+    is_eagle3 = config.kind is HeadKind.EAGLE3
+    size, inner, head = config.hidden_size, int(layers.intermediate_size), head_size(layers)
+    queries, keys = layers.num_attention_heads * head, layers.num_key_value_heads * head
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, config.feature_size if is_eagle3 else 2 * size)}
+    if is_eagle3:
+        shapes["norm.weight"] = (size,)
+        shapes["layers.0.hidden_norm.weight"] = (size,)
+    if shape.norm_before_fusion:
+        shapes["input_norm.weight"] = (config.feature_size,)
+    for index in range(layers.num_hidden_layers):
+        width = 2 * size if is_eagle3 and not index else size
+        own: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (queries, width),
+            "self_attn.k_proj": (keys, width),
+            "self_attn.v_proj": (keys, width),
+            "self_attn.o_proj": (size, queries),
+            "mlp.gate_proj": (inner, size),
+            "mlp.up_proj": (inner, size),
+            "mlp.down_proj": (size, inner),
+            "post_attention_layernorm": (size,),
+        }
+        if is_eagle3 or index:
+            own["input_layernorm"] = (size,)
+        if layers.model_type == "qwen3":
+            own |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
+        shapes |= {f"layers.{index}.{name}.weight": each for name, each in own.items()}
+    return shapes

@@ -1,0 +1,21 @@
+"""Names of the kinds of draft heads. No torch here: gateways and the command line import them."""
+
+from enum import StrEnum
+
+
+class HeadKind(StrEnum):
+    """How a head drafts."""
+
+    EAGLE = "eagle"
+    """EAGLE-1 and 2: decoder layers over the last hidden states; they predict the next one, of which the target's
+    output layer makes logits."""
+    EAGLE3 = "eagle3"
+    """A decoder layer over hidden states of several layers, with an output layer of its own."""
+    MEDUSA = "medusa"
+    """An MLP for each draft token, over the last hidden state; draft tokens do not see each other."""
+    HYDRA = "hydra"
+    """As Medusa, but each MLP sees the draft tokens before its own."""
+
+
+HEAD_NAMES = tuple(kind.value for kind in HeadKind)
+"""By which a verifier offers the drafts of its own head."""

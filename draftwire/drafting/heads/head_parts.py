@@ -1,0 +1,47 @@
+"""What heads of all kinds have alike: which ids they draft, and the bookkeeping of what they have read."""
+
+import torch
+from torch import Tensor
+
+from draftwire.models.kv_cache import CachedSequence, KvCache
+
+
+class DraftIds:
+    """Which ids of the target a head can draft."""
+
+    def __init__(self, offsets: Tensor | None, vocab_size: int) -> None:
+        """Takes `[draft_vocab_size] int64` offsets, `d2t`; None if the head drafts all ids."""
+        self._vocab_size = vocab_size
+        self.target_ids = None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Returns `[rows, vocab_size]` for `[rows, draft_vocab_size]`; -inf for all other ids."""
+        if self.target_ids is None:
+            return logits
+        spread = logits.new_full((len(logits), self._vocab_size), -torch.inf)
+        return spread.index_copy_(1, self.target_ids, logits)
+
+
+class HeadCache:
+    """The part of a `DraftHead` that counts the pairs of its sequences."""
+
+    @property
+    def token_bytes(self) -> int:
+        """What the cache stores of a token, bytes: nothing, unless a head says otherwise."""
+        return 0
+
+    def resize(self, cache_tokens: int) -> None:
+        """Replaces the cache with an empty one of so many tokens, of all sequences together. No sequence is open."""
+        self.cache = KvCache(cache_tokens)
+
+    def open(self) -> CachedSequence:
+        """Opens a sequence that has read no pair."""
+        return self.cache.open()
+
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        """Keeps the first `length` pairs of a sequence, self-conditioned ones included."""
+        self.cache.truncate(sequence, length)
+
+    def close(self, sequence: CachedSequence) -> None:
+        """Frees what a sequence holds."""
+        self.cache.close(sequence)

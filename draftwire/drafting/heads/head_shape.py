@@ -1,0 +1,34 @@
+"""What heads are made of, as their checkpoints state it: shapes, and tensors by name."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from draftwire.drafting.heads.draft_head import HeadConfig
+
+Tensors = dict[str, Tensor]
+"""Of a head, by the names that `speculators` gives them, such as `layers.0.self_attn.q_proj.weight`."""
+
+EMBEDDING, OUTPUT, TARGET_NORM = "embed_tokens.weight", "lm_head.weight", "target_norm.weight"
+"""Names of tensors that a head may share with its target. The last is the target's final norm: EAGLE-1, Medusa and
+Hydra take hidden states after it."""
+DRAFT_IDS = "d2t"
+"""Name of the tensor that says of each draft id how far from it the target's id is."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Everything about a head but its tensors."""
+
+    config: HeadConfig
+    layers: Any = None
+    """Configuration of transformers of the decoder layers; None if there are none."""
+    norm_before_residual: bool = False
+    """Of EAGLE-3: whether the first layer adds to the normalised fused features, not to what they were before."""
+    norm_before_fusion: bool = False
+    """Of EAGLE-3: whether the joined features are normalised before they are fused."""
+    num_blocks: int = 1
+    """Of Medusa and Hydra: residual blocks of each MLP."""
+    target_epsilon: float = 1e-6
+    """What the target's final norm adds to the mean of the squares."""

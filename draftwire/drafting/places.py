@@ -1,0 +1,43 @@
+"""What the target's sampling parameters make of the next place of a block that is being drafted."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftwire.drafting.drawing import Drawer
+from draftwire.drafting.strategy import DraftRequest
+from draftwire.errors import InvalidRequestError
+from draftwire.method.sampling import Span, TokenEdits
+
+
+def span_of_next(
+    drawer: Drawer,
+    index: int,
+    request: DraftRequest,
+    committed: Sequence[int],
+    edits: Callable[[DraftRequest], TokenEdits],
+) -> Span:
+    """Returns the span of a block's next place.
+
+    Args:
+        drawer: draws the block.
+        index: of the block in the drawer.
+        request: the block's.
+        committed: all tokens before the block; read only if penalties or a form look at them.
+        edits: returns those of a request.
+    """
+    text = [*committed, *drawer.token_ids(index)] if request.sampling.penalizes else ()
+    position, mask = drawer.position(index), _mask(drawer, index, committed, request)
+    stops = request.stop_token_ids
+    return Span(request.sampling, 1, text, request.prompt_len, stops, position, mask, edits(request))
+
+
+def _mask(drawer: Drawer, index: int, committed: Sequence[int], request: DraftRequest) -> NDArray[np.uint8] | None:
+    """Returns the mask of a block's next token; None, which allows all, without a form or if it cannot be followed."""
+    if request.automaton is None:
+        return None
+    try:
+        return request.automaton.last_mask(committed[request.prompt_len :], drawer.token_ids(index))
+    except InvalidRequestError:  # the form may need tokens that only the target's larger vocabulary has
+        return None

@@ -1,0 +1,168 @@
+"""An EAGLE-3 head that gradients flow through, over whole texts and several drafted tokens in a row.
+
+In the first step the head reads the target's features of every token, in every further one its own output of the step
+before, as it does when it drafts (*training-time test*). What it drafts after a token thus sees the true pairs up to
+that token, and of each step after it its own.
+
+Source: Li et al. 2025, EAGLE-3 (arXiv 2503.01840), section 3.2.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from draftwire.drafting.heads.head_shape import HeadShape
+from draftwire.models.lean_model import head_size, rotation_of
+from draftwire.training.attention import CHUNK
+
+
+class TraineeNorm(nn.Module):
+    """RMSNorm."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        """Starts with scales of one."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self._epsilon = epsilon
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Returns the normalised rows, scaled, in float32."""
+        rows = rows.float()
+        return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + self._epsilon) * self.weight
+
+
+class EagleTrainee(nn.Module):
+    """Modules have the names of the checkpoint's tensors."""
+
+    def __init__(self, shape: HeadShape, num_steps: int) -> None:
+        """Makes random layers.
+
+        Args:
+            shape: of an EAGLE-3 head with one layer.
+            num_steps: draft tokens in a row to train, at least 1.
+        """
+        super().__init__()
+        config, layers = shape.config, shape.layers
+        size, epsilon = config.hidden_size, float(layers.rms_norm_eps)
+        self.num_steps = num_steps
+        self._norm_before_residual = shape.norm_before_residual
+        self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
+        self.fc = nn.Linear(config.feature_size, size, bias=False)
+        self.layers = nn.ModuleList([_Layer(layers, epsilon)])
+        self.norm = TraineeNorm(size, epsilon)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        rotation = rotation_of(layers)
+        self._frequencies, self._rotation_scale = rotation.inv_freq.float(), rotation.attention_scaling
+
+    def forward(self, features: Tensor, token_ids: Tensor) -> list[Tensor]:
+        """Returns the logits of each step, `[batch, count, draft_vocab_size]`.
+
+        Args:
+            features: `[batch, count, feature_size]`, of the first `count` tokens of each text.
+            token_ids: `[batch, count + num_steps] int64`. What step `s` drafts after token `i` is the one at
+                `i + 2 + s`, after the one at `i + 1 + s`, which it reads.
+        """
+        count = features.shape[1]
+        layer: Any = self.layers[0]
+        hidden = self.fc(features)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        logits = []
+        for step in range(self.num_steps):
+            rotation = self._rotation(torch.arange(step, step + count, device=features.device))
+            embedded = layer.input_layernorm(self.embed_tokens(token_ids[:, 1 + step : 1 + step + count]))
+            normalised = layer.hidden_norm(hidden)
+            residual = normalised if self._norm_before_residual else hidden
+            attended = layer.self_attn(torch.cat([embedded, normalised], -1), rotation, keys, values)
+            hidden = residual + attended
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            logits.append(self.lm_head(self.norm(hidden)))
+        return logits
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines, `[positions, head_dim]` each."""
+        angles = positions.unsqueeze(-1) * self._frequencies.to(positions.device)
+        both = torch.cat([angles, angles], -1)
+        return both.cos() * self._rotation_scale, both.sin() * self._rotation_scale
+
+
+class _Layer(nn.Module):
+    def __init__(self, layers: Any, epsilon: float) -> None:
+        super().__init__()
+        size = int(layers.hidden_size)
+        self.input_layernorm, self.hidden_norm = TraineeNorm(size, epsilon), TraineeNorm(size, epsilon)
+        self.self_attn = _Attention(layers)
+        self.post_attention_layernorm = TraineeNorm(size, epsilon)
+        self.mlp = _Mlp(size, int(layers.intermediate_size))
+
+
+class _Mlp(nn.Module):
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(size, inner, bias=False), nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        outer: Tensor = self.down_proj(silu(self.gate_proj(rows)) * self.up_proj(rows))
+        return outer
+
+
+class _Attention(nn.Module):
+    def __init__(self, layers: Any) -> None:
+        super().__init__()
+        size, self._head_dim = int(layers.hidden_size), head_size(layers)
+        queries, keys = layers.num_attention_heads * self._head_dim, layers.num_key_value_heads * self._head_dim
+        self._repeats = layers.num_attention_heads // layers.num_key_value_heads
+        self.q_proj = nn.Linear(2 * size, queries, bias=False)
+        self.k_proj, self.v_proj = nn.Linear(2 * size, keys, bias=False), nn.Linear(2 * size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, size, bias=False)
+
+    def forward(
+        self, rows: Tensor, rotation: tuple[Tensor, Tensor], keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        """Returns `[batch, count, hidden]`; appends the step's keys and values to those of the steps before."""
+        query, key, value = (
+            projection(rows).unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        keys.append(_rotated(key, rotation).repeat_interleave(self._repeats, 1))
+        values.append(value.repeat_interleave(self._repeats, 1))
+        attended = steps_attention(_rotated(query, rotation), keys, values)
+        output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return output
+
+
+def _rotated(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    cosines, sines = rotation
+    first, second = heads.float().chunk(2, -1)
+    return (heads * cosines + torch.cat([-second, first], -1) * sines).to(heads.dtype)
+
+
+def steps_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Attends to the first step's keys up to the own place, and to those of the further steps at the own place.
+
+    Args:
+        query: `[batch, heads, count, head_dim]`, of the last step.
+        keys: as `query`, of each step.
+        values: as `keys`.
+
+    Returns:
+        As `query`.
+    """
+    count = query.shape[2]
+    query = query * query.shape[-1] ** -0.5
+    own = [(query * key).sum(-1, keepdim=True, dtype=torch.float32) for key in keys[1:]]
+    parts = []
+    for start in range(0, count, CHUNK):
+        end = min(start + CHUNK, count)
+        scores = (query[:, :, start:end] @ keys[0][:, :, :end].transpose(-1, -2)).float()
+        is_visible = torch.ones(end - start, end, dtype=torch.bool, device=query.device).tril(start)
+        scores = scores.masked_fill(~is_visible, -torch.inf)
+        weights = torch.cat([scores, *(each[:, :, start:end] for each in own)], -1).softmax(-1).to(query.dtype)
+        part = weights[..., :end] @ values[0][:, :, :end]
+        for step, value in enumerate(values[1:]):
+            part = part + weights[..., end + step : end + step + 1] * value[:, :, start:end]
+        parts.append(part)
+    return torch.cat(parts, 2)

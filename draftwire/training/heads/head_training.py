@@ -1,0 +1,180 @@
+"""Trains a head for a target on texts, from features that the target's decoder makes as they are needed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import LlamaConfig
+
+from draftwire.drafting.heads.draft_head import HeadConfig
+from draftwire.drafting.heads.head_formats import TargetFacts
+from draftwire.drafting.heads.head_names import HeadKind
+from draftwire.drafting.heads.head_shape import HeadShape
+from draftwire.errors import InvalidRequestError
+from draftwire.models.decoder import decoder_of
+from draftwire.models.lean_model import STEADY_ROTATIONS, LeanModel, head_size
+from draftwire.models.loading import load_lean_model
+from draftwire.models.taps import check_taps
+from draftwire.training.batches import TrainingBatch, TrainingTexts, batches
+from draftwire.training.heads.eagle_trainee import EagleTrainee
+from draftwire.training.heads.head_acceptance import DraftAcceptance, draft_acceptance
+from draftwire.training.heads.head_lessons import streamed_lessons
+from draftwire.training.heads.head_loss import head_loss
+from draftwire.training.heads.head_recipe import HeadRecipe
+from draftwire.training.heads.head_saving import save_head
+from draftwire.training.heads.head_start import start_from
+from draftwire.training.heads.mlp_trainee import MlpTrainee
+from draftwire.training.trainer import Trainer
+
+TRAINABLE = (HeadKind.EAGLE3, HeadKind.MEDUSA, HeadKind.HYDRA)
+STATE = "training.pt"
+"""File in the head's folder from which an interrupted training goes on; removed at its end."""
+HELD_OUT_TEXTS = 32
+"""Windows that acceptance is measured on, before and after; they are not trained on."""
+HELD_OUT_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedHead:
+    """What training did to acceptance on held-out texts."""
+
+    before: list[DraftAcceptance]
+    after: list[DraftAcceptance]
+
+
+def head_shape(recipe: HeadRecipe, target: Any) -> HeadShape:
+    """Returns the shape of a new head for a target's configuration.
+
+    Raises:
+        InvalidRequestError: the target has no such layers, or its vocabulary is smaller than the head's.
+    """
+    facts = TargetFacts.of(target)
+    drafted = recipe.draft_vocab_size or facts.vocab_size
+    if drafted > facts.vocab_size:
+        raise InvalidRequestError(f"a head cannot draft {drafted:,} of {facts.vocab_size:,} tokens")
+    is_eagle3 = recipe.kind is HeadKind.EAGLE3
+    authors = tuple(sorted({2, facts.num_layers // 2, max(0, facts.num_layers - 3)}))  # fewer of a shallow target
+    taps = recipe.taps or authors if is_eagle3 else (facts.num_layers,)
+    check_taps(taps, facts.num_layers)
+    config = HeadConfig(
+        recipe.kind,
+        taps,
+        facts.hidden_size,
+        facts.num_layers,
+        facts.hidden_size,
+        facts.vocab_size,
+        drafted if is_eagle3 else facts.vocab_size,
+        None if is_eagle3 else recipe.num_steps,
+        reads_history=is_eagle3,
+    )
+    if not is_eagle3:
+        return HeadShape(config, target_epsilon=facts.epsilon)
+    rope = target.rope_parameters
+    layers = LlamaConfig(
+        vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=target.num_attention_heads,
+        num_key_value_heads=target.num_key_value_heads,
+        head_dim=head_size(target),
+        max_position_embeddings=target.max_position_embeddings,
+        rms_norm_eps=facts.epsilon,
+        rope_parameters=rope if rope["rope_type"] in STEADY_ROTATIONS else None,
+    )
+    return HeadShape(config, layers, target_epsilon=facts.epsilon)
+
+
+def frequent_ids(sources: Sequence[TrainingTexts], count: int, vocab_size: int) -> Tensor | None:
+    """Returns the `count` ids that are most frequent in texts, ascending; None if that is all."""
+    if count >= vocab_size:
+        return None
+    counts = sum(np.bincount(each.ids, minlength=vocab_size) * each.share / len(each.ids) for each in sources)
+    order = np.argsort(-np.asarray(counts), kind="stable")[:count]
+    return torch.from_numpy(np.sort(order))
+
+
+def train_head(
+    target: Path,
+    sources: Sequence[TrainingTexts],
+    held_out: NDArray[np.integer[Any]],
+    recipe: HeadRecipe,
+    out: Path,
+    compiled: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    report: Callable[[str], None] = print,
+) -> TrainedHead:
+    """Trains a head and writes it. One that was interrupted goes on where it was, with the same recipe.
+
+    Args:
+        target: folder of a model of the Llama family.
+        sources: the texts.
+        held_out: ids of other texts, `HELD_OUT_TEXTS` windows at least.
+        recipe: how to train.
+        out: folder of the head.
+        compiled: whether to compile the training step.
+        dtype: of the weights in the folder.
+        report: gets a line of what was measured.
+
+    Raises:
+        InvalidRequestError: the target cannot be loaded, or the texts are too short.
+        ValueError: an interrupted training had another recipe.
+    """
+    loaded = load_lean_model(str(target), "float32")
+    if loaded is None:
+        raise InvalidRequestError(f"heads are trained for models of the Llama family alone, which {target} is not")
+    model = cast(LeanModel, loaded.model)
+    shape = head_shape(recipe, model.config)
+    config = shape.config
+    draft_ids = frequent_ids(sources, config.draft_vocab_size, config.vocab_size)
+    head: EagleTrainee | MlpTrainee
+    head = EagleTrainee(shape, recipe.num_steps) if recipe.kind is HeadKind.EAGLE3 else MlpTrainee(shape)
+    start_from(head, model, draft_ids, recipe.seed)
+    decoder = decoder_of(model)
+    lessons_of = partial(streamed_lessons, decoder, config.taps, pass_tokens=recipe.batch_tokens)
+
+    def measured(what: str) -> list[DraftAcceptance]:
+        found = draft_acceptance(head, recipe.num_steps, draft_ids, lessons_of(texts=_windows(held_out))(0))
+        for each in found:
+            report(f"{what}: {each}")
+        return found
+
+    before = measured("before")
+    out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(head, recipe.plan(), out / STATE, compiled)
+    trainer.run(
+        lessons_of(texts=partial(batches, sources, recipe.plan())),
+        head_loss(recipe.num_steps, draft_ids),
+        recipe.kind.value,
+    )
+    after = measured("after")
+    save_head(head, shape, target, out, draft_ids, dtype)
+    (out / STATE).unlink()
+    return TrainedHead(before, after)
+
+
+def _windows(ids: NDArray[np.integer[Any]]) -> Callable[[int], Any]:
+    """Returns the windows that acceptance is measured on.
+
+    Raises:
+        InvalidRequestError: there are too few ids.
+    """
+    most = len(ids) // HELD_OUT_TOKENS
+    if most < 2:
+        raise InvalidRequestError(f"texts to measure acceptance on have {len(ids):,} tokens, of {2 * HELD_OUT_TOKENS}")
+    count = min(most, HELD_OUT_TEXTS)
+    starts = np.linspace(0, len(ids) - HELD_OUT_TOKENS, count).astype(np.int64)
+    windows = np.stack([ids[start : start + HELD_OUT_TOKENS] for start in starts.tolist()]).astype(np.int64)
+
+    def texts(_first_step: int) -> Any:
+        for part in torch.from_numpy(windows).split(8):
+            batch: TrainingBatch = (part,)
+            yield batch
+
+    return texts

@@ -1,0 +1,84 @@
+"""A head inside a verifier, through the services: laws, coupled texts, forms, names and metrics."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.law import PROMPT, compare, draw_completions, exact_law, stack_options
+from draftwire.client import Client
+from draftwire.errors import InvalidRequestError
+from draftwire.requests.parameters import SamplingParams
+from tests.in_process import InProcessStack
+from tests.observing import read_metric
+from tests.tiny_heads import EAGLE3, MEDUSA, save_tiny_head
+
+ALPHA = 1e-6
+"""Probability of a false alarm of each comparison."""
+SAMPLES = 300
+
+
+def head_options(target: Path, head: Path, **gateway: object) -> dict[str, dict[str, object]]:
+    """Returns the options of a stack without a drafter, whose verifier has a head."""
+    options = stack_options(target, target)
+    del options["drafter"]
+    options["verifier"]["draft_head"] = str(head)
+    options["gateway"] |= {"local_drafts": "auto", **gateway}
+    return options
+
+
+@pytest.fixture(scope="module", params=[EAGLE3, pytest.param(MEDUSA, marks=pytest.mark.slow)])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def stack(pair: tuple[Path, Path], kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessStack]:
+    head = save_tiny_head(tmp_path_factory.mktemp("head") / kind, pair[0], kind)
+    with InProcessStack(head_options(pair[0], head)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def law(pair: tuple[Path, Path]) -> dict[tuple[int, ...], float]:
+    return exact_law(pair[0], SamplingParams())
+
+
+@pytest.mark.parametrize(
+    "rule", ["block", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("token", "coupled"))]
+)
+def test_text_that_the_head_drafts_for_follows_the_law_of_the_target(
+    stack: InProcessStack, law: dict[tuple[int, ...], float], rule: str
+) -> None:
+    """Beside each other. False alarm: 1e-6, by chi-square."""
+    result = compare(rule, list(draw_completions(stack.address, rule, SamplingParams(), range(SAMPLES))), law)
+    assert result.share_of_rounds_with_draft > 0.3
+    assert 0.05 < result.acceptance_rate < 0.95
+    assert result.p_value > ALPHA, result
+
+
+def test_text_of_a_seed_is_the_same_under_coupled_with_the_head_and_without(stack: InProcessStack) -> None:
+    given: dict[str, Any] = {"rejection_sample_method": "coupled", "max_tokens": 40, "ignore_eos": True}
+    num_accepted = 0
+    with Client(stack.address) as client:
+        for seed in range(4):
+            drafted = client.generate(PROMPT, seed=seed, num_speculative_tokens=4, **given)
+            plain = client.generate(PROMPT, seed=seed, num_speculative_tokens=0, **given)
+            assert drafted.token_ids == plain.token_ids
+            assert plain.statistics.num_draft_tokens == 0
+            num_accepted += drafted.statistics.num_accepted_tokens
+    assert num_accepted > 0
+
+
+def test_head_has_a_name_that_requests_may_say_and_metrics_show(stack: InProcessStack, kind: str) -> None:
+    with Client(stack.address) as client:
+        assert list(client.server().drafter_names) == [kind, "suffix", "lookup"]
+        drawn = client.generate(PROMPT, max_tokens=20, ignore_eos=True, drafter=kind, num_speculative_tokens=3)
+        assert drawn.statistics.num_draft_tokens > 0
+        with pytest.raises(InvalidRequestError, match="nothing drafts by the name 'hydra'"):
+            client.generate(PROMPT, max_tokens=2, drafter="hydra")
+    for name in ("local_draft_tokens", "local_accepted_tokens"):
+        assert read_metric(stack, "verifier", name, f'strategy="{kind}"') > 0
+    assert read_metric(stack, "verifier", "head_draft_seconds_count") > 0
+    assert read_metric(stack, "verifier", "audit_draft_tokens", f'model_name="{kind}",span="total"') > 0

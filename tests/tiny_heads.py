@@ -1,0 +1,60 @@
+"""Heads with random weights for tiny targets, as checkpoints on disk."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+EAGLE3, MEDUSA = "eagle3", "medusa"
+
+
+def save_tiny_head(folder: Path, target: Path, kind: str = EAGLE3, seed: int = 0, sharpness: float = 1.0) -> Path:
+    """Writes a head for a target's folder, in the format of `speculators`.
+
+    Args:
+        folder: where to.
+        target: folder of a small model of the Llama family.
+        kind: "eagle3", whose drafts depend on all that it has read, or "medusa", of three tokens.
+        seed: of the weights.
+        sharpness: scale of the logits.
+    """
+    from draftwire.drafting.heads.head_formats import TargetFacts, required_shapes, shape_of
+
+    text = AutoConfig.from_pretrained(target).get_text_config()
+    config: dict[str, Any] = {"speculators_model_type": kind}
+    if kind == EAGLE3:
+        layers = {
+            "model_type": "llama",
+            "hidden_size": text.hidden_size,
+            "intermediate_size": 2 * text.hidden_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "vocab_size": text.vocab_size,
+            "max_position_embeddings": text.max_position_embeddings,
+        }
+        config |= {
+            "transformer_layer_config": layers,
+            "draft_vocab_size": text.vocab_size,
+            "eagle_aux_hidden_state_layer_ids": [0, 1, text.num_hidden_layers],
+        }
+    else:
+        config |= {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
+        config |= {"medusa_num_heads": 3, "medusa_num_layers": 1}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    shapes = required_shapes(shape_of(str(folder), config, TargetFacts.of(AutoConfig.from_pretrained(target))))
+    tensors = {name: torch.randn(*shape, generator=generator) * 0.5 for name, shape in shapes.items()}
+    for name, tensor in tensors.items():
+        if "norm" in name:
+            tensor.fill_(1.0)
+        elif name == "lm_head.weight":
+            tensor.mul_(sharpness)
+    if kind == MEDUSA:  # the target's norm and output are read from its own folder
+        tensors = {f"{name}": tensor for name, tensor in tensors.items() if name.startswith("heads.")}
+    save_file(tensors, folder / "model.safetensors")
+    return folder

@@ -1,0 +1,181 @@
+"""Training of heads: steps in a row are those of drafting, training helps, and what is written loads."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from draftwire.drafting.heads.draft_head import HeadConfig, PairReading
+from draftwire.drafting.heads.head_drafter import HeadDrafter
+from draftwire.drafting.heads.head_loading import load_head
+from draftwire.drafting.heads.head_names import HeadKind
+from draftwire.drafting.heads.head_shape import HeadShape
+from draftwire.errors import InvalidRequestError
+from draftwire.local_loop import LocalRun, speculate
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoder import decoder_of
+from draftwire.models.loading import load_lean_model
+from draftwire.models.tapped_pass import features_and_logits
+from draftwire.models.taps import FeatureSource
+from draftwire.requests.parameters import SamplingParams
+from draftwire.training.batches import TrainingTexts
+from draftwire.training.heads.eagle_trainee import EagleTrainee
+from draftwire.training.heads.head_recipe import HeadRecipe
+from draftwire.training.heads.head_saving import save_head
+from draftwire.training.heads.head_training import STATE, head_shape, train_head
+from draftwire.training.heads.mlp_trainee import MlpTrainee
+from draftwire.training.plan import Phase
+from draftwire.training.trainer import Trainer
+from tests.tiny_models import save_tiny_model
+
+VOCAB, STEPS = 23, 3
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("target"), VOCAB, num_layers=4, context_length=512)
+
+
+def untrained(kind: HeadKind, target: Path, draft_ids: torch.Tensor | None) -> tuple[HeadShape, torch.nn.Module]:
+    """Returns a head whose weights are all random, but for what it shares with its target."""
+    loaded = load_lean_model(str(target), "float32")
+    assert loaded is not None
+    recipe = HeadRecipe(kind, 1, STEPS, taps=(1, 2, 4) if kind is HeadKind.EAGLE3 else None)
+    if draft_ids is not None:
+        recipe = HeadRecipe(kind, 1, STEPS, (1, 2, 4), len(draft_ids))
+    shape = head_shape(recipe, loaded.model.config)
+    head = EagleTrainee(shape, STEPS) if kind is HeadKind.EAGLE3 else MlpTrainee(shape)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+        head.embed_tokens.weight.copy_(loaded.model.model.embed_tokens.weight)
+        if isinstance(head, MlpTrainee):
+            head.lm_head.weight.copy_(loaded.model.lm_head.weight)
+            head.target_norm.weight.copy_(loaded.model.model.norm.weight)
+    return shape, head
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafts_all"),
+    [(HeadKind.EAGLE3, True), (HeadKind.EAGLE3, False), (HeadKind.MEDUSA, True), (HeadKind.HYDRA, True)],
+)
+def test_steps_of_training_are_those_of_drafting(
+    kind: HeadKind, drafts_all: bool, target: Path, tmp_path: Path
+) -> None:
+    """What training computes for every place at once is what the written head drafts after it, token by token."""
+    draft_ids = None if drafts_all else torch.tensor([0, 2, 3, 7, 11, 20])
+    shape, trainee = untrained(kind, target, draft_ids)
+    save_head(trainee, shape, target, tmp_path / "head", draft_ids, torch.float32)
+    head = load_head(tmp_path / "head", target, 256)
+    assert head.config == shape.config
+    generator = torch.Generator().manual_seed(5)
+    token_ids = torch.randint(0, VOCAB, (2, 140), generator=generator)  # more than a chunk of attention
+    features = torch.randn(2, 140, head.config.feature_size, generator=generator)
+    count = 140 - STEPS
+    with torch.no_grad():
+        trained = trainee(features[:, :count], token_ids)
+    for text, place in ((0, 0), (0, 9), (1, 131)):
+        sequence = head.open()
+        fused = head.fuse(features[text, : place + 1])
+        state = head.read([PairReading(sequence, token_ids[text, 1 : place + 2].tolist(), fused)])
+        for step in range(STEPS):
+            drafted = state.logits[0] if draft_ids is None else state.logits[0][draft_ids]
+            torch.testing.assert_close(drafted, trained[step][text, place], rtol=2e-4, atol=2e-4)
+            if step + 1 < STEPS:
+                state = head.extend(state, token_ids[text, place + 2 + step : place + 3 + step])
+        head.close(sequence)
+
+
+def texts_of(target: Path) -> np.ndarray:
+    """Returns what the target writes greedily, which a head can learn."""
+    loaded = load_lean_model(str(target), "float32")
+    assert loaded is not None
+    decoder = decoder_of(loaded.model)
+    ids = torch.randint(0, VOCAB, (48, 4), generator=torch.Generator().manual_seed(1))
+    while ids.shape[1] < 64:
+        logits = features_and_logits(decoder, ids, (4,))[1]
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+    return ids.flatten().numpy().astype(np.uint16)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "hydra"])
+def test_training_raises_acceptance_and_the_head_loads(kind: str, target: Path, tmp_path: Path) -> None:
+    ids = texts_of(target)
+    recipe = HeadRecipe(HeadKind(kind), 24_000, 2, batch_tokens=1024, phases=(Phase(1.0, 64),))
+    lines: list[str] = []
+    found = train_head(
+        target, [TrainingTexts(ids[:-512], 1.0)], ids[-512:], recipe, tmp_path / "head", report=lines.append
+    )
+    assert len(lines) == 4
+    assert found.after[1].means[0] > found.before[1].means[0] + 0.02
+    assert load_head(tmp_path / "head", target, 64).config.kind is HeadKind(kind)
+    assert not (tmp_path / "head" / STATE).exists()
+
+
+def test_interrupted_training_goes_on_where_it_was(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = texts_of(target)
+    recipe = HeadRecipe(HeadKind.MEDUSA, 6_144, 2, batch_tokens=1024, phases=(Phase(1.0, 64),))
+    texts = [TrainingTexts(ids[:-512], 1.0)]
+    whole = train_head(target, texts, ids[-512:], recipe, tmp_path / "whole", report=lambda _: None)
+    monkeypatch.setattr(Trainer, "CHECKPOINT_SECONDS", 0.0)
+    step = Trainer._train_step
+    calls: list[int] = []
+
+    def interrupted(self: Trainer, *batch: object) -> float:
+        calls.append(self.step)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step(self, *batch)
+
+    monkeypatch.setattr(Trainer, "_train_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_head(target, texts, ids[-512:], recipe, tmp_path / "parts", report=lambda _: None)
+    parts = train_head(target, texts, ids[-512:], recipe, tmp_path / "parts", report=lambda _: None)
+    assert calls == [0, 1, 2, 3, 3, 4, 5]
+    assert parts.after == whole.after
+
+
+def test_what_cannot_be_trained_is_refused(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot draft 24 of 23 tokens"):
+        head_shape(HeadRecipe(HeadKind.EAGLE3, 1, draft_vocab_size=24), LlamaConfig.from_pretrained(target))
+    ids = np.zeros(300, np.uint16)
+    with pytest.raises(InvalidRequestError, match="300 tokens"):
+        train_head(target, [TrainingTexts(ids, 1.0)], ids, HeadRecipe(HeadKind.EAGLE3, 1), tmp_path / "head")
+
+
+def test_shape_is_that_of_the_targets_layers(target: Path) -> None:
+    shape = head_shape(HeadRecipe(HeadKind.EAGLE3, 1), LlamaConfig.from_pretrained(target))
+    assert shape.config == HeadConfig(HeadKind.EAGLE3, (1, 2), 16, 4, 16, VOCAB, VOCAB)
+    assert (shape.layers.num_hidden_layers, shape.layers.head_dim) == (1, 8)
+
+
+def test_head_speculates_in_one_process_without_changing_the_greedy_text(target: Path, tmp_path: Path) -> None:
+    ids = texts_of(target)
+    recipe = HeadRecipe(HeadKind.EAGLE3, 24_000, 3, batch_tokens=1024, phases=(Phase(1.0, 64),))
+    train_head(target, [TrainingTexts(ids[:-512], 1.0)], ids[-512:], recipe, tmp_path, report=lambda _: None)
+    head = load_head(tmp_path, target, 256, torch.float32)
+    loaded = load_lean_model(str(target), "float32")
+    assert loaded is not None
+    prompt, written = ids[:6].tolist(), []
+    features = FeatureSource(head.config.taps, head.fuse)
+    model = CachedModel(decoder_of(loaded.model), 256, features=features)
+    rounds = list(speculate(model, HeadDrafter(head, model), prompt, LocalRun(SamplingParams(0.0), 40, 3, "token", 1)))
+    for done in rounds:
+        written += done.token_ids
+    assert written == greedy_after(loaded.model, prompt, len(written))
+    assert not rounds[0].num_accepted
+    assert sum(done.num_accepted for done in rounds) > 2
+    head.cache.check_integrity()
+
+
+def greedy_after(model: object, prompt: list[int], count: int) -> list[int]:
+    decoder = decoder_of(model)
+    ids = torch.tensor([prompt])
+    for _ in range(count):
+        ids = torch.cat([ids, features_and_logits(decoder, ids, (4,))[1][:, -1:].argmax(-1)], 1)
+    return ids[0, len(prompt) :].tolist()
