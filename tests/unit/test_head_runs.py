@@ -1,5 +1,6 @@
 """Runs that the verifier's own head drafts: under the real scheduler and engine, on tiny models."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,14 +88,17 @@ class Verifier:
     def decide(self) -> list[Verdict]:
         """Runs steps until nothing is left to do, and returns the verdicts in order."""
         verdicts = []
-        while (step := self.scheduler.next_step()) is not None:
+        while True:
+            while (step := self.scheduler.next_step()) is None and self.scheduler.holds_for_s is not None:
+                time.sleep(self.scheduler.holds_for_s)
+            if step is None:
+                return verdicts
             result = self.engine.step(step)
             self.steps.append((step, result))
             for _, event in self.scheduler.complete(step, result):
                 assert isinstance(event, Verdict)
                 verdicts.append(event)
             self.model.cache.check_integrity()
-        return verdicts
 
     def text(self, num_draft_tokens: int, **changes: Any) -> tuple[list[int], list[Verdict]]:
         """Returns a whole completion, and its verdicts."""
