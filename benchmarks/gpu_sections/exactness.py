@@ -27,6 +27,7 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.errors import DraftwireError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import Role, derive_key
+from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.synthesis import build_target
@@ -41,6 +42,8 @@ STEPS = {True: 12, False: 60}
 NUM_TEXTS = 6
 FEW, MANY = (1, 2, 3, 5), (9, 40, 150)
 """Numbers of tokens per step. The few ones recur, so that recorded CUDA graphs are replayed."""
+TREES = (0, 3, 8, 31, 64)
+"""Nodes of trees."""
 NUM_BLOCKS = 16
 """Blocks in a batch, for each kind of sampling."""
 
@@ -65,6 +68,9 @@ def exactness(plan: Plan, findings: Findings, budget: Budget) -> None:
         findings.results[f"logits_{name}"] = found
         label = f"largest error of float32 logits, {name} steps ({found['rows']} rows)"
         findings.rows.append(Row(label, found["largest_error"], "", LARGEST_ERROR))
+        findings.results[f"trees_{name}"] = trees = largest_tree_error(model, plan, is_static)
+        label = f"largest error of float32 logits in trees, {name} steps ({trees['rows']} rows)"
+        findings.rows.append(Row(label, trees["largest_error"], "", LARGEST_ERROR))
     model.model.norm.weight.div_(TAMING)
     findings.results["synchronizations"] = waits = synchronizations(model, plan)
     label = "ways of drafting that wait for the device too early"
@@ -113,6 +119,43 @@ def largest_error(model: LlamaForCausalLM, plan: Plan, is_static: bool) -> dict[
         "rows": sum(len(own) for _, own in pending),
         "steps": STEPS[plan.is_tiny],
     }
+
+
+@torch.inference_mode()
+def largest_tree_error(model: LlamaForCausalLM, plan: Plan, is_static: bool) -> dict[str, Any]:
+    """Compares logits after the nodes of random trees, a path of each of which is kept, with fresh passes over paths.
+
+    As in `largest_error`, all steps come before the first comparison.
+    """
+    cached = CachedModel(decoder_of(model, "lean"), 16_384, is_static)
+    generator = random.Random(4)
+    texts: list[list[int]] = [[] for _ in range(NUM_TEXTS)]
+    sequences = [cached.cache.open() for _ in texts]
+    pending: list[tuple[list[int], Tensor]] = []
+    for _ in range(STEPS[plan.is_tiny] // 2):
+        members = generator.sample(range(NUM_TEXTS), generator.randint(1, NUM_TEXTS))
+        readings, trees = [], []
+        for index in members:
+            num_nodes, reach = generator.choice(TREES), generator.choice((1, 4, 100))
+            trees.append(TokenTree(tuple(generator.randint(max(n - reach, -1), n - 1) for n in range(num_nodes))))
+            ids = [generator.randrange(cached.vocab_size) for _ in range(1 + num_nodes)]
+            texts[index].append(ids[0])
+            readings.append(Reading(sequences[index], ids, len(ids), trees[-1].parents))
+        rows = cached.read(readings).split([reading.keep for reading in readings])
+        for index, reading, tree, own in zip(members, readings, trees, rows, strict=True):
+            for node in generator.sample(range(len(tree)), min(len(tree), 3)):
+                path = [reading.token_ids[1 + each] for each in tree.path_to(node)]
+                pending.append(([*texts[index], *path], own[1 + node]))
+            kept = tree.path_to(generator.randrange(-1, len(tree)))
+            cached.keep_path(sequences[index], kept)
+            texts[index] += [reading.token_ids[1 + each] for each in kept]
+    cached.cache.check_integrity()
+    errors = []
+    for text, own in pending:
+        whole = torch.tensor([text], device=plan.device)
+        expected = model(input_ids=whole, use_cache=False, logits_to_keep=1).logits[0, 0]
+        errors.append(float((own - expected).abs().max()))
+    return {"largest_error": max(errors), "rows": len(errors), "steps": STEPS[plan.is_tiny] // 2}
 
 
 class _WatchedDrawer(Drawer):

@@ -11,6 +11,7 @@ from benchmarks.gpu_sections.pair import Pair
 from benchmarks.gpu_sections.plan import Plan
 from benchmarks.gpu_sections.section import Budget, Findings, Row
 from benchmarks.gpu_sections.timer import WARM_UPS, Timer
+from draftwire.drafting.tree_shapes import shape_of_widths
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.static_steps import MOST_QUERIES
 from draftwire.requests.parameters import SamplingParams
@@ -22,6 +23,8 @@ DRAFT_RATIO = 2.0
 VERIFIED_TOKENS = 5
 """A committed token and a block of four."""
 BLOCK_LENGTHS = (4, 8)
+TREES = (16, 32, 64)
+"""Nodes of trees."""
 CACHE_TOKENS = 2048
 
 
@@ -45,6 +48,7 @@ def steps(plan: Plan, pair: Pair, findings: Findings, budget: Budget) -> None:
         models = pair.models(CACHE_TOKENS, is_static)
         verified_ms = verify_ms(plan, models.target, timer)
         found: dict[str, Any] = {"verify_ms": verified_ms, "verify_ratio": verified_ms / reductions["target"]}
+        found["trees"] = {num_nodes: tree_ms(plan, models.target, num_nodes, timer) for num_nodes in TREES}
         for block_length in BLOCK_LENGTHS:
             times = round_times(plan, pair, models, block_length, timer)
             forward_ms = extend_ms(plan, models.drafter, block_length, timer)
@@ -72,6 +76,12 @@ def _rows(name: str, found: dict[str, Any], verify_bound: float | None, draft_bo
         Row(f"{name}: verify step, {VERIFIED_TOKENS} tokens", found["verify_ms"], "ms"),
         Row(f"{name}: verify step / reduction (aim {VERIFY_AIM})", found["verify_ratio"], "", verify_bound),
     ]
+    for num_nodes, times in found["trees"].items():
+        tree = f"{name}, tree of {num_nodes}"
+        rows += [
+            Row(f"{tree}: verify step", times["verify_ms"], "ms"),
+            Row(f"{tree}: keeping a path", times["keep_path_ms"], "ms"),
+        ]
     for block_length in BLOCK_LENGTHS:
         times, block = found[f"block_{block_length}"], f"{name}, block of {block_length}"
         rows += [
@@ -106,6 +116,29 @@ def verify_ms(plan: Plan, model: CachedModel, timer: Timer) -> float:
     )
     model.cache.close(sequence)
     return milliseconds
+
+
+def tree_ms(plan: Plan, model: CachedModel, num_nodes: int, timer: Timer) -> dict[str, float]:
+    """Returns the median times of a target's forward pass over a tree after a text and its last token, and of keeping
+    a path of four nodes, milliseconds.
+    """
+    sequence, tree = model.cache.open(), shape_of_widths((num_nodes // 4, 1, 1, 1))
+    ids = random_ids(plan.prompt_tokens + 1 + num_nodes, model.vocab_size, 0)
+    model.read([Reading(sequence, ids[: plan.prompt_tokens], 0)])
+    reading = Reading(sequence, ids[plan.prompt_tokens :], num_nodes + 1, tree.parents)
+
+    def forget() -> None:
+        model.cache.truncate(sequence, plan.prompt_tokens)
+
+    def read() -> None:
+        forget()
+        model.read([reading])
+
+    verified_ms = timer.median_ms(lambda: model.read([reading]), plan.repetitions, forget)
+    path = tree.path_to(num_nodes - 1)
+    kept_ms = timer.median_ms(lambda: model.keep_path(sequence, path), plan.repetitions, read)
+    model.cache.close(sequence)
+    return {"verify_ms": verified_ms, "keep_path_ms": kept_ms}
 
 
 def attention_times(plan: Plan, pair: Pair, timer: Timer) -> dict[str, dict[str, float]]:
