@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from benchmarks.gpu_sections.exactness import exactness
+from benchmarks.gpu_sections.heads import heads
 from benchmarks.gpu_sections.layer_parallel import layer_parallel
 from benchmarks.gpu_sections.pair import Pair, make_pair
 from benchmarks.gpu_sections.plan import Plan
@@ -51,6 +52,7 @@ class Sections:
             Section("exactness", 60.0, partial(exactness, self._plan)),
             Section("pair", 60.0, partial(self._make, 1.0)),
             Section("steps", 50.0, self._steps),
+            Section("heads", 40.0, self._heads),
             Section("speculation", 120.0, self._speculation),
             Section("sharing", 80.0, self._sharing),
             Section("rules", 80.0, partial(rules, self._plan)),
@@ -70,6 +72,9 @@ class Sections:
 
     def _steps(self, findings: Findings, budget: Budget) -> None:
         steps(self._plan, self._pair, findings, budget)
+
+    def _heads(self, findings: Findings, budget: Budget) -> None:
+        heads(self._plan, self._pair, findings, budget)
 
     def _speculation(self, findings: Findings, budget: Budget) -> None:
         speculation(self._plan, self._pair, findings, budget)
