@@ -71,7 +71,7 @@ class TokenEdits:
             is_masked = torch.full((logits.shape[1],), not if_listed)
             listed = [token for token in token_ids if token < logits.shape[1]]
             is_masked[torch.tensor(listed, dtype=torch.int64)] = if_listed
-            self._made[key] = is_masked.to(logits.device)  # a byte a token
+            self._made[key] = upload(is_masked, logits.device)  # a byte a token
         return torch.where(self._made[key], -math.inf, 0.0)
 
 

@@ -74,7 +74,7 @@ class KvStorage:
         """Copies keys, values and features between slots, `[count] int64` each, in all layers."""
         for layer in self._layers.values():
             for tensor in layer:
-                tensor[:, targets] = tensor[:, sources]
+                tensor.index_copy_(1, targets, tensor.index_select(1, sources))  # two kernels
         if self.features is not None:
             self.features.copy(sources, targets)
 

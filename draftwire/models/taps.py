@@ -75,7 +75,7 @@ class SlotFeatures:
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copies features between slots, `[count] int64` each."""
         if self.rows is not None:
-            self.rows[targets] = self.rows[sources]
+            self.rows.index_copy_(0, targets, self.rows.index_select(0, sources))
 
 
 def joined(states: Mapping[int, Tensor], layers: tuple[int, ...]) -> Tensor:

@@ -52,6 +52,7 @@ PRINTED = {
     ("docs/logprobs.md", 1): r"('.*' +\w+ +target [01]\.\d{3} drafter ([01]\.\d{3}|nan)\n?|\".+\n?){1,16}",
     ("docs/tools.md", 0): r'(weather \{\s*"city"\s*:\s*"(Bonn|Rome)"\s*,\s*"days"\s*:\s*[1-9]\s*\}\n?)+',
     ("docs/structured-output.md", 0): r"\{'name': '(Rex|Tom)', 'legs': -?\d+\}",
+    ("docs/trees.md", 0): r"\[[\d, ]*\] \d",
 }
 """What each prints, all of it."""
 
