@@ -264,6 +264,30 @@ def test_probe_in_a_slow_time_is_compared_with_the_chosen_arm_around_it() -> Non
     assert costs.slowness(PLAIN, WindowSums(1, 1.0)) == MOST_SLOWNESS, "no time of day is that slow"
 
 
+def test_probe_changes_what_is_known_of_its_arm_alone() -> None:
+    """Else the ratio of two arms would stay what their first windows made of it."""
+    costs = costs_of(of0=0.004, of4=0.012)
+    for _ in range(30):
+        costs.add(PLAIN, WindowSums(20, 20 * 0.003, 20 * 0.002, 0.0, 20, 20.0), 1.0, slowness=1.0)
+    assert costs.round_s(PLAIN) == pytest.approx(0.003, rel=0.01)
+    assert costs.round_s(of(4)) == pytest.approx(0.012)
+
+
+def test_probes_of_a_busy_beginning_are_forgotten_with_its_costs() -> None:
+    """The first calm window forgets all before it; a probe of then has no arm left to be corrected."""
+    chooser, now = PairChooser(4, 4), 0.0
+    chooser.join()
+    for reading in (1, 1, 1, 0, 0, 0):
+        chooser._num_reading = reading
+        window = chooser.window(now)
+        while chooser.window(now) is window:
+            now += 0.04
+            times = round_times(0, now - 0.04, now, window.arm.length, 0, verify_s=0.02)
+            chooser.count(times, window, 0.04)
+            chooser.observe(times, window, is_whole=True)
+    assert chooser.estimate(window.arm, 0).num_windows
+
+
 def test_request_that_ends_before_the_next_one_begins_changes_no_load() -> None:
     assert [load_of(sessions) for sessions in (0, 1, 2, 3, 5, 6, 11, 12, 15, 16, 17, 22, 23)] == [
         *(0, 0, 1, 2, 2, 3, 3, 4, 4, 4, 4, 4, 5)

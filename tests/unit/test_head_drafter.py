@@ -159,16 +159,29 @@ def test_what_does_not_fit_into_a_step_is_read_over_several(monkeypatch: pytest.
     subject, generator = Subject(ToyHead(VOCAB_SIZE)), random.Random(1)
     long, short = subject.open(random_ids(generator, 30)), subject.open([1, 2])
     results = []
-    for _ in range(3):
+    for _ in range(4):
         drafts = subject.drafter.draft([subject.drafting(one, request(2)) for one in (long, short)])
         results.append([draft is not None for draft in drafts])
         assert isinstance(drafts[1], Draft)
-    assert results == [[False, True], [False, True], [True, True]]
-    assert subject.head.readings == [[10, 1], [10, 1], [9, 1]]
+    assert results == [[False, True], [False, True], [False, True], [True, True]]
+    assert subject.head.readings == [[9, 1], [9, 1], [9, 1], [2, 1]]
     (drawn,) = subject.drafter.draft([subject.drafting(long, request(2))])
     assert isinstance(drawn, Draft)
     rows = subject.expected_rows(long, drawn.token_ids, request(2))
     assert drawn.token_ids == draw(rows, uniforms([request().key], 2)[0]).tolist()
+
+
+def test_texts_share_what_is_read_in_a_step_and_short_ones_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_drafter, "READ_AT_ONCE", 10)
+    subject = Subject(ToyHead(VOCAB_SIZE))
+    targets = [subject.open(random_ids(random.Random(6), count)) for count in (20, 4, 24)]
+    read = [0, 0, 0]
+    for most in (12, 12, 12, 12, 12):
+        drafts = subject.drafter.draft([subject.drafting(target, request()) for target in targets])
+        assert isinstance(drafts[1], Draft), "it need not wait for the long ones"
+        before, read = read, [subject.sequences[target].num_read for target in targets]
+        assert sum(read) - sum(before) <= most
+    assert all(isinstance(draft, Draft) for draft in drafts)
 
 
 def test_drafts_after_a_prompt_from_the_prefix_cache_are_those_after_a_cold_one() -> None:

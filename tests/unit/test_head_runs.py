@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -352,3 +352,32 @@ def test_rows_that_the_head_adds_are_known_before_the_step() -> None:
     assert session.num_rows == 4
     verifier.decide()
     assert session.num_rows == 1
+
+
+def test_head_that_fails_costs_the_drafts_of_a_step_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = Verifier().text(0, sampling=SamplingParams(0.0))
+    verifier, read, calls = Verifier(), ToyHead.read, []
+
+    def fail_twice(head: ToyHead, readings: Any) -> Any:
+        calls.append(len(readings))
+        if len(calls) in (2, 3):
+            raise RuntimeError("out of memory")
+        return read(head, readings)
+
+    monkeypatch.setattr(ToyHead, "read", fail_twice)
+    ids, verdicts = verifier.text(3, sampling=SamplingParams(0.0))
+    assert ids == plain
+    assert sum(not result.drafted[0] for step, result in verifier.steps if step.items[0].num_head_tokens) == 2
+    assert any(verdict.local_strategy for verdict in verdicts[4:]), "it drafts again"
+
+
+def test_time_of_the_head_is_no_time_of_the_target_for_anybody() -> None:
+    verifier = Verifier()
+    drafted, plain = verifier.opened(1), verifier.opened(2)
+    verifier.run(drafted, 1)
+    verifier.run(plain, 1, 0)
+    step = verifier.scheduler.next_step()
+    assert step is not None
+    result = replace(verifier.engine.step(step), verify_us=9_000, head_s=0.004)
+    verdicts = [event for _, event in verifier.scheduler.complete(step, result)]
+    assert [verdict.verify_us for verdict in verdicts] == [5_000] * len(step.items)

@@ -19,7 +19,8 @@ from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.parameters import SamplingParams
 
 READ_AT_ONCE = 512
-"""Most pairs of one sequence that a head reads in a step. A sequence that has more to read drafts in a later one."""
+"""Pairs that a head reads in a step, of all sequences together, and one more of each. A sequence for which that is not
+enough drafts in a later one; those with the least to read come first."""
 
 
 class HeadSequence:
@@ -108,17 +109,20 @@ class HeadDrafter:
 
     def _readings(self, draftings: Sequence[HeadDrafting]) -> tuple[list[PairReading], list[int]]:
         """Returns what to read of each sequence, and the indices of those that can draft then."""
-        spans, members = [], []
-        for index, drafting in enumerate(draftings):
+        bounds = []
+        for drafting in draftings:
             sequence, stop = drafting.sequence, len(drafting.committed) - 1
             if not self.head.config.reads_history:  # the last pair alone matters
                 sequence.num_read = stop - 1
-            start = sequence.num_read = min(sequence.num_read, stop - 1)  # the last pair may be read again
+            sequence.num_read = min(sequence.num_read, stop - 1)  # the last pair may be read again
             self._rewind(sequence)
-            end = min(stop, start + READ_AT_ONCE)
-            if end == stop:
-                members.append(index)
-            spans.append(FeatureSpan(drafting.target, start, end))
+            bounds.append((sequence.num_read, stop))
+        granted = _granted([stop - start for start, stop in bounds])
+        spans = [
+            FeatureSpan(drafting.target, start, start + count)
+            for drafting, (start, _), count in zip(draftings, bounds, granted, strict=True)
+        ]
+        members = [index for index, (_, stop) in enumerate(bounds) if spans[index].stop == stop]
         features = self._features.features(spans).split([span.stop - span.start for span in spans])
         readings = [
             PairReading(
@@ -172,3 +176,12 @@ class HeadDrafter:
         """Leaves the pairs with true features in the head's cache, as far as the head looks at them again."""
         kept = sequence.num_read if self.head.config.reads_history else 0
         self.head.truncate(sequence.cached, min(kept, sequence.cached.length))
+
+
+def _granted(wanted: Sequence[int]) -> list[int]:
+    """Returns how many pairs to read of each sequence, of those that it has to read, at least 1."""
+    granted, left = [0] * len(wanted), READ_AT_ONCE
+    for index in sorted(range(len(wanted)), key=wanted.__getitem__):
+        granted[index] = max(1, min(wanted[index], left))
+        left = max(0, left - granted[index])
+    return granted

@@ -7,6 +7,8 @@ not when a session is queued.
 import time
 from collections.abc import Mapping, Sequence
 
+import structlog
+
 from draftwire.drafting.heads.head_drafter import HeadDrafter, HeadDrafting, HeadSequence
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.engine.leases import SessionKey
@@ -18,6 +20,8 @@ from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.parameters import SamplingParams
 from draftwire_verifier.local_drafts import NO_DRAFTER
 from draftwire_verifier.scheduler import StepItem, TargetSession
+
+log = structlog.get_logger()
 
 
 class HeadDrafts:
@@ -38,7 +42,7 @@ class HeadDrafts:
         self, items: Sequence[StepItem], targets: Mapping[SessionKey, CachedSequence]
     ) -> tuple[list[ReceivedBlock | None], float]:
         """Drafts for the sessions of a step that are to be drafted for and whose committed tokens but the last are in
-        the target's cache. A round for which the head has nothing is decided without a draft.
+        the target's cache. A round for which the head has nothing, or in which it fails, is decided without a draft.
 
         Args:
             items: of the step.
@@ -59,7 +63,15 @@ class HeadDrafts:
                 draftings[index] = HeadDrafting(sequence, target, committed, _request(item, self._vocab_size))
         if not draftings:
             return blocks, 0.0
-        drafts = self._drafter.draft(list(draftings.values()))
+        try:
+            drafts = self._drafter.draft(list(draftings.values()))
+        except (
+            Exception
+        ):  # of the device, say: rounds go on without drafts, and the target's own pass shows what is lost
+            log.exception("verifier.head_failed", num_sessions=len(draftings))
+            for index in draftings:
+                self.forget(items[index].session.key)
+            return blocks, time.perf_counter() - started
         seconds = time.perf_counter() - started
         timings = DraftTimings(draft_us=int(seconds * 1e6))
         for index, draft in zip(draftings, drafts, strict=True):

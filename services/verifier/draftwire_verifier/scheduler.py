@@ -380,6 +380,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
         self._record_costs(step.items, result.num_reused, result.num_tokens, result.verify_us / 1e6)
         deliveries: list[Completed] = []
         drafted = result.drafted or [None] * len(step.items)
+        verify_us = result.verify_us - int(result.head_s * 1e6)  # which is told apart
         for item, outcome, num_unread, own in zip(step.items, result.outcomes, result.num_unread, drafted, strict=True):
             session, block = item.session, own or item.block
             session.num_unread = num_unread
@@ -388,7 +389,6 @@ class Scheduler(SessionBook[TargetSession, Step]):
             if isinstance(outcome, Judgement | StillReading) and outcome.prompt is not None:
                 deliveries.append((session, PromptRead(*session.key, outcome.prompt)))
             if isinstance(outcome, Judgement):
-                verify_us = result.verify_us - (0 if own is None else own.timings.draft_us)  # which is told apart
                 deliveries.append((session, self._commit(session, block, outcome, step.started_at, verify_us)))
             elif isinstance(outcome, StillReading):
                 self._ready.append(session)

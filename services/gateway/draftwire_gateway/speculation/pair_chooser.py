@@ -17,7 +17,7 @@ from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
 from draftwire_gateway.speculation.round_costs import RoundCosts, WindowSums
-from draftwire_gateway.speculation.windows import LEAST_ROUNDS, Beside, Window, Yield
+from draftwire_gateway.speculation.windows import LEAST_ROUNDS, Beside, Window, Yield, new_yields
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 """Lengths that are tried. Those between are hardly better than the nearest."""
@@ -30,7 +30,7 @@ LEAST_ROUNDS_OF_EACH = 6
 PROBE_SHARE = 0.0015
 """What the probes of one arm may cost: so much of the tokens that could be generated meanwhile."""
 ALL_PROBES_SHARE = 0.01
-"""What the probes of all arms together may cost."""
+"""What the probes of all arms but plain decoding may cost together."""
 CALM_FOR_S = 30.0
 """Windows that are not calm, beside which long prompts are read all the time, say little of those that are: for so long
 after a calm one they do not count."""
@@ -78,7 +78,7 @@ class LoadState:
     arm: Arm
     """The chosen one."""
     costs: RoundCosts = field(default_factory=RoundCosts)
-    yields: dict[bool, Yield] = field(default_factory=lambda: {False: Yield(), True: Yield()})
+    yields: dict[bool, Yield] = field(default_factory=new_yields)
     """Without a drafter and with one."""
     probes: dict[Arm, Probes] = field(default_factory=dict)
     no_probe_before: float = 0.0
@@ -151,7 +151,7 @@ class PairChooser:
         Args:
             times: of the round.
             window: in which it was requested; None if that was not chosen.
-            seconds: since the end of the session's round before.
+            seconds: since the end of the session's round before, each with the wait for its reader.
         """
         passed_s = min(LONGEST_ROUND_S, max(0.0, times.ended_at - self._used_until))
         self._used_s += passed_s
@@ -304,7 +304,8 @@ class PairChooser:
         sums = window.sums
         if window.is_calm and sums.num_rounds:
             if state.calm_at is None:
-                state.costs, state.probes = RoundCosts(), {}
+                state.costs, state.probes, state.yields = RoundCosts(), {}, new_yields()
+                self._beside = None
             state.calm_at = self._used_s
         counts = window.is_calm or not self._waits_for_calm(state)
         if sums.num_rounds and counts:
@@ -312,7 +313,7 @@ class PairChooser:
         if window.is_probe:
             probes = state.probes.setdefault(window.arm, Probes(self._used_s))
             changes = state.costs.measured(window.arm) is not None and self._best(state, window.load) != state.arm
-            probes.last_at, probes.took_s = self._used_s, now - window.began_at
+            probes.last_at, probes.took_s = self._used_s, self._used_s - window.began_used_s
             state.no_probe_before = self._used_s + self._lost_s(state, window.arm, window.load) / ALL_PROBES_SHARE
             grows = counts and not changes and self.estimate(window.arm, window.load).num_windows >= FIRST_PROBES
             probes.least_pause_s = min(LONGEST_PAUSE_S, 2.0 * probes.least_pause_s) if grows else FIRST_PAUSE_S
@@ -324,18 +325,16 @@ class PairChooser:
         """
         beside, share = self._beside, min(1.0, sums.num_rounds / LEAST_ROUNDS)
         if window.is_probe:
-            slowness = 1.0 if beside is None else beside.slowness
-            weight = state.costs.add(window.arm, sums, share, slowness)
+            weight = state.costs.add(window.arm, sums, share, 1.0 if beside is None else beside.slowness)
             if beside is not None:
                 beside.probes.append((window.arm, weight))
             return
-        known = state.costs.measured(window.arm)
-        slowness = 1.0 if known is None else state.costs.slowness(window.arm, sums)
         if beside is not None and beside.arm == window.arm:
+            slowness = state.costs.slowness(window.arm, sums) ** share
             for arm, weight in beside.probes:
                 state.costs.correct(arm, (beside.slowness / slowness) ** (weight / 2))
         state.costs.add(window.arm, sums, share)
-        self._beside = Beside(window.arm, slowness)
+        self._beside = Beside(window.arm, state.costs.slowness(window.arm, sums) ** share)
 
     def _next_window(self, load: int, now: float) -> Window:
         state = self._loads.get(load)
@@ -360,7 +359,7 @@ class PairChooser:
         if before is not None and before.arm != arm and self.num_sessions > 1:
             # Until then others are in rounds of the arm before, and sessions share fewer steps than they will.
             counts_from += SETTLING_ROUNDS * before.sums.mean_round_s
-        return Window(arm, load, now, probe is not None, counts_from, self._num_surprises(arm), next_due)
+        return Window(arm, load, now, probe is not None, counts_from, self._num_surprises(arm), next_due, self._used_s)
 
     def _waits_for_calm(self, state: LoadState) -> bool:
         """Whether windows do not count that are not calm."""
@@ -378,10 +377,11 @@ class PairChooser:
         measured = [arm for arm in self.arms if state.costs.measured(arm) is not None]
         rates = {arm: self.estimate(arm, load).tokens_per_second for arm in measured}
         best = max(measured, key=lambda arm: rates[arm])
+        if rates[best] < (1.0 + LEAST_GAIN_OVER_PLAIN) * rates.get(PLAIN, 0.0):
+            return PLAIN
         if state.arm in rates and rates[best] < (1.0 + LEAST_GAIN) * rates[state.arm]:
-            best = state.arm
-        least = (1.0 + LEAST_GAIN_OVER_PLAIN) * rates.get(PLAIN, 0.0)
-        return best if rates[best] >= least else PLAIN
+            return state.arm
+        return best
 
     def _probes_due_in_s(self, state: LoadState, load: int) -> dict[Arm, float]:
         """Returns after how long each arm but the chosen one is to be probed: the longer, the more that is expected to

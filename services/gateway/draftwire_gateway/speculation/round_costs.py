@@ -128,19 +128,20 @@ class RoundCosts:
             factor * cost.verify_s,
         )
 
-    def add(self, arm: Arm, sums: WindowSums, share: float, slowness: float = 1.0) -> float:
-        """Adds a window. A machine that became slower or faster since did so for all arms.
+    def add(self, arm: Arm, sums: WindowSums, share: float, slowness: float | None = None) -> float:
+        """Adds a window. What changes in the chosen arm's times is taken to be the machine, and changes those of all
+        others; what changes in a probe's is taken to be that arm alone.
 
         Args:
             arm: of the window.
             sums: over its rounds.
             share: how full the window was, 0 to 1.
-            slowness: of all arms at that time, over what is known of them.
+            slowness: of a probe, that of the chosen arm at its time; None if it is the chosen arm's window.
 
         Returns:
             The window's weight in what is known of the arm now.
         """
-        scale = 1.0 / (sums.num_rounds * slowness)
+        scale = 1.0 / (sums.num_rounds * (slowness or 1.0))
         verify_s, draft_s = scale * sums.verify_s, scale * sums.draft_s
         rest_s = max(1e-9, scale * sums.round_s - draft_s)
         cost = self._arms.get(arm)
@@ -155,7 +156,7 @@ class RoundCosts:
         cost.num_tokens = KEPT_TOKENS * cost.num_tokens + sums.num_tokens
         cost.expected_tokens = KEPT_TOKENS * cost.expected_tokens + sums.expected_tokens
         for other, other_cost in self._arms.items():
-            if other != arm:
+            if slowness is None and other != arm:
                 other_cost.rest_s *= cost.rest_s / before.rest_s
                 other_cost.verify_s *= cost.rest_s / before.rest_s
                 if other.source is arm.source and before.draft_s > 0.0:

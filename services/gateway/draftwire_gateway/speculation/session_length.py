@@ -40,7 +40,7 @@ class SessionLength:
         self._is_fresh = True
         """Whether no drafter's block was verified since the last round without: the drafter has much to read first."""
         self._ended_at: float | None = None
-        """When the latest round ended; None before the first one did."""
+        """When the latest round and the wait for its reader ended; None before the first one did."""
         self._is_reading = True
         """Whether the prompt is still being read."""
         pair.join()
@@ -95,9 +95,10 @@ class SessionLength:
         """Takes note of a round; a `RoundObserver`."""
         self.end_reading(times.ended_at)
         asked = next((asked for asked in reversed(self._asked) if asked.round <= times.round), None)
-        seconds = times.ended_at - (times.started_at if self._ended_at is None else self._ended_at)
-        self._ended_at = times.ended_at
-        self._pair.count(times, None if asked is None else asked.window, seconds)
+        ended_at = times.ended_at + times.gateway_s
+        if self._ended_at is not None and not times.is_first:  # all pay for the prompt at the verifier
+            self._pair.count(times, None if asked is None else asked.window, ended_at - self._ended_at)
+        self._ended_at = ended_at
         if asked is None:
             return
         window, arm = asked.window, asked.arm

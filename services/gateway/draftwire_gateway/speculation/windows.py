@@ -31,6 +31,8 @@ class Window:
     """Of the acceptance, when it began: the next one ends it."""
     next_due: float = math.inf
     """When it is another arm's turn to be probed."""
+    began_used_s: float = 0.0
+    """Time of use of the pair by then, seconds."""
     quiet: WindowSums = field(default_factory=WindowSums)
     """Over rounds beside which nobody read a prompt."""
     all: WindowSums = field(default_factory=WindowSums)
@@ -103,3 +105,8 @@ class Yield:
         """
         trusted = TRUSTED_S * rate
         return (self.num_tokens + trusted) / (self.expected_tokens + trusted)
+
+
+def new_yields() -> dict[bool, Yield]:
+    """Returns what nothing is known of yet, without a drafter and with one."""
+    return {False: Yield(), True: Yield()}
