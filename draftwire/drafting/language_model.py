@@ -83,7 +83,7 @@ class LanguageModelSequence:
         """Commits tokens. Cached tokens that are exact and committed are kept; the rest is read again."""
         self._settle_tree(base_len, token_ids)
         agreeing = self._commit(base_len, token_ids)
-        kept = self.num_exact if self._calibrates else self.cached.length
+        kept = self.num_exact if self._calibrates else self.cached.base
         # The last token is always read again, because the next token is drawn from its logits.
         length = min(agreeing, kept, self._num_committed - 1)
         self.model.cache.truncate(self.cached, length)
@@ -101,9 +101,10 @@ class LanguageModelSequence:
     def fork(self, model: ForkingModel, base_len: int, token_ids: list[int]) -> "LanguageModelSequence":
         """Returns another sequence; see `ForkingStrategy.fork`. `model` is this one's."""
         fork = copy(self)
+        fork.tree = None
         fork.ids = self.ids[:base_len]
         fork._commit(base_len, token_ids)
-        kept = self.num_exact if self._calibrates else self.cached.length
+        kept = self.num_exact if self._calibrates else self.cached.base
         fork.cached = model.fork(self.cached, min(base_len, kept, fork._num_committed - 1))
         fork._num_read_exactly = min(self._num_read_exactly, fork.cached.length)
         return fork

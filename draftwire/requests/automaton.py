@@ -213,7 +213,7 @@ class Automaton:
         """
         rows = np.full((len(draft_tokens) + 1, len(self._possible)), 255, dtype=np.uint8)
         faults: dict[int, InvalidRequestError] = {}
-        for path in paths:
+        for path in paths or [()]:  # of a tree without nodes there is the first place
             own = self.along(generated_ids, [draft_tokens[node] for node in path])
             rows[[0, *(node + 1 for node in path)]] = own.rows
             if own.fault is not None:

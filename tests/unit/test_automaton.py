@@ -120,6 +120,15 @@ def test_masks_along_a_draft_are_those_of_committing_it_token_by_token(compiler:
     assert num_ended > 0 or name == "any JSON"
 
 
+def test_tree_without_nodes_has_the_mask_of_the_first_place(compiler: FormCompiler) -> None:
+    name = next(iter(FORMS))
+    automaton = compiler.compile(FORMS[name])
+    committed = random_text(compiler.compile(FORMS[name]), random.Random(2), 5)
+    of_tree = automaton.along_paths(committed, [], [])
+    assert of_tree.rows.tolist() == automaton.masks(committed).tolist()
+    assert not of_tree.faults
+
+
 TOKENS = ["a", "b", "ab", "c", "<one>", "<two>"]
 
 
