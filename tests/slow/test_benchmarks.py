@@ -69,7 +69,16 @@ def test_gpu_benchmark_runs_without_a_gpu_and_without_what_a_gpu_machine_lacks(
     assert report["device"] == "cpu"
     assert report["torch"]
     sections = report["sections"]
-    assert list(sections) == ["exactness", "pair", "steps", "speculation", "sharing", "rules", "layer parallel"]
+    assert list(sections) == [
+        "exactness",
+        "pair",
+        "steps",
+        "heads",
+        "speculation",
+        "sharing",
+        "rules",
+        "layer parallel",
+    ]
     for name, section in sections.items():
         assert section["is_ok"], section["traceback"]
         assert f"{name}: done" in table
