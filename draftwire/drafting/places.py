@@ -28,16 +28,19 @@ def span_of_next(
         edits: returns those of a request.
     """
     text = [*committed, *drawer.token_ids(index)] if request.sampling.penalizes else ()
-    position, mask = drawer.position(index), _mask(drawer, index, committed, request)
+    position = drawer.position(index)
+    mask = mask_after(request, committed, drawer.token_ids(index)) if request.automaton is not None else None
     stops = request.stop_token_ids
     return Span(request.sampling, 1, text, request.prompt_len, stops, position, mask, edits(request))
 
 
-def _mask(drawer: Drawer, index: int, committed: Sequence[int], request: DraftRequest) -> NDArray[np.uint8] | None:
-    """Returns the mask of a block's next token; None, which allows all, without a form or if it cannot be followed."""
+def mask_after(request: DraftRequest, committed: Sequence[int], drawn: Sequence[int]) -> NDArray[np.uint8] | None:
+    """Returns the mask of the token after committed and drawn ones; None, which allows all, without a form or if it
+    cannot be followed.
+    """
     if request.automaton is None:
         return None
     try:
-        return request.automaton.last_mask(committed[request.prompt_len :], drawer.token_ids(index))
+        return request.automaton.last_mask(committed[request.prompt_len :], drawn)
     except InvalidRequestError:  # the form may need tokens that only the target's larger vocabulary has
         return None

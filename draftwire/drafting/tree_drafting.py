@@ -9,13 +9,12 @@ is.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from draftwire.drafting.places import mask_after
 from draftwire.drafting.strategy import Draft, DraftRequest
-from draftwire.errors import DraftwireError, InvalidRequestError, UnavailableError
+from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.devices import upload
 from draftwire.method.encoding import DraftDistributions
 from draftwire.method.quantization import Encoding
@@ -91,18 +90,10 @@ class GrowingTree:
         known, spans = self.token_ids(), []
         for node in nodes:
             path = [known[each] for each in self.shape.path_to(node)]
-            text, mask = [*self.committed, *path] if sampling.penalizes else (), self._mask(path)
+            text = [*self.committed, *path] if sampling.penalizes else ()
+            mask = mask_after(request, self.committed, path)
             spans.append(Span(sampling, 1, text, request.prompt_len, stops, position, mask, self.edits))
         return spans
-
-    def _mask(self, path: list[int]) -> NDArray[np.uint8] | None:
-        """Returns the mask after a path; None, which allows all, without a form or if it cannot be followed."""
-        if self.request.automaton is None:
-            return None
-        try:
-            return self.request.automaton.last_mask(self.committed[self.request.prompt_len :], path)
-        except InvalidRequestError:  # the form may need tokens that only the target's larger vocabulary has
-            return None
 
     def token_ids(self) -> list[int]:
         """Returns the tokens of the nodes so far. Waits for the device."""

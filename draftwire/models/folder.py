@@ -76,7 +76,7 @@ def weights_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     if (folder / WEIGHTS_INDEX).exists():
-        places = _json_of(folder / WEIGHTS_INDEX).get("weight_map")
+        places = json_of(folder / WEIGHTS_INDEX).get("weight_map")
         if isinstance(places, dict) and places and all(isinstance(name, str) for name in places.values()):
             return [folder / name for name in sorted(set(places.values()))]
         raise InvalidRequestError(f"{folder / WEIGHTS_INDEX} has no weight_map from tensors to files")
@@ -92,7 +92,7 @@ def _check_files(folder: Path, needs_weights: bool) -> None:
         raise InvalidRequestError(_adapter_fault(folder))
     if not (folder / CONFIG).exists():
         raise InvalidRequestError(f"{folder} has no {CONFIG}, the configuration of a Hugging Face model")
-    config = _json_of(folder / CONFIG)
+    config = json_of(folder / CONFIG)
     found = [name for name in TOKENIZERS if (folder / name).exists()]
     if not found:
         raise InvalidRequestError(f"{folder} has no tokenizer: {TOKENIZERS[0]} is missing")
@@ -109,7 +109,7 @@ def _check_files(folder: Path, needs_weights: bool) -> None:
 
 def _adapter_fault(folder: Path) -> str:
     """Returns why the folder of an adapter is refused."""
-    values = _json_of(folder / ADAPTER)
+    values = json_of(folder / ADAPTER)
     base = values.get("base_model_name_or_path")
     kind = "a LoRA adapter" if values.get("peft_type") == "LORA" else "an adapter"
     return (
@@ -137,7 +137,12 @@ def _check_length(path: Path) -> None:
         raise InvalidRequestError(f"{path} is cut short: it has {size:,} of at least {expected:,} bytes")
 
 
-def _json_of(path: Path) -> dict[str, Any]:
+def json_of(path: Path) -> dict[str, Any]:
+    """Returns the object of a JSON file that exists.
+
+    Raises:
+        InvalidRequestError: it is none, or a pointer to one that was not fetched.
+    """
     _check_pointer(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

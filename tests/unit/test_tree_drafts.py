@@ -54,9 +54,9 @@ def request(sampling: SamplingParams, shape: TokenTree | None, num_tokens: int =
 
 
 def drafted(drafter: LanguageModelDrafter, *parts: tuple[Any, DraftRequest]) -> list[Draft]:
-    drafts = drafter.step([Drafting(*part) for part in parts]).drafts
-    assert all(isinstance(draft, Draft) for draft in drafts)
-    return drafts  # type: ignore[return-value]
+    drafts = [draft for draft in drafter.step([Drafting(*part) for part in parts]).drafts if isinstance(draft, Draft)]
+    assert len(drafts) == len(parts)
+    return drafts
 
 
 def plain_text(sampling: SamplingParams, length: int) -> list[int]:

@@ -1,6 +1,5 @@
 """Loads heads from folders, with what they share with their target."""
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.drafting.heads.head_shape import DRAFT_IDS, EMBEDDING, OUTPUT, TARGET_NORM, HeadShape, Tensors
 from draftwire.drafting.heads.mlp_heads import MlpHead
 from draftwire.errors import InvalidRequestError
-from draftwire.models.folder import CONFIG, check_folder, weights_files
+from draftwire.models.folder import CONFIG, check_folder, json_of, weights_files
 
 DRAFTED = "t2d"
 """Name of the tensor that says of each of the target's ids whether it is drafted."""
@@ -41,7 +40,7 @@ def read_shape(folder: Path, target: Path) -> HeadShape:
             or it is for another hidden size, other layers or another vocabulary; the message says which.
     """
     check_folder(target)
-    config = _json_of(folder / CONFIG)
+    config = _config_of(folder)
     shape = shape_of(str(folder), config, TargetFacts.of(AutoConfig.from_pretrained(target)))
     _check_strings(folder, target)
     return shape
@@ -94,16 +93,11 @@ def build_head(shape: HeadShape, tensors: Tensors, cache_tokens: int) -> DraftHe
     return MlpHead(shape, tensors, cache_tokens)
 
 
-def _json_of(path: Path) -> dict[str, Any]:
+def _config_of(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
     if not path.is_file():
-        raise InvalidRequestError(f"{path.parent} has no {path.name}, the configuration of a head")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise InvalidRequestError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"{path} is no JSON object")
-    return value
+        raise InvalidRequestError(f"{folder} has no {path.name}, the configuration of a head")
+    return json_of(path)
 
 
 def _check_strings(folder: Path, target: Path) -> None:

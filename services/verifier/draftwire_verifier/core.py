@@ -151,7 +151,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         """Loads the head of the option `draft_head` in the target's type, onto its device."""
         assert self.config.heads.draft_head is not None, "asked for only if there is one"
         loading = self.config.loading
-        folder, target = Path(self.config.heads.draft_head), Path(path_of(loading.model, loading.dtype))
+        folder, target = Path(self.config.heads.draft_head).expanduser(), Path(path_of(loading.model, loading.dtype))
         dtype = getattr(torch, card.description.dtype)
         head = load_head(folder, target, size_while_loading(self.config.engine), dtype, str(decoder.device))
         check_taps(head.config.taps, decoder.num_layers)
