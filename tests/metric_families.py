@@ -12,6 +12,7 @@ from draftwire_drafter.metrics import DrafterMetrics
 from draftwire_gateway.metrics import GatewayMetrics
 from draftwire_gateway.peers.discovery import SourceStatus
 from draftwire_verifier.gathering import Gathering
+from draftwire_verifier.held_blocks import HeldTally
 from draftwire_verifier.idle import IdleWatch
 from draftwire_verifier.metrics import VerifierMetrics
 
@@ -59,8 +60,7 @@ IDLE = SimpleNamespace(
     prefix_tokens={},
     room=Room(1, 16),
     draft_wait_s=0.0,
-    num_hits=0,
-    num_missed=0,
+    held=HeldTally(),
     idle=IdleWatch(),
     gathering=Gathering(),
     clock=float,

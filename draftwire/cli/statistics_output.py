@@ -81,8 +81,11 @@ def _numbers(completion: "Completion") -> Iterator[tuple[str, str]]:
     accepted = f"{statistics.num_accepted_tokens} of {statistics.num_draft_tokens}"
     yield "draft tokens accepted", accepted
     yield "acceptance rate", f"{completion.acceptance_rate:.3f}"
-    if num_ahead := statistics.num_ahead_hits + statistics.num_ahead_misses:
-        yield "blocks drafted ahead", f"{statistics.num_ahead_hits} of {num_ahead}"
+    hits, late, misses = statistics.num_ahead_hits, statistics.num_ahead_late, statistics.num_ahead_misses
+    if num_ahead := hits + late + misses:
+        yield "blocks drafted ahead", f"{hits} of {num_ahead}"
+        yield "of the others, late", str(late)
+        yield "draft tokens wasted ahead", str(statistics.num_ahead_wasted_tokens)
     yield "cached prompt tokens", f"{statistics.num_cached_prompt_tokens} of {statistics.num_prompt_tokens}"
     yield "lost drafters", str(statistics.num_drafters_lost)
     yield "lost verifiers", str(statistics.num_verifiers_lost)

@@ -69,6 +69,11 @@ class Supports:
     vocab_size: int
     """Size of the target's vocabulary."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Size in memory."""
+        return self.token_ids.nbytes + self.weights.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class DenseProbs:
@@ -78,6 +83,11 @@ class DenseProbs:
     """`[rows, draft vocab]`: each row sums to 1 up to rounding."""
     vocab_size: int
     """Size of the target's vocabulary; tokens that the drafter lacks are impossible."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in memory."""
+        return self.probs.nbytes
 
 
 Decoded = Supports | DenseProbs

@@ -15,6 +15,9 @@ from draftwire.method.token_source import TokenSource
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.session_parameters import SessionParameters
 
+TOKEN_BYTES = 8
+"""Size that a draft token counts for in memory, beside its distribution."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fence:
@@ -131,6 +134,8 @@ class DraftBlock:
     timings: DraftTimings = field(default_factory=DraftTimings)
     permit: Permit | None = None
     """Sent with the first block of a drafter for a session."""
+    is_ahead: bool = False
+    """Whether the drafter began to draft it before it knew the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +157,14 @@ class ReceivedBlock:
     """Whether its tokens may enter the text. If not, they are audited, and the round is decided without them."""
     local_strategy: str = ""
     """Strategy of the verifier that drafted it; empty if a drafter did."""
+    is_ahead: bool = False
+    """Whether its drafter began to draft it before it knew the text, as the drafter says."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its tokens and distributions in memory."""
+        size = 0 if isinstance(self.draft, BlockViolationError) else self.draft.num_bytes
+        return size + TOKEN_BYTES * len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +199,12 @@ class Verdict:
     """How what the verifier could have drafted would have fared; None if that is not known."""
     next_is_held: bool = False
     """Whether the block of the next round was there already, drafted ahead for just these tokens."""
+    is_ahead: bool = False
+    """Whether the drafter began to draft the judged block before it knew the text."""
+    num_wasted_draft_tokens: int = 0
+    """Of blocks that were drafted ahead for nothing, as was found since the verdict before."""
+    held_bytes: int = 0
+    """Size of the blocks that are held for coming rounds."""
 
     @property
     def sources(self) -> list[TokenSource]:
@@ -323,3 +342,5 @@ class DraftSessionSpec:
     """None if it comes with the first calibration."""
     max_branches: int = 0
     """Texts to draft ahead for at once at most."""
+    max_held_blocks: int = 0
+    """Blocks of coming rounds that the verifier holds at most; 0 is as many as `max_branches`."""

@@ -153,6 +153,7 @@ def block_to_proto(block: DraftBlock) -> session_pb2.DraftBlock:
         calibration_duration_us=block.timings.calibration_us,
         draft_duration_us=block.timings.draft_us,
         permit=permit_to_proto(block.permit) if block.permit is not None else None,
+        is_ahead=block.is_ahead,
     )
 
 
@@ -203,6 +204,7 @@ def blocks_from_proto(
             attempt=message.attempt,
             timings=DraftTimings(message.calibration_duration_us, message.draft_duration_us),
             permit=permit_from_proto(message.permit) if message.HasField("permit") else None,
+            is_ahead=message.is_ahead,
         )
         for message, claim in zip(messages, read, strict=True)
     ]
@@ -251,6 +253,9 @@ def verdict_to_proto(verdict: Verdict) -> session_pb2.Verdict:
         if verdict.watched is None
         else session_pb2.WatchedGuess(has_guess=verdict.watched.has_guess, num_right=verdict.watched.num_right),
         next_is_held=verdict.next_is_held,
+        is_ahead=verdict.is_ahead,
+        num_wasted_draft_tokens=verdict.num_wasted_draft_tokens,
+        held_bytes=verdict.held_bytes,
     )
 
 
@@ -281,6 +286,9 @@ def verdict_from_proto(message: session_pb2.Verdict) -> Verdict:
         if message.HasField("watched")
         else None,
         next_is_held=message.next_is_held,
+        is_ahead=message.is_ahead,
+        num_wasted_draft_tokens=message.num_wasted_draft_tokens,
+        held_bytes=message.held_bytes,
     )
 
 
@@ -512,6 +520,7 @@ def draft_spec_to_proto(spec: DraftSessionSpec, lease_id: int) -> drafter_pb2.Op
         max_len=spec.max_len,
         permit=permit_to_proto(spec.permit) if spec.permit is not None else None,
         max_branches=spec.max_branches,
+        max_held_blocks=spec.max_held_blocks,
     )
 
 
@@ -532,6 +541,7 @@ def draft_spec_from_proto(message: drafter_pb2.OpenDraftSessionRequest) -> Draft
         max_len=message.max_len,
         permit=_permit_of(message),
         max_branches=_at_most(message.max_branches, MAX_BRANCHES, "max_branches"),
+        max_held_blocks=_at_most(message.max_held_blocks, MAX_BRANCHES, "max_held_blocks"),
     )
 
 

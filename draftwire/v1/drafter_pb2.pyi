@@ -36,6 +36,7 @@ class OpenDraftSessionRequest(_message.Message):
     PERMIT_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     MAX_BRANCHES_FIELD_NUMBER: _builtins.int
+    MAX_HELD_BLOCKS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
@@ -57,6 +58,10 @@ class OpenDraftSessionRequest(_message.Message):
     max_branches: _builtins.int
     """Texts to draft ahead for at once at most. KV cache for them is reserved. 0: none. At most 32. Only for drafters with
     the capability "draft_ahead".
+    """
+    max_held_blocks: _builtins.int
+    """Blocks of coming rounds that the verifier holds of the session at most: of those that it may hold, the drafter sends
+    no more. 0: as many as `max_branches`. At most 32.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -86,10 +91,11 @@ class OpenDraftSessionRequest(_message.Message):
         permit: _session_pb2.DraftPermit | None = ...,
         parameters: _session_pb2.SessionParameters | None = ...,
         max_branches: _builtins.int = ...,
+        max_held_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters", "permit", b"permit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafting_key", b"drafting_key", "epoch", b"epoch", "lease_id", b"lease_id", "max_branches", b"max_branches", "max_len", b"max_len", "parameters", b"parameters", "permit", b"permit", "session_id", b"session_id", "target_vocab_size", b"target_vocab_size", "token_ids", b"token_ids", "verifier_address", b"verifier_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafting_key", b"drafting_key", "epoch", b"epoch", "lease_id", b"lease_id", "max_branches", b"max_branches", "max_held_blocks", b"max_held_blocks", "max_len", b"max_len", "parameters", b"parameters", "permit", b"permit", "session_id", b"session_id", "target_vocab_size", b"target_vocab_size", "token_ids", b"token_ids", "verifier_address", b"verifier_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

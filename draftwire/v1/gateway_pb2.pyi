@@ -678,6 +678,9 @@ class GenerationStatistics(_message.Message):
     DRAFT_LENGTH_HISTOGRAM_FIELD_NUMBER: _builtins.int
     NUM_AHEAD_HITS_FIELD_NUMBER: _builtins.int
     NUM_AHEAD_MISSES_FIELD_NUMBER: _builtins.int
+    NUM_AHEAD_LATE_FIELD_NUMBER: _builtins.int
+    NUM_AHEAD_WASTED_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_HELD_BYTES_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     num_generated_tokens: _builtins.int
@@ -724,7 +727,15 @@ class GenerationStatistics(_message.Message):
     num_ahead_hits: _builtins.int
     """Rounds whose draft block was drafted before their text was known, and was there when they began."""
     num_ahead_misses: _builtins.int
-    """Rounds for whose draft block a drafter that may draft ahead had to be asked."""
+    """Rounds for which a drafter that may draft ahead had drafted no block, or none that was judged. Those whose block was
+    drafted ahead and came after they began are not among them: see num_ahead_late.
+    """
+    num_ahead_late: _builtins.int
+    """Rounds whose draft block was drafted before their text was known, and came after they began."""
+    num_ahead_wasted_tokens: _builtins.int
+    """Draft tokens of blocks that were drafted ahead for texts that did not come true, as far as they reached the verifier."""
+    max_held_bytes: _builtins.int
+    """Largest size of the blocks that the verifier held for the completion after a round, bytes."""
     @_builtins.property
     def num_accepted_tokens_per_pos(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Accepted draft tokens by position in the block."""
@@ -764,10 +775,13 @@ class GenerationStatistics(_message.Message):
         draft_length_histogram: _abc.Iterable[_builtins.int] | None = ...,
         num_ahead_hits: _builtins.int = ...,
         num_ahead_misses: _builtins.int = ...,
+        num_ahead_late: _builtins.int = ...,
+        num_ahead_wasted_tokens: _builtins.int = ...,
+        max_held_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "calibration_duration_us", b"calibration_duration_us", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_duration_us", b"draft_duration_us", "draft_length_histogram", b"draft_length_histogram", "duration_us", b"duration_us", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_pos", b"num_accepted_tokens_per_pos", "num_ahead_hits", b"num_ahead_hits", "num_ahead_misses", b"num_ahead_misses", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafters_lost", b"num_drafters_lost", "num_drafts", b"num_drafts", "num_emitted_tokens", b"num_emitted_tokens", "num_generated_tokens", b"num_generated_tokens", "num_near_ties", b"num_near_ties", "num_prompt_tokens", b"num_prompt_tokens", "num_rounds", b"num_rounds", "num_verifiers_lost", b"num_verifiers_lost", "queue_duration_us", b"queue_duration_us", "time_to_first_token_us", b"time_to_first_token_us", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "calibration_duration_us", b"calibration_duration_us", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_duration_us", b"draft_duration_us", "draft_length_histogram", b"draft_length_histogram", "duration_us", b"duration_us", "max_held_bytes", b"max_held_bytes", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_pos", b"num_accepted_tokens_per_pos", "num_ahead_hits", b"num_ahead_hits", "num_ahead_late", b"num_ahead_late", "num_ahead_misses", b"num_ahead_misses", "num_ahead_wasted_tokens", b"num_ahead_wasted_tokens", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafters_lost", b"num_drafters_lost", "num_drafts", b"num_drafts", "num_emitted_tokens", b"num_emitted_tokens", "num_generated_tokens", b"num_generated_tokens", "num_near_ties", b"num_near_ties", "num_prompt_tokens", b"num_prompt_tokens", "num_rounds", b"num_rounds", "num_verifiers_lost", b"num_verifiers_lost", "queue_duration_us", b"queue_duration_us", "time_to_first_token_us", b"time_to_first_token_us", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -523,12 +523,15 @@ class DraftBlock(_message.Message):
     CALIBRATION_DURATION_US_FIELD_NUMBER: _builtins.int
     DRAFT_DURATION_US_FIELD_NUMBER: _builtins.int
     PERMIT_FIELD_NUMBER: _builtins.int
+    IS_AHEAD_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     """Increased when a discarded block of this round is drafted again, so that no random number is used twice."""
     calibration_duration_us: _builtins.int
     """Time in which the drafter read the committed tokens into its KV cache, microseconds."""
     draft_duration_us: _builtins.int
     """Time in which the drafter drew the block, microseconds, calibration excluded."""
+    is_ahead: _builtins.bool
+    """Whether the drafter began to draft it before it knew the text. Counted, and without effect otherwise."""
     @_builtins.property
     def fence(self) -> Global___Fence:
         """The round that the block was drafted for and the prefix that it continues."""
@@ -562,10 +565,11 @@ class DraftBlock(_message.Message):
         calibration_duration_us: _builtins.int = ...,
         draft_duration_us: _builtins.int = ...,
         permit: Global___DraftPermit | None = ...,
+        is_ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "fence", b"fence", "permit", b"permit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "calibration_duration_us", b"calibration_duration_us", "distributions", b"distributions", "draft_duration_us", b"draft_duration_us", "fence", b"fence", "parent_indices", b"parent_indices", "permit", b"permit", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "calibration_duration_us", b"calibration_duration_us", "distributions", b"distributions", "draft_duration_us", b"draft_duration_us", "fence", b"fence", "is_ahead", b"is_ahead", "parent_indices", b"parent_indices", "permit", b"permit", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -627,6 +631,9 @@ class Verdict(_message.Message):
     LOCAL_STRATEGY_FIELD_NUMBER: _builtins.int
     WATCHED_FIELD_NUMBER: _builtins.int
     NEXT_IS_HELD_FIELD_NUMBER: _builtins.int
+    IS_AHEAD_FIELD_NUMBER: _builtins.int
+    NUM_WASTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     """Draft tokens that were judged; 0 in a plain round."""
     num_accepted_tokens: _builtins.int
@@ -657,6 +664,14 @@ class Verdict(_message.Message):
     """Whether a block of the next round is there already: it was drafted ahead for just these tokens, and is being judged.
     Only in sessions that hold blocks.
     """
+    is_ahead: _builtins.bool
+    """Whether the drafter began to draft the judged block before it knew the text."""
+    num_wasted_draft_tokens: _builtins.int
+    """Draft tokens of blocks that were drafted ahead for nothing: those that the verifier dropped since the session's
+    verdict before. Only in sessions that hold blocks.
+    """
+    held_bytes: _builtins.int
+    """Size of the blocks that the session holds after this round, bytes."""
     @_builtins.property
     def fence(self) -> Global___Fence:
         """The round that was decided and the prefix that its tokens continue."""
@@ -709,10 +724,13 @@ class Verdict(_message.Message):
         local_strategy: _builtins.str = ...,
         watched: Global___WatchedGuess | None = ...,
         next_is_held: _builtins.bool = ...,
+        is_ahead: _builtins.bool = ...,
+        num_wasted_draft_tokens: _builtins.int = ...,
+        held_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "top_logprobs", b"top_logprobs", "watched", b"watched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "local_strategy", b"local_strategy", "logprobs", b"logprobs", "next_is_held", b"next_is_held", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us", "watched", b"watched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "held_bytes", b"held_bytes", "is_ahead", b"is_ahead", "local_strategy", b"local_strategy", "logprobs", b"logprobs", "next_is_held", b"next_is_held", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "num_wasted_draft_tokens", b"num_wasted_draft_tokens", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us", "watched", b"watched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -422,7 +422,7 @@ WIRE: dict[type, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Callabl
         messages.target_spec_from_proto,
     ),
     DraftSessionSpec: (
-        made(DraftSessionSpec, session_id=UINT64, max_branches=BRANCHES),
+        made(DraftSessionSpec, session_id=UINT64, max_branches=BRANCHES, max_held_blocks=BRANCHES),
         lambda spec: messages.draft_spec_to_proto(spec, LEASE),
         messages.draft_spec_from_proto,
     ),
@@ -459,9 +459,10 @@ def test_draft_block_travels_with_all_it_says(block: DraftBlock) -> None:
     name = session_pb2.DistributionEncoding.Name(stated.encoding)
     assert name == f"DISTRIBUTION_ENCODING_{distributions.encoding.name}"
     (got,) = received(message)
-    assert (got.fence, got.attempt, got.timings, got.permit) == (
+    assert (got.fence, got.attempt, got.timings, got.permit, got.is_ahead) == (
         *(block.fence, block.attempt),
         *(block.timings, block.permit),
+        block.is_ahead,
     )
     assert (got.drafter_id, got.has_distributions) == (DRAFTER_ID, distributions.encoding is not Encoding.NONE)
 
@@ -761,6 +762,7 @@ REFUSED: list[tuple[type, Message, str]] = [
     (TargetSessionSpec, changed(TARGET, prompt_logprobs=2**32 - 1), "prompt_logprobs must be in 0..20"),
     (TargetSessionSpec, changed(TARGET, max_held_blocks=MAX_BRANCHES + 1), "max_held_blocks is at most 32"),
     (DraftSessionSpec, changed(DRAFT, max_branches=MAX_BRANCHES + 1), "max_branches is at most 32"),
+    (DraftSessionSpec, changed(DRAFT, max_held_blocks=MAX_BRANCHES + 1), "max_held_blocks is at most 32"),
     (Calibration, drafter_pb2.Calibration(max_rounds_ahead=MAX_ROUNDS_AHEAD + 1), "max_rounds_ahead is at most 4"),
     (TargetSessionSpec, changed(TARGET, logprobs_mode="Raw"), "logprobs_mode must be raw or processed"),
     *(

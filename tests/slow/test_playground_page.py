@@ -248,13 +248,16 @@ def test_plain_run_comes_after_with_the_same_seed_and_is_compared(
 
 
 def test_blocks_that_were_drafted_ahead_are_shown_where_there_may_be_some(gateway: ScriptedGateway) -> None:
-    told = {"num_ahead_hits": 7, "num_ahead_misses": 3}
+    counts = {"num_ahead_hits": 7, "num_ahead_late": 2, "num_ahead_misses": 3}
+    told = {**counts, "num_ahead_wasted_tokens": 130, "max_held_bytes": 2345}
     gateway.answers = [stream(chunk(4, token("x")), last(**told)), stream(chunk(4, token("x")), last())]
     watched = gateway.open()
     watched.run(compare=False)
-    assert watched.text_of("#ahead") == "7 of 10"
+    assert watched.text_of("#ahead") == "7 of 12, 2 late"
+    assert watched.text_of("#ahead_wasted") == "130, 2.3 kB"
     watched.run(compare=False)
     expect(watched.page.locator("#ahead_figure")).to_be_hidden()
+    expect(watched.page.locator("#ahead_wasted_figure")).to_be_hidden()
 
 
 def test_lengths_are_the_gateways_to_choose_without_a_number_and_shown(gateway: ScriptedGateway) -> None:

@@ -12,7 +12,7 @@ from benchmarks.simulated_pair import round_times
 from draftwire.errors import NoRoomError
 from draftwire.method.rounds import BlockSent, DraftTimings, Permit, SendDrafted, Verdict
 from draftwire.method.token_source import TokenSource
-from draftwire.models.description import ISSUED_IDENTITIES, PARTIAL_BLOCKS
+from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ISSUED_IDENTITIES, PARTIAL_BLOCKS
 from draftwire_gateway.session.block_wait import MAX_STRETCH
 from draftwire_gateway.session.drafter_seat import MAX_MISSING_BLOCKS, NO_BLOCK, DrafterSeat, RunRequest
 from draftwire_gateway.session.ports import DrafterLost, DrafterReady, PeerEvent, SessionEvent
@@ -55,10 +55,10 @@ class Seating:
         permit = Permit.make(self.session.permit_key, self.seat.permit_number)
         return next(each for each in self.drafters if each.sessions and each.spec.permit in (None, permit))
 
-    def end_round(self, tokens: list[int], num_draft_tokens: int = 0, ago_s: float = 0.0) -> None:
+    def end_round(self, tokens: list[int], num_draft_tokens: int = 0, ago_s: float = 0.0, **told: Any) -> None:
         """A verdict of the open round came, some time ago."""
-        timings = DraftTimings(1_000, 3_000)
-        verdict = Verdict(self.session.fence, tokens, num_draft_tokens, 0, TokenSource.PLAIN, 0, timings=timings)
+        told["timings"] = DraftTimings(1_000, 3_000)
+        verdict = Verdict(self.session.fence, tokens, num_draft_tokens, 0, TokenSource.PLAIN, 0, **told)
         self.seat.end_round(verdict, now() - ago_s)
         self.session.commit(verdict)
 
@@ -102,6 +102,26 @@ async def test_block_that_is_asked_for_carries_what_was_committed_since_the_last
     prompt_len = len(PROMPT)
     assert asked == [(prompt_len, STORY[:2], 4), (prompt_len + 2, STORY[2:4], 3), (prompt_len + 4, STORY[4:6], 2)]
     assert drafter.calibrations[-1].fence == one.session.fence
+
+
+@in_virtual_time
+async def test_rounds_are_counted_by_whether_their_block_was_drafted_ahead() -> None:
+    """A round whose block was there is a hit, one whose block came after it began is late, and no miss."""
+    one = seating(rounds_ahead=2, max_branches=8)
+    one.target.description = replace(one.target.description, capabilities=frozenset({HELD_BLOCKS}))
+    one.drafters[0].description = replace(one.drafters[0].description, capabilities=frozenset({DRAFT_AHEAD}))
+    drafter = await one.seek_until_ready()
+    assert (drafter.spec.max_branches, drafter.spec.max_held_blocks) == (8, 12)
+    ends = [{}, {"is_ahead": True}, {"next_is_held": True}, {"is_ahead": True, "held_bytes": 7}, {}]
+    counts = []
+    for number, told in enumerate(ends):
+        one.seat.ask_for_block(2)
+        one.end_round(STORY[number : number + 1], num_draft_tokens=2, num_wasted_draft_tokens=number, **told)
+        statistics = one.session.statistics
+        counts.append((statistics.num_ahead_hits, statistics.num_ahead_late, statistics.num_ahead_misses))
+    assert counts == [(0, 0, 1), (0, 1, 1), (1, 1, 2), (1, 1, 2), (1, 1, 3)], "the third began without, the fourth with"
+    one.end_round(STORY[5:6])
+    assert (statistics.num_ahead_misses, statistics.num_ahead_wasted_tokens, statistics.max_held_bytes) == (3, 10, 7)
 
 
 @in_virtual_time

@@ -18,12 +18,15 @@ from test_cut_blocks import TableModel
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.engine.admission import Room
 from draftwire.errors import ProtocolViolationError
+from draftwire.method.ahead_limits import held_blocks
+from draftwire.method.encoding import Claim, decode
 from draftwire.method.rounds import (
     Calibration,
     CommittedTokens,
     DraftBlock,
     DraftSessionSpec,
     Fence,
+    ReceivedBlock,
     RoundOutcome,
 )
 from draftwire.models.cached_model import Reading, appended
@@ -31,6 +34,7 @@ from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.parameters import SamplingParams
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.scheduler import Scheduler
+from draftwire_verifier.held_blocks import HeldBlocks, HeldFate, HeldTally
 
 torch.set_num_threads(1)
 
@@ -135,6 +139,31 @@ def begun(**spec: Any) -> tuple[Rig, Text]:
     return rig, text
 
 
+class Holding:
+    """A verifier that holds the blocks of one session, and whose rounds end as they are told."""
+
+    def __init__(self, rig: Rig, text: Text, most: int) -> None:
+        self.rig, self.text, self.most = rig, text, most
+        self.tally = HeldTally()
+        self.held = HeldBlocks(self.tally)
+        self.num_seen = 0
+        self.largest = 0
+
+    def receive(self) -> None:
+        """Takes in what was sent since."""
+        for block in self.rig.sent[self.num_seen :]:
+            if block.fence.round > self.text.round:
+                (draft,) = decode([Claim(block.token_ids, block.distributions)], VOCAB)
+                self.held.add(ReceivedBlock(block.fence, block.token_ids, draft, True, 1, is_ahead=True), self.most)
+        self.num_seen = len(self.rig.sent)
+        self.largest = max(self.largest, len(self.held))
+
+    def end_round(self, tokens: list[int]) -> bool:
+        """Commits a round; returns whether the next one's block is held."""
+        self.text.commit(*tokens)
+        return self.held.take(self.text.fence) is not None
+
+
 def text_of(block: DraftBlock, texts: list[Text]) -> Text:
     """Returns the one of some texts that a block is for."""
     (found,) = (text for text in texts if text.fence == block.fence)
@@ -143,7 +172,7 @@ def text_of(block: DraftBlock, texts: list[Text]) -> Text:
 
 def endings(rig: Rig, text: Text) -> list[Text]:
     """Returns all texts that the round of the last block may lead to."""
-    block = rig.blocks_of(text.round)[0].token_ids
+    block = next(block.token_ids for block in rig.sent if block.fence == text.fence)
     return [text.copy().commit(*block[:kept], token) for kept in range(len(block) + 1) for token in range(VOCAB)]
 
 
@@ -266,6 +295,60 @@ def test_drafter_goes_so_many_rounds_ahead_and_no_further(rounds: int) -> None:
     rig.run()
     assert {block.fence.round for block in rig.sent} == set(range(1, rounds + 2))
     assert len(rig.sent) <= 1 + BRANCHES
+
+
+@pytest.mark.parametrize(("rounds", "seed"), [(1, 0), (2, 1), (2, 2), (3, 3), (4, 4)])
+@pytest.mark.parametrize("is_spacious", [False, True])
+def test_verifier_is_sent_no_more_than_it_holds(rounds: int, seed: int, is_spacious: bool) -> None:
+    """A round leaves blocks behind that continue another text than its own. One that there were no room for would be
+    missed later: its drafter has sent it, and the verifier does not have it.
+    """
+    chance = random.Random(seed)
+    most = held_blocks(BRANCHES, rounds) if is_spacious else BRANCHES
+    rig = Rig(max_held_blocks=most if is_spacious else 0)
+    holding = Holding(rig, Text().commit(4), most)
+    base_len, num_hits, num_expected = len(PROMPT), 0, 0
+    for _ in range(40):
+        rig.calibrate(holding.text, base_len, max_rounds_ahead=rounds)
+        base_len = len(holding.text.committed)
+        rig.run()
+        holding.receive()
+        prepared = {block.fence for block in rig.blocks_of(holding.text.round + 1)}
+        foreseen = [text for text in endings(rig, holding.text) if text.fence in prepared]
+        ending = chance.choice(foreseen if foreseen and chance.random() < 0.9 else endings(rig, holding.text))
+        tokens = ending.committed.ids[base_len:]
+        num_expected += ending.fence in prepared
+        assert len(foreseen) == BRANCHES // rounds or not is_spacious, "none waits for room"
+        num_hits += holding.end_round(tokens)
+        rig.tell(holding.text, tokens)
+    assert holding.tally.fates[HeldFate.NO_ROOM] == 0
+    assert holding.largest <= most
+    assert num_hits == num_expected >= 20, "what was sent is there"
+    if is_spacious:
+        assert rounds == 1 or holding.largest > BRANCHES
+
+
+def test_passes_of_branches_are_counted_by_what_became_of_them() -> None:
+    """One for each token of each branch: those of texts that did not come true were wasted."""
+    rig, text = begun()
+    longer = text_of(rig.blocks_of(2)[0], endings(rig, text))
+    rig.calibrate(longer, len(text.committed), max_rounds_ahead=0)
+    rig.run()
+    assert rig.scheduler.branch_passes == {"hit": LENGTH, "missed": (BRANCHES - 1) * LENGTH}
+    rig.calibrate(longer.copy().commit(5), len(longer.committed), max_rounds_ahead=1)
+    rig.run(2)  # the block, and what may follow it
+    step = rig.scheduler.next_step()
+    assert step is not None
+    rig.scheduler.open(replace(rig.spec, session_id=2), 1)
+    rig.scheduler.complete(step, rig.engine.step(step))
+    assert rig.scheduler.branch_passes["abandoned"] == BRANCHES, "each was cut after one token"
+    rig.move()
+    rig.run(1)  # the other's prompt
+    step = rig.scheduler.next_step()
+    assert step is not None
+    rig.scheduler.close(1, 0)
+    rig.scheduler.complete(step, rig.engine.step(step))
+    assert rig.scheduler.branch_passes["abandoned"] == 2 * BRANCHES, "so are those of a session that is closed"
 
 
 def test_texts_end_where_the_session_does_or_at_a_stop_token() -> None:

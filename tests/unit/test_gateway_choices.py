@@ -439,9 +439,13 @@ def test_losses_of_every_attempt_are_counted_once() -> None:
             statistics = Statistics()
             record.begin_choice(choice, statistics)
             statistics.num_drafters_lost, statistics.num_verifiers_lost = lost, 10 * lost
+            statistics.num_ahead_hits, statistics.num_ahead_late, statistics.num_ahead_misses = lost, 2 * lost, 3 * lost
     read = core.metrics.registry.get_sample_value
     assert read(PREFIX + "drafters_lost_total") == 7.0
     assert read(PREFIX + "verifiers_lost_total") == 70.0
+    outcomes = ("hit", "late", "missed")
+    ahead = [read(PREFIX + "ahead_rounds_total", {"outcome": outcome}) for outcome in outcomes]
+    assert ahead == [7.0, 14.0, 21.0]
 
 
 def test_resumed_first_choice_is_not_overtaken_by_a_fresh_one_of_another_prompt() -> None:

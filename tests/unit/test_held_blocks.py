@@ -1,5 +1,6 @@
 """Blocks of coming rounds at the verifier: which are held, which come true, and what drops them."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from draftwire.errors import BlockViolationError, DraftwireError, Violation
 from draftwire.method.ahead_limits import MAX_ROUNDS_AHEAD
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import CommittedTokens, Fence, PlainRun, ReceivedBlock, Verdict
+from draftwire_verifier.held_blocks import HeldFate
 from draftwire_verifier.scheduler import Scheduler, StepItem, TargetSession
 
 HELD = 3
@@ -41,7 +43,12 @@ class Rig:
         """A block for the text that becomes longer by these tokens in so many rounds."""
         text = CommittedTokens([*self.session.committed.ids, *added])
         fence = Fence(1, 0, self.session.round + rounds, len(text), text.hash)
-        return make_block(fence, **({"permit": None} | changes))
+        return make_block(fence, **({"permit": None, "is_ahead": True} | changes))
+
+    @property
+    def fates(self) -> Counter[HeldFate]:
+        """Blocks that were drafted ahead, by what became of them."""
+        return self.scheduler.held.fates
 
     def step(self, *tokens: int) -> Verdict:
         """Has a round commit tokens, or all of its block."""
@@ -63,7 +70,8 @@ def test_block_whose_text_comes_true_is_judged_without_being_requested() -> None
     assert rig.step().next_is_held
     assert rig.session.block is not None
     assert rig.session.block.token_ids == [30, 31]
-    assert (rig.scheduler.num_hits, rig.scheduler.num_missed, len(rig.session.held)) == (1, 1, 0)
+    assert rig.fates == {HeldFate.HIT: 1, HeldFate.MISSED: 1}
+    assert (len(rig.session.held), rig.scheduler.held.num_bytes) == (0, 0)
     verdict = rig.step()
     assert (verdict.token_ids, verdict.num_draft_tokens, verdict.next_is_held) == ([30, 31, 20], 2, False)
     assert rig.scheduler.next_step() is None
@@ -75,10 +83,10 @@ def test_other_text_drops_all_that_were_held_for_its_round() -> None:
     offer(rig.scheduler, rig.ahead([10, 11, 20, 5], rounds=2))
     assert not rig.step(10, 50).next_is_held
     assert rig.scheduler.next_step() is None
-    assert (rig.scheduler.num_missed, len(rig.session.held)) == (1, 1), "one is for a round that is still to come"
+    assert (rig.fates, len(rig.session.held)) == ({HeldFate.MISSED: 1}, 1), "one is for a round that is still to come"
     offer(rig.scheduler, make_block(rig.session.fence, permit=None))
     rig.step(10, 51)
-    assert (rig.scheduler.num_missed, len(rig.session.held)) == (2, 0)
+    assert (rig.fates, len(rig.session.held)) == ({HeldFate.MISSED: 2}, 0)
 
 
 def test_block_that_comes_after_its_verdict_is_taken_or_dropped_and_no_violation() -> None:
@@ -86,10 +94,30 @@ def test_block_that_comes_after_its_verdict_is_taken_or_dropped_and_no_violation
     right, wrong = rig.ahead([10, 11, 20]), rig.ahead([10, 11, 21])
     rig.step()
     offer(rig.scheduler, wrong)
-    assert rig.scheduler.num_missed == 1
+    assert rig.fates == {HeldFate.STALE: 1}
     assert rig.scheduler.next_step() is None
     offer(rig.scheduler, right)
-    assert rig.step().num_draft_tokens == 2
+    verdict = rig.step()
+    assert (verdict.num_draft_tokens, verdict.is_ahead, verdict.num_wasted_draft_tokens) == (2, True, 2)
+    assert rig.fates == {HeldFate.STALE: 1, HeldFate.LATE: 1}
+    offer(rig.scheduler, wrong)
+    assert rig.fates[HeldFate.STALE] == 2, "of a round that is over"
+
+
+def test_held_bytes_and_wasted_tokens_are_told() -> None:
+    rig = Rig()
+    right, wrong = rig.ahead([10, 11, 20], token_ids=[30, 31]), rig.ahead([10, 11, 21], token_ids=[40])
+    later = rig.ahead([10, 11, 20, 30], rounds=2, token_ids=[7])
+    assert right.num_bytes > wrong.num_bytes > 8, "tokens and distributions"
+    for block in (right, wrong, later):
+        offer(rig.scheduler, block)
+    assert rig.scheduler.held.num_bytes == right.num_bytes + wrong.num_bytes + later.num_bytes
+    verdict = rig.step()
+    assert (verdict.is_ahead, verdict.num_wasted_draft_tokens, verdict.held_bytes) == (False, 1, later.num_bytes)
+    verdict = rig.step(30, 50)
+    assert (verdict.is_ahead, verdict.num_wasted_draft_tokens, verdict.held_bytes) == (True, 1, 0)
+    rig.scheduler.run_plain(PlainRun(rig.session.fence, 1))
+    assert rig.step(51).num_wasted_draft_tokens == 0, "each is told once"
 
 
 def test_first_blocks_are_kept_whatever_is_in_them() -> None:
@@ -102,7 +130,7 @@ def test_first_blocks_are_kept_whatever_is_in_them() -> None:
         for block in blocks:
             offer(rig.scheduler, block)
         offer(rig.scheduler, rig.ahead([10, 11, 0], token_ids=[9]))
-        assert rig.scheduler.num_missed == 2
+        assert rig.fates == {HeldFate.NO_ROOM: 1, HeldFate.REPEATED: 1}
         assert rig.step(10, 11, HELD).next_is_held is False, "there was no room for the last"
         other = Rig()
         for block in blocks:
@@ -163,8 +191,9 @@ def test_what_a_drafter_sent_ends_with_it(ends: str) -> None:
         case _:
             rig.scheduler.close(1, 0)
             assert rig.scheduler.next_step() is None
+            assert (rig.fates, rig.scheduler.held.num_bytes) == ({HeldFate.ENDED: 1}, 0)
             return
-    assert (rig.scheduler.num_missed, len(rig.session.held)) == (1, 0)
+    assert (rig.fates[HeldFate.ENDED], len(rig.session.held), rig.scheduler.held.num_bytes) == (1, 0, 0)
     assert not rig.step().next_is_held
 
 
@@ -172,14 +201,14 @@ def test_nothing_is_judged_after_a_stop_token_or_in_a_plain_run() -> None:
     rig = Rig()
     offer(rig.scheduler, rig.ahead([10, STOP_TOKEN]))
     assert not rig.step(10, STOP_TOKEN).next_is_held
-    assert rig.scheduler.num_missed == 1
+    assert rig.fates == {HeldFate.MISSED: 1}
     rig = Rig()
     rig.step()
     rig.scheduler.run_plain(PlainRun(rig.session.fence, 2))
     offer(rig.scheduler, rig.ahead([20]))
     verdict = rig.step(20)
     assert (verdict.next_is_held, verdict.plain_rounds_left) == (False, 1)
-    assert (rig.session.block, rig.scheduler.num_missed) == (None, 1)
+    assert (rig.session.block, rig.fates) == (None, {HeldFate.MISSED: 1})
 
 
 def test_drafter_of_another_session_cannot_hold_blocks_here() -> None:

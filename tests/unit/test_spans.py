@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY, AsyncMock, Mock
@@ -32,9 +32,10 @@ from draftwire.method.token_source import TokenSource
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import ModelSettings
 from draftwire.runtime.traceparent import traceparent_of
+from draftwire_drafter.ahead import Branch
 from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.core import DrafterCore
-from draftwire_drafter.scheduler import Completed
+from draftwire_drafter.scheduler import AheadItem, Completed
 from draftwire_drafter.scheduler import Step as DraftStep
 from draftwire_drafter.scheduler import StepItem as DraftItem
 from draftwire_drafter.spans import DrafterSpans
@@ -95,7 +96,9 @@ def spec_of(session_id: int, traceparent: str = traceparent_of(PARENT)) -> Any:
 
 def session_of(session_id: int) -> Any:
     """As much of a session as is looked at."""
-    return SimpleNamespace(session_id=session_id, key=(session_id, 0), num_reused=2)
+    return SimpleNamespace(
+        session_id=session_id, key=(session_id, 0), num_reused=2, spec=SimpleNamespace(max_held_blocks=0)
+    )
 
 
 def verdict_of(session_id: int, number: int, num_draft_tokens: int = 0, num_accepted: int = 0) -> Verdict:
@@ -194,7 +197,21 @@ def test_drafter_records_its_prompt_and_both_halves_of_each_block() -> None:
     assert draft.where == ("draft", PARENT, pytest.approx(5.002), pytest.approx(5.007))
     of_both = {"round": 6, "epoch": 0, "attempt": 1, "num_sessions": 2}
     assert calibrate.says(num_tokens=2, **of_both)
-    assert draft.says(num_draft_tokens=4, **of_both)
+    assert draft.says(num_draft_tokens=4, is_ahead=False, **of_both)
+
+
+def test_block_that_is_drafted_ahead_is_recorded_without_a_calibration() -> None:
+    tracer = FakeTracer()
+    spans, session = DrafterSpans(tracer), session_of(1)
+    spans.open(spec_of(1))
+    (requested,) = completed(session)
+    assert isinstance(requested.outcome, DraftBlock)
+    block = replace(requested.outcome, is_ahead=True)
+    branches = [AheadItem(session, Branch(block.fence, []), None) for _ in range(2)]
+    spans.add(DraftStep([], branches), [Completed(session, block, False)], 5.0, 6.0)
+    (draft,) = tracer.take()
+    assert draft.name == "draft"
+    assert draft.says(num_draft_tokens=4, is_ahead=True, round=6, num_sessions=1)
 
 
 # In the cores

@@ -49,6 +49,8 @@ class Branch:
     """Whether a step drafts for it, or reads on from it."""
     calibration: Calibration | None = None
     """Asks for the block while it is being drafted: it is completed, whatever else waits."""
+    num_passes: int = 0
+    """Forward passes of which it was one row, until its text came true."""
 
     def family(self) -> Iterator["Branch"]:
         """Yields it and all that continue it."""

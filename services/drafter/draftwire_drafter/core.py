@@ -197,7 +197,7 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
             self._torch.post(self._engine.adopt, (branch.fence.session_id, branch.fence.epoch), branch)
         for branch in left:
             self._torch.post(self._engine.leave, branch)
-        self.metrics.count_branches(scheduler.branch_outcomes)
+        self.metrics.count_branches(scheduler.branch_outcomes, scheduler.branch_passes)
 
     def send_drafted(self, command: SendDrafted) -> None:
         """Ends the block that is being drafted and sends it as far as it is drawn, with a reply to the gateway."""

@@ -93,11 +93,23 @@ class DraftEngine(StepEngine[Step, StepResult]):
         done = self.strategy.step(list(possible.values()))
         timings = DraftTimings(int(done.calibration_s * 1e6), int(done.draft_s * 1e6))
         outcomes: list[AheadOutcome] = [NoRoomError("the KV cache is full")] * len(items)
+        passes = [0] * len(items)
         for index, draft in zip(possible, done.drafts, strict=True):
+            passes[index] = max(1, len(draft.token_ids)) if isinstance(draft, Draft) else 1
             is_short = isinstance(draft, Draft) and len(draft.token_ids) < items[index].num_wanted
             outcomes[index] = None if is_short else draft
-        seconds = (done.calibration_s, done.draft_s)
-        return StepResult([], [], [], done.num_read, *seconds, done.num_passes, ahead=outcomes, timings=timings)
+        return StepResult(
+            outcomes=[],
+            num_unread=[],
+            num_reused=[],
+            num_read=done.num_read,
+            calibration_s=done.calibration_s,
+            draft_s=done.draft_s,
+            num_passes=done.num_passes,
+            ahead=outcomes,
+            ahead_passes=passes,
+            timings=timings,
+        )
 
     def _drafting_ahead(self, item: AheadItem) -> Drafting | None:
         session, branch, parent = item.session, item.branch, item.parent

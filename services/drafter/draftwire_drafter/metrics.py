@@ -3,7 +3,7 @@
 from collections import Counter
 
 from draftwire.engine.engine_metrics import EngineMetrics
-from draftwire_drafter.scheduler import StepResult
+from draftwire_drafter.scheduler import BRANCH_OUTCOMES, StepResult
 
 
 class DrafterMetrics(EngineMetrics):
@@ -21,6 +21,15 @@ class DrafterMetrics(EngineMetrics):
             'Texts that were drafted for ahead: "hit" came true, "missed" did not, "abandoned" had no time or no room.',
             ("outcome",),
         )
+        self.branch_passes = self.counter(
+            "branch_passes",
+            "Forward passes for texts that were drafted for ahead, one for each text of a batch, by the same: all but "
+            'those of "hit" were wasted.',
+            ("outcome",),
+        )
+        for outcome in BRANCH_OUTCOMES:
+            self.branches.labels(outcome)  # exported at 0 from the start, so that `rate` sees the first
+            self.branch_passes.labels(outcome)
         self.calibration_s = self.tally(
             "calibration_seconds",
             "Reading what was committed since the last block, for all sessions of a step; exact unless bonus "
@@ -32,11 +41,12 @@ class DrafterMetrics(EngineMetrics):
             "token, and once the first draw and the encoding of blocks. On a GPU also what is left of calibration.",
         )
 
-    def count_branches(self, outcomes: Counter[str]) -> None:
-        """Counts branches by what became of them, and empties the counter."""
-        for outcome, count in outcomes.items():
-            self.branches.labels(outcome).inc(count)
-        outcomes.clear()
+    def count_branches(self, outcomes: Counter[str], passes: Counter[str]) -> None:
+        """Counts branches, and their passes, by what became of them, and empties both counters."""
+        for counter, counts in ((self.branches, outcomes), (self.branch_passes, passes)):
+            for outcome, count in counts.items():
+                counter.labels(outcome).inc(count)
+            counts.clear()
 
     def time(self, result: StepResult, reads_prompts: bool) -> None:
         """Observes the durations of calibration and drafting in a step."""

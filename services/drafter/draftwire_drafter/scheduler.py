@@ -21,6 +21,9 @@ from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
 from draftwire.requests.automaton import Automaton
 from draftwire_drafter.ahead import GUESSES, Branch, Endings
 
+BRANCH_OUTCOMES = ("hit", "missed", "abandoned")
+"""What became of a branch: its text came true; another did; there was no time or no room for its block."""
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DraftSession(EngineSession[DraftSessionSpec]):
@@ -38,6 +41,8 @@ class DraftSession(EngineSession[DraftSessionSpec]):
     """Of the latest calibration."""
     root: Branch | None = None
     """The committed text, and the texts that it may become; None before the first calibration."""
+    num_ahead: Counter[int] = field(default_factory=Counter)
+    """By coming round, how many blocks the verifier holds or may come to hold, whatever became of their texts."""
     calibration: Calibration | None = None
     """The calibration whose block is drafted next."""
     queued: bool = True
@@ -57,6 +62,14 @@ class DraftSession(EngineSession[DraftSessionSpec]):
         """Tokens of the KV cache to reserve: for the text, and for what branches do not share with it."""
         branch_len = BLOCK_SIZE + 2 * (self.spec.parameters.max_draft_tokens + 1)
         return self.spec.max_len + self.spec.max_branches * blocks_for(branch_len) * BLOCK_SIZE
+
+    @property
+    def num_branches_left(self) -> int:
+        """Texts for which to draft ahead now at most: a share of all for each round, as far as the verifier holds their
+        blocks. It would drop others, and nobody would send them again.
+        """
+        share = self.spec.max_branches // max(1, self.max_rounds_ahead)
+        return min(share, (self.spec.max_held_blocks or self.spec.max_branches) - self.num_ahead.total())
 
     @property
     def num_guesses(self) -> int:
@@ -148,6 +161,8 @@ class StepResult:
     """By index of the item, what else may stand in the places of its block."""
     ahead: Sequence[AheadOutcome] = ()
     """One for each branch of the step."""
+    ahead_passes: Sequence[int] = ()
+    """Forward passes in which each of them took part."""
     timings: DraftTimings = field(default_factory=DraftTimings)
     """Of each branch's block."""
 
@@ -176,9 +191,9 @@ class Scheduler(SessionBook[DraftSession, Step]):
     left: list[Branch] = field(default_factory=list)
     """Branches that will not, for the engine, which takes them out."""
     branch_outcomes: Counter[str] = field(default_factory=Counter)
-    """Branches by what became of them: "hit", their text came true; "missed", another did; "abandoned", there was no
-    time or no room for their blocks.
-    """
+    """Branches by what became of them, one of `BRANCH_OUTCOMES`."""
+    branch_passes: Counter[str] = field(default_factory=Counter)
+    """Forward passes for them, by the same, one for each branch of a batch."""
 
     def open(self, spec: DraftSessionSpec, lease_id: int, automaton: Automaton | None = None) -> DraftSession:
         """Admits a session and schedules its prefill.
@@ -303,7 +318,8 @@ class Scheduler(SessionBook[DraftSession, Step]):
         """Updates the sessions and returns their results. Sessions that were closed meanwhile are left out."""
         self._record_costs(step.items, result.num_reused, result.num_read, result.calibration_s)
         completed: list[Completed] = []
-        for ahead, draft in zip(step.ahead, result.ahead, strict=True):
+        for ahead, draft, num_passes in zip(step.ahead, result.ahead, result.ahead_passes, strict=True):
+            ahead.branch.num_passes += num_passes
             done = self._end_ahead(ahead, draft, result.timings)
             if done is not None:
                 completed.append(done)
@@ -360,6 +376,8 @@ class Scheduler(SessionBook[DraftSession, Step]):
         """Commits tokens before a round, and keeps the branches that continue them."""
         session.committed.append(new_ids)
         session.num_unread += len(new_ids)
+        for number in [number for number in session.num_ahead if number <= fence.round]:
+            del session.num_ahead[number]
         root = session.root
         found = None if root is None else root.find(fence.round, new_ids)
         if root is not None and root.fence.round + 1 == fence.round and session.spec.parameters.shares_text:
@@ -394,7 +412,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
         """Makes a branch's sequence the session's own: it has read what it was drafted from."""
         session.num_known = branch.fence.prefix_len
         session.num_unread = 1
-        self.branch_outcomes["hit"] += 1
+        self._settle(branch, "hit")
         self.adopted.append(branch)
 
     def _leave(self, root: Branch, kept: Branch | None = None) -> None:
@@ -403,9 +421,22 @@ class Scheduler(SessionBook[DraftSession, Step]):
         for branch in root.family():
             if branch not in family and branch is not root:
                 branch.is_left = True
-                self.branch_outcomes["missed"] += branch.block is not None
+                if branch.block is not None:
+                    self._settle(branch, "missed")
                 if not branch.in_step:  # else it ends there
                     self.left.append(branch)
+
+    def _settle(self, branch: Branch, outcome: str) -> None:
+        """Counts what became of a branch."""
+        self.branch_outcomes[outcome] += 1
+        self.branch_passes[outcome] += branch.num_passes
+        branch.num_passes = 0
+
+    def _abandon(self, session: DraftSession, branch: Branch) -> None:
+        """Counts a branch whose block is not sent."""
+        self._settle(branch, "abandoned")
+        if session.num_ahead[branch.fence.round]:  # else the round has begun
+            session.num_ahead[branch.fence.round] -= 1
 
     def _ahead_items(self, session: DraftSession) -> list[AheadItem]:
         """Returns what to draft for texts that a session may have next."""
@@ -416,7 +447,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
         while node.block is not None and node.fence.round < last_round:
             if node.next_guesses is None:
                 return [AheadItem(session, node, None)]
-            if not node.is_expanded:
+            if not node.is_expanded and session.num_branches_left > 0:
                 node.is_expanded = True
                 self._expand(session, node)
                 if node.children:
@@ -430,9 +461,8 @@ class Scheduler(SessionBook[DraftSession, Step]):
         """Chooses the texts that a text may become."""
         block = node.block or []
         stops = session.spec.parameters.stop_token_ids
-        most = session.spec.max_branches // max(1, session.max_rounds_ahead)
         path = _path_to(node)
-        for ending in self.endings.likeliest(node, most):
+        for ending in self.endings.likeliest(node, session.num_branches_left):
             added = [*block[: ending.num_kept], ending.token_id]
             prefix_len = node.fence.prefix_len + len(added)
             length = self._length_at(session, prefix_len)
@@ -441,6 +471,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
             prefix_hash = session.committed.hash_with([*path, *added])
             fence = Fence(*session.key, node.fence.round + 1, prefix_len, prefix_hash)
             node.children.append(Branch(fence, added, node, ending.num_kept, length))
+            session.num_ahead[fence.round] += 1
 
     def _length_at(self, session: DraftSession, prefix_len: int) -> int:
         """Returns how many tokens to draft after so many committed ones. One is left for the verifier."""
@@ -453,12 +484,16 @@ class Scheduler(SessionBook[DraftSession, Step]):
         calibration, branch.calibration = branch.calibration, None
         if branch.is_left:
             self.left.append(branch)
+            if branch.block is None:
+                self._abandon(session, branch)
+            else:  # it was counted, but for what was read since
+                self.branch_passes["missed"] += branch.num_passes
             return None
         if item.reads_on:
             branch.next_guesses = draft.guesses[0] if isinstance(draft, Draft) else []
             return None
         if not isinstance(draft, Draft):
-            self.branch_outcomes["abandoned"] += 1
+            self._abandon(session, branch)
             self.left.append(branch)
             if branch.parent is not None:
                 branch.parent.children.remove(branch)
@@ -468,7 +503,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
                 self._ready.append(session)
             return None
         branch.block, branch.guesses = draft.token_ids, draft.guesses
-        block = DraftBlock(branch.fence, draft.token_ids, draft.distributions, timings=timings)
+        block = DraftBlock(branch.fence, draft.token_ids, draft.distributions, timings=timings, is_ahead=True)
         if calibration is not None:
             self._adopt(session, branch)
             if session.calibration is calibration:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from draftwire.engine.traced_sessions import TracedSession, TracedSessions
 from draftwire.method.rounds import DraftBlock
 from draftwire.runtime.tracing import PREFIX
-from draftwire_drafter.scheduler import Completed, Step, StepItem
+from draftwire_drafter.scheduler import Completed, Step
 
 
 class DrafterSpans(TracedSessions):
@@ -15,9 +15,10 @@ class DrafterSpans(TracedSessions):
         """Records completed prefills and drafted blocks."""
         if not self._sessions:
             return
-        items = {item.session.key: item for item in step.items}
-        for key in items:
+        read = {item.session.key: len(item.token_ids) for item in step.items}
+        for key in read:
             self.note_step(key, started_at)
+        num_sessions = len({item.session.key for item in (*step.items, *step.ahead)})
         for each in completed:
             traced = self._sessions.get(each.session.key)
             if traced is None:
@@ -25,20 +26,22 @@ class DrafterSpans(TracedSessions):
             if each.is_opened:
                 self.end_reading(traced, ended_at, each.session.num_reused or 0)
             if isinstance(each.outcome, DraftBlock):
-                self._add_block(traced, each.outcome, items[each.session.key], len(items), started_at)
+                self._add_block(traced, each.outcome, read.get(each.session.key, 0), num_sessions, started_at)
 
     def _add_block(
-        self, traced: TracedSession, block: DraftBlock, item: StepItem, num_sessions: int, started_at: float
+        self, traced: TracedSession, block: DraftBlock, num_read: int, num_sessions: int, started_at: float
     ) -> None:
         common = {
             PREFIX + "round": block.fence.round,
             PREFIX + "epoch": block.fence.epoch,
             PREFIX + "attempt": block.attempt,
             PREFIX + "num_sessions": num_sessions,
+            PREFIX + "is_ahead": block.is_ahead,
         }
         calibrated_at = started_at + block.timings.calibration_us / 1e6
         drafted_at = calibrated_at + block.timings.draft_us / 1e6
-        read = {**common, PREFIX + "num_tokens": len(item.token_ids)}
+        read = {**common, PREFIX + "num_tokens": num_read}
         drawn = {**common, PREFIX + "num_draft_tokens": len(block.token_ids)}
-        self.tracer.record("calibrate", traced.parent, started_at, calibrated_at, read)
+        if not block.is_ahead:  # nothing is calibrated before a verdict
+            self.tracer.record("calibrate", traced.parent, started_at, calibrated_at, read)
         self.tracer.record("draft", traced.parent, calibrated_at, drafted_at, drawn)

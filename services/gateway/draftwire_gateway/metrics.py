@@ -18,6 +18,8 @@ RESULTS = ("stop", "length", "cancelled", "invalid", "refused", "failed")
 """Values of the label `result`: how a choice of a request ended."""
 GENERATING_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 """Routes that are exported at 0 from the start, so that rates see the first increase."""
+AHEAD_OUTCOMES = ("hit", "late", "missed")
+"""Values of the label `outcome` of rounds for which a drafter may draft ahead."""
 PARTS = ("lost", "prefill", "draft", "wire", "queue", "verify", "gateway")
 """Parts of a round's time; see `RoundTimes`. `draft` includes the drafter's calibration here."""
 
@@ -73,6 +75,12 @@ class GatewayMetrics(ServiceMetrics):
             "Tokens of prompts and completions, by the name of the caller's token; only with caller_metrics.",
             ("caller", "kind"),
         )
+        self.ahead_rounds = self.counter(
+            "ahead_rounds",
+            'Rounds for which a drafter could draft ahead, of choices that ended: "hit", its block was there when they '
+            'began; "late", it came after that; "missed", it had none.',
+            ("outcome",),
+        )
         self.lossy_requests = self.counter(
             "lossy_requests",
             "Choices of requests ended that asked for a rule that changes the distribution.",
@@ -84,6 +92,8 @@ class GatewayMetrics(ServiceMetrics):
             self.http_requests.labels(route, "200")
         for result in RESULTS:
             self.requests.labels(result)  # exported as 0 from the start, so that rates see the first increase
+        for outcome in AHEAD_OUTCOMES:
+            self.ahead_rounds.labels(outcome)
         for role in ("gateway", "verifier", "caller"):
             self.requests_refused.labels(role)
         self._count_rounds()

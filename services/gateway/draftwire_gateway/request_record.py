@@ -6,7 +6,7 @@ from types import TracebackType
 
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.runtime.served_request import served_request
-from draftwire_gateway.metrics import GatewayMetrics
+from draftwire_gateway.metrics import AHEAD_OUTCOMES, GatewayMetrics
 from draftwire_gateway.session.choices import ChoiceEvent
 from draftwire_gateway.session.committed_text import Delta, Finish
 from draftwire_gateway.session.generation import Generation
@@ -90,6 +90,9 @@ class RequestRecord:
         if statistics is not None:
             self._metrics.drafters_lost.inc(statistics.num_drafters_lost)
             self._metrics.verifiers_lost.inc(statistics.num_verifiers_lost)
+            counts = (statistics.num_ahead_hits, statistics.num_ahead_late, statistics.num_ahead_misses)
+            for outcome, count in zip(AHEAD_OUTCOMES, counts, strict=True):
+                self._metrics.ahead_rounds.labels(outcome).inc(count)
 
 
 def _result_of(error: BaseException | None) -> str:

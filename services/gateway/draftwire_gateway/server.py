@@ -366,6 +366,9 @@ def _statistics_to_proto(statistics: Statistics) -> gateway_pb2.GenerationStatis
         draft_length_histogram=statistics.draft_length_histogram,
         num_ahead_hits=statistics.num_ahead_hits,
         num_ahead_misses=statistics.num_ahead_misses,
+        num_ahead_late=statistics.num_ahead_late,
+        num_ahead_wasted_tokens=statistics.num_ahead_wasted_tokens,
+        max_held_bytes=statistics.max_held_bytes,
     )
 
 

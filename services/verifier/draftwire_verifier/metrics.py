@@ -14,6 +14,7 @@ from draftwire.errors import Violation
 from draftwire.method.rounds import Verdict
 from draftwire.runtime.metrics import PREFIX
 from draftwire_verifier.drafters import Drafter
+from draftwire_verifier.held_blocks import HeldFate
 from draftwire_verifier.scheduler import Scheduler
 
 
@@ -137,12 +138,20 @@ class _WaitCollector(Collector):
             "Time without a step in which a session waited for its drafter, or for the gateway after a verdict.",
             exported_s,
         )
-        held = CounterMetricFamily(
-            PREFIX + "held_blocks", "Blocks drafted ahead, by whether their text came true.", labels=["outcome"]
+        blocks = CounterMetricFamily(
+            PREFIX + "held_blocks",
+            'Blocks drafted ahead: "hit" were held when their text came true, "late" came after that; "missed" were '
+            'held for another text, "stale" came after it, "no_room" and "repeated" were not held, "ended" no longer.',
+            labels=["outcome"],
         )
-        held.add_metric(["hit"], scheduler.num_hits)
-        held.add_metric(["missed"], scheduler.num_missed)
-        yield held
+        for fate in HeldFate:
+            blocks.add_metric([fate.value], scheduler.held.fates[fate])
+        yield blocks
+        yield GaugeMetricFamily(
+            PREFIX + "held_block_bytes",
+            "Size of the blocks that are held for coming rounds: tokens and distributions.",
+            scheduler.held.num_bytes,
+        )
         yield CounterMetricFamily(
             PREFIX + "engine_gathering_seconds",
             "Part of engine_waiting_for_drafts_seconds in which a step could have begun, and waited to be shared.",

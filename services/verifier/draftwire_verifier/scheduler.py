@@ -34,7 +34,7 @@ from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
 from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
 from draftwire_verifier.gathering import Gathering, Ready, UsualWait
-from draftwire_verifier.held_blocks import HeldBlocks
+from draftwire_verifier.held_blocks import HeldBlocks, HeldFate, HeldTally
 from draftwire_verifier.idle import IdleWatch
 from draftwire_verifier.local_drafts import LocalText, check_local
 
@@ -64,7 +64,7 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     """Whether its draft tokens count in the audit: not if an earlier session drew with the same random numbers."""
     block: ReceivedBlock | None = None
     """The block to verify in the current round."""
-    held: HeldBlocks = field(default_factory=HeldBlocks)
+    held: HeldBlocks
     """Blocks of coming rounds."""
     local: LocalText | None = None
     """What drafts the rounds of its runs, or could; None if nothing ever did and nothing is watched."""
@@ -186,10 +186,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
     """Sums the time in which no step runs while a session waits for a draft."""
     gathering: Gathering = field(default_factory=Gathering)
     """Decides whether steps wait for sessions that are not ready yet."""
-    num_hits: int = 0
-    """Held blocks whose text has come true."""
-    num_missed: int = 0
-    """Blocks of other texts, or for which there was no room."""
+    held: HeldTally = field(default_factory=HeldTally)
+    """Blocks of all sessions that were drafted ahead."""
     _step_began_at: float = -math.inf
     """When the latest step began, by the clock."""
 
@@ -219,6 +217,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
             automaton=automaton,
             round=spec.first_round,
             plain_rounds_left=spec.plain_rounds,
+            held=HeldBlocks(self.held),
         )
         if spec.watched is not None and spec.watched.strategy != self.head:
             session.local = LocalText.open(spec.watched.strategy, self.text_drafters, spec.parameters)
@@ -246,13 +245,13 @@ class Scheduler(SessionBook[TargetSession, Step]):
         if permit.number <= session.permit_number:
             return None
         session.drafter_id, session.permit_number = block.drafter_id, permit.number
-        self.num_missed += session.held.clear()
+        session.held.clear()
         return session
 
     def end_speculation(self, session: TargetSession) -> None:
         """Refuses further blocks for a session, until another drafter sends a permit with a higher number."""
         session.drafter_id = None
-        self.num_missed += session.held.clear()
+        session.held.clear()
 
     def offer_block(self, block: ReceivedBlock) -> TargetSession | None:
         """Queues a draft block for verification, if it is the first work for the session's current round.
@@ -277,6 +276,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
             return None
         session, verdict = self._judge(block.fence)
         if verdict is FenceVerdict.STALE:
+            if known is not None and block.is_ahead:
+                known.held.count(block, HeldFate.STALE)
             return None
         if known is not None and known.drafter_id != block.drafter_id:
             raise BlockViolationError(Violation.PEER, "block from a drafter that is not the session's")
@@ -286,6 +287,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
             return None
         _check_block(session, block)
         session.block = block
+        if block.is_ahead:
+            session.held.count(block, HeldFate.LATE)
         if session.waits_since is not None:
             self.draft_wait_s += self.clock() - session.waits_since
             self._end_wait(session)
@@ -310,8 +313,10 @@ class Scheduler(SessionBook[TargetSession, Step]):
         if rounds_ahead > MAX_ROUNDS_AHEAD:
             raise BlockViolationError(Violation.PREFIX, f"block for a round that is {rounds_ahead} rounds ahead")
         _check_block(session, block)
-        if rounds_ahead == 0 or not session.held.add(block, session.spec.max_held_blocks):
-            self.num_missed += 1
+        if rounds_ahead == 0:
+            session.held.count(block, HeldFate.STALE)
+        else:
+            session.held.add(block, session.spec.max_held_blocks)
         return True
 
     def set_aside(self, session: TargetSession) -> None:
@@ -345,6 +350,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
         session = super().close(session_id, epoch)
         if session is not None:
             self._stop_waiting(session)
+            session.held.clear()
             if session.local is not None:
                 session.local.text.close(session.spec.parameters.prompt_len)
         return session
@@ -440,6 +446,9 @@ class Scheduler(SessionBook[TargetSession, Step]):
             local_strategy=block.local_strategy if block else "",
             watched=watched,
             next_is_held=next_is_held,
+            is_ahead=block is not None and block.is_ahead,
+            num_wasted_draft_tokens=min(session.held.take_wasted(), MAX_UINT32),
+            held_bytes=session.held.num_bytes,
             timings=block.timings if block else DraftTimings(),
         )
 
@@ -449,15 +458,9 @@ class Scheduler(SessionBook[TargetSession, Step]):
         """
         if not session.held:
             return False
-        block, num_missed = session.held.take(session.fence)
         is_over = not session.spec.parameters.stop_token_ids.isdisjoint(token_ids)
-        if block is None or is_over or session.plain_rounds_left:
-            self.num_missed += num_missed + (block is not None)
-            return False
-        self.num_missed += num_missed
-        self.num_hits += 1
-        session.block = block
-        return True
+        session.block = session.held.take(session.fence, is_wanted=not (is_over or session.plain_rounds_left))
+        return session.block is not None
 
     def _holds(self, now: float) -> bool:
         """Whether the next step waits for sessions that are not ready yet."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from draftwire.engine.traced_sessions import TracedSession, TracedSessions
+from draftwire.engine.traced_sessions import TracedSessions
 from draftwire.method.rounds import Verdict
 from draftwire.runtime.tracing import PREFIX
 from draftwire_verifier.scheduler import Completed, Step
@@ -21,19 +21,28 @@ class VerifierSpans(TracedSessions):
             traced = self._sessions.get(session.key)
             if traced is not None and isinstance(event, Verdict):
                 self.end_reading(traced, ended_at, event.num_cached_tokens)
-                self._add_round(traced, event, len(step.items), started_at, ended_at)
+                attributes = {PREFIX + "num_sessions": len(step.items), **_attributes_of(event)}
+                if session.spec.max_held_blocks:
+                    attributes |= _ahead_attributes_of(event)
+                self.tracer.record("verify", traced.parent, started_at, ended_at, attributes)
 
-    def _add_round(
-        self, traced: TracedSession, verdict: Verdict, num_sessions: int, started_at: float, ended_at: float
-    ) -> None:
-        attributes = {
-            PREFIX + "round": verdict.fence.round,
-            PREFIX + "epoch": verdict.fence.epoch,
-            PREFIX + "num_draft_tokens": verdict.num_draft_tokens,
-            PREFIX + "num_accepted_tokens": verdict.num_accepted_tokens,
-            PREFIX + "extra_token": verdict.extra.value,
-            PREFIX + "num_sessions": num_sessions,
-            PREFIX + "queue_us": verdict.queue_us,
-            PREFIX + "verify_us": verdict.verify_us,
-        }
-        self.tracer.record("verify", traced.parent, started_at, ended_at, attributes)
+
+def _attributes_of(verdict: Verdict) -> dict[str, int | str]:
+    return {
+        PREFIX + "round": verdict.fence.round,
+        PREFIX + "epoch": verdict.fence.epoch,
+        PREFIX + "num_draft_tokens": verdict.num_draft_tokens,
+        PREFIX + "num_accepted_tokens": verdict.num_accepted_tokens,
+        PREFIX + "extra_token": verdict.extra.value,
+        PREFIX + "queue_us": verdict.queue_us,
+        PREFIX + "verify_us": verdict.verify_us,
+    }
+
+
+def _ahead_attributes_of(verdict: Verdict) -> dict[str, int | str]:
+    return {
+        PREFIX + "is_ahead": verdict.is_ahead,
+        PREFIX + "next_is_held": verdict.next_is_held,
+        PREFIX + "num_wasted_draft_tokens": verdict.num_wasted_draft_tokens,
+        PREFIX + "held_bytes": verdict.held_bytes,
+    }

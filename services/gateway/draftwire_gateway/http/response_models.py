@@ -77,9 +77,15 @@ class SpeculationOfChoice(Described):
     time_to_first_token_ms: float
     duration_ms: float
     num_ahead_hits: int
-    """Rounds whose block was drafted before their text was known."""
+    """Rounds whose block was drafted before their text was known, and there when they began."""
+    num_ahead_late: int
+    """Rounds whose block was drafted before their text was known, and came after they began."""
     num_ahead_misses: int
-    """Rounds for whose block a drafter that may draft ahead had to be asked."""
+    """Rounds for which a drafter that may draft ahead had drafted no block, or none that was judged."""
+    num_ahead_wasted_tokens: int
+    """Draft tokens of blocks that were drafted ahead for texts that did not come true."""
+    max_held_bytes: int
+    """Largest size of the blocks that the verifier held for a completion."""
     num_drafters_lost: int
     num_verifiers_lost: int
 

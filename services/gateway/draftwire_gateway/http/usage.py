@@ -15,7 +15,9 @@ _SUMMED = (
     "num_draft_tokens",
     "num_accepted_tokens",
     "num_ahead_hits",
+    "num_ahead_late",
     "num_ahead_misses",
+    "num_ahead_wasted_tokens",
     "num_drafters_lost",
     "num_verifiers_lost",
 )
@@ -71,14 +73,17 @@ def _speculation(endings: Sequence[Ending]) -> dict[str, Any]:
         "time_to_first_token_ms": total.time_to_first_token_us / 1e3,
         "duration_ms": total.duration_us / 1e3,
         "num_ahead_hits": total.num_ahead_hits,
+        "num_ahead_late": total.num_ahead_late,
         "num_ahead_misses": total.num_ahead_misses,
+        "num_ahead_wasted_tokens": total.num_ahead_wasted_tokens,
+        "max_held_bytes": total.max_held_bytes,
         "num_drafters_lost": total.num_drafters_lost,
         "num_verifiers_lost": total.num_verifiers_lost,
     }
 
 
 def _sum(statistics: Iterable[Statistics]) -> Statistics:
-    """Returns the sums of counts, with the earliest time to first token and the longest duration."""
+    """Returns the sums of counts, with the earliest time to first token, the longest duration and the largest size."""
     parts = list(statistics)
     total = Statistics()
     for name in _SUMMED:
@@ -87,4 +92,5 @@ def _sum(statistics: Iterable[Statistics]) -> Statistics:
         setattr(total, name, [sum(row) for row in zip_longest(*(getattr(part, name) for part in parts), fillvalue=0)])
     total.time_to_first_token_us = min(part.time_to_first_token_us for part in parts)
     total.duration_us = max(part.duration_us for part in parts)
+    total.max_held_bytes = max(part.max_held_bytes for part in parts)
     return total

@@ -27,7 +27,10 @@ import { readEvents } from "./sse.js";
  * @property {number} time_to_first_token_ms
  * @property {number} duration_ms
  * @property {number} num_ahead_hits Rounds whose block was there when they began.
- * @property {number} num_ahead_misses Rounds for whose block a drafter that goes ahead was asked.
+ * @property {number} num_ahead_late Rounds whose block was drafted before, and came after they began.
+ * @property {number} num_ahead_misses Rounds for which a drafter that goes ahead had drafted no block.
+ * @property {number} num_ahead_wasted_tokens Draft tokens of such blocks for texts that did not come true.
+ * @property {number} max_held_bytes Largest size of the blocks that the verifier held.
  *
  * @typedef {object} Chunk
  * @property {Choice[]} choices

@@ -37,6 +37,8 @@ function drawFigures() {
   element("lengths").textContent = tally.lengths;
   element("ahead_figure").hidden = tally.ahead === "";
   element("ahead").textContent = tally.ahead;
+  element("ahead_wasted_figure").hidden = tally.ahead === "";
+  element("ahead_wasted").textContent = tally.wasted;
   for (const count of document.querySelectorAll("[data-count]")) {
     count.textContent = String(tally.bySource[count.getAttribute("data-count") ?? ""]);
   }

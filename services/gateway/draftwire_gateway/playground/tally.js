@@ -58,10 +58,22 @@ export class Tally {
     return shown.map(([length, count]) => `${length}: ${count}`).join(", ");
   }
 
-  /** Rounds that were drafted for ahead of the verdict, of those that might have been; empty if none might. */
+  /**
+   * Rounds that were drafted for ahead of the verdict, of those that might have been, and those whose block came late;
+   * empty if none might.
+   *
+   * @returns {string}
+   */
   get ahead() {
-    const { num_ahead_hits: hits = 0, num_ahead_misses: misses = 0 } = this.metrics ?? {};
-    return hits + misses > 0 ? `${hits} of ${hits + misses}` : "";
+    const { num_ahead_hits: hits = 0, num_ahead_late: late = 0, num_ahead_misses: misses = 0 } = this.metrics ?? {};
+    const numRounds = hits + late + misses;
+    return numRounds > 0 ? `${hits} of ${numRounds}${late > 0 ? `, ${late} late` : ""}` : "";
+  }
+
+  /** Draft tokens that were drafted ahead in vain, and the largest size of the blocks that were held. @returns {string} */
+  get wasted() {
+    const { num_ahead_wasted_tokens: wasted = 0, max_held_bytes: held = 0 } = this.metrics ?? {};
+    return `${wasted}, ${(held / 1000).toFixed(1)} kB`;
   }
 
   /**

@@ -87,6 +87,8 @@ class DrafterSeat:
         self._verifier_address = ""
         self._has_permit = False
         self._rounds_ahead = 0
+        self._misses_ahead = False
+        """Whether no block was there when the open round began, for which one may have been drafted ahead."""
         self._wait = BlockWait()
         self._pairs = pairs
         self._pair = PairSeat(pairs)
@@ -264,8 +266,8 @@ class DrafterSeat:
             timeout_s = self._ready_drafter.round_trip.sent_timeout_s(num_draft_tokens, most_s)
         else:
             timeout_s = self.timeout_s(num_draft_tokens, most_s)
-            self._session.statistics.num_ahead_misses += rounds_ahead > 0
         self._wait.begin(self._session.round, num_draft_tokens, self._now(), timeout_s, is_held=is_held)
+        self._misses_ahead = rounds_ahead > 0 and not is_held
         # Blocks that were drafted for later rounds may still be held when none is drafted ahead any more.
         self._session.expected.request_block(num_draft_tokens, is_ahead=self._rounds_ahead > 0)
         new_ids = self._session.committed.ids[base_len:]
@@ -331,6 +333,10 @@ class DrafterSeat:
             verdict: of the open round.
             arrived_at: when it arrived, by the event loop's clock: who reads the text may have been away since.
         """
+        if self._misses_ahead:
+            self._misses_ahead = False
+            self._session.statistics.num_ahead_late += verdict.is_ahead
+            self._session.statistics.num_ahead_misses += not verdict.is_ahead
         match self._wait.end(verdict.fence.round, verdict.num_draft_tokens > 0 and not verdict.local_strategy):
             case BlockFate.VERIFIED:
                 if not self._wait.is_held:
@@ -464,6 +470,7 @@ class DrafterSeat:
             max_len=min(session.generation.max_len, drafter.context_length),
             permit=Permit.make(session.permit_key, self.permit_number) if self._has_permit else None,
             max_branches=session.generation.max_branches if self._rounds_ahead else 0,
+            max_held_blocks=session.generation.max_held_blocks if self._rounds_ahead else 0,
         )
 
 

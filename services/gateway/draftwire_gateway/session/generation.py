@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from draftwire.drafting.heads.head_names import HEAD_NAMES
 from draftwire.drafting.model_free.names import JOINT, TEXT_DRAFTER_NAMES, parts_of
 from draftwire.errors import ContextLengthError, InvalidRequestError
+from draftwire.method.ahead_limits import held_blocks
 from draftwire.method.keys import MAX_SEED, new_seed
 from draftwire.models.description import ModelDescription
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest
@@ -169,6 +170,11 @@ class Generation:
         """
         offered = [strategy for strategy in self.local_strategies if strategy in target.local_strategies]
         return next((strategy for strategy in offered if strategy in HEAD_NAMES), JOINT.join(offered))
+
+    @property
+    def max_held_blocks(self) -> int:
+        """Blocks that a verifier is to hold for it at most."""
+        return held_blocks(self.max_branches, self.rounds_ahead) if self.max_branches else 0
 
     @property
     def max_len(self) -> int:

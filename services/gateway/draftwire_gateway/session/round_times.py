@@ -80,6 +80,8 @@ class RoundTimes:
     watched: WatchedGuess | None = None
     """How what the verifier could have drafted would have fared; None if that is not known."""
     is_held: bool = False
+    """Whether the verifier had its block when it began."""
+    is_ahead: bool = False
     """Whether its block was drafted before its text was known."""
 
     @property
@@ -187,6 +189,7 @@ class RoundWatch:
             local_strategy=verdict.local_strategy,
             watched=verdict.watched,
             is_held=self._is_held,
+            is_ahead=verdict.is_ahead,
         )
         self._verdict, self._is_first = None, False
         self._started_at = self._asked_at = max(left_at, arrived_at)

@@ -42,6 +42,8 @@ class ChoiceSpans:
             PREFIX + "num_tokens": times.num_tokens,
             PREFIX + "extra_token": _extra(times).value,
         }
+        if times.is_ahead:
+            attributes[PREFIX + "ahead"] = "hit" if times.is_held else "late"
         if times.why_plain is not None:
             attributes[PREFIX + "why_plain"] = times.why_plain.value
         for part in _PARTS:
@@ -67,7 +69,10 @@ class ChoiceSpans:
             PREFIX + "num_draft_tokens": statistics.num_draft_tokens,
             PREFIX + "num_accepted_tokens": statistics.num_accepted_tokens,
             PREFIX + "num_ahead_hits": statistics.num_ahead_hits,
+            PREFIX + "num_ahead_late": statistics.num_ahead_late,
             PREFIX + "num_ahead_misses": statistics.num_ahead_misses,
+            PREFIX + "num_ahead_wasted_tokens": statistics.num_ahead_wasted_tokens,
+            PREFIX + "max_held_bytes": statistics.max_held_bytes,
             PREFIX + "num_drafters_lost": statistics.num_drafters_lost,
             PREFIX + "num_verifiers_lost": statistics.num_verifiers_lost,
             PREFIX + "time_to_first_token_us": statistics.time_to_first_token_us,

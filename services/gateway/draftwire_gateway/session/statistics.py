@@ -33,9 +33,17 @@ class Statistics:
     verify_us: int = 0
     queue_us: int = 0
     num_ahead_hits: int = 0
-    """Rounds whose block was drafted before their text was known."""
+    """Rounds whose block was drafted before their text was known, and there when they began."""
+    num_ahead_late: int = 0
+    """Rounds whose block was drafted before their text was known, and came after they began."""
     num_ahead_misses: int = 0
-    """Rounds for whose block the drafter was asked, though it may draft ahead."""
+    """Rounds for which a drafter that may draft ahead had drafted no block, or none that was judged."""
+    num_ahead_wasted_tokens: int = 0
+    """Draft tokens of blocks that were drafted ahead for texts that did not come true, as far as they reached the
+    verifier.
+    """
+    max_held_bytes: int = 0
+    """Largest size of the blocks that the verifier held for the completion."""
     num_drafters_lost: int = 0
     num_verifiers_lost: int = 0
 
@@ -58,6 +66,8 @@ class Statistics:
         """Counts one round."""
         self.num_rounds += 1
         self.num_ahead_hits += verdict.next_is_held
+        self.num_ahead_wasted_tokens += verdict.num_wasted_draft_tokens
+        self.max_held_bytes = max(self.max_held_bytes, verdict.held_bytes)
         # After a move, generated tokens may be cached too.
         self.num_cached_prompt_tokens = min(verdict.num_cached_tokens, self.num_prompt_tokens)
         self.num_emitted_tokens += len(verdict.token_ids)

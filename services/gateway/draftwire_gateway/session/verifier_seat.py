@@ -200,5 +200,5 @@ class VerifierSeat:
             else replace(generation.logprobs, prompt_logprobs=None),
             reports_draft_logprobs=generation.token_details,
             watched=LocalDraft(strategy, generation.num_speculative_tokens) if strategy else None,
-            max_held_blocks=generation.max_branches if HELD_BLOCKS in target.description.capabilities else 0,
+            max_held_blocks=generation.max_held_blocks if HELD_BLOCKS in target.description.capabilities else 0,
         )
