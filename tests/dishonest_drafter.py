@@ -12,7 +12,8 @@ from draftwire.drafting.drawing import Drawer
 from draftwire.drafting.strategy import Draft
 from draftwire.method.distributions import QuantizedRows
 from draftwire.method.rounds import Calibration, DraftSessionSpec, Permit
-from draftwire_drafter.scheduler import DraftSession, Scheduler
+from draftwire_drafter.draft_session import DraftSession
+from draftwire_drafter.scheduler import Scheduler
 
 CORRUPTED_TEMPERATURE = 0.875
 """Requests of this temperature get corrupted blocks, others honest ones."""

@@ -35,7 +35,8 @@ from draftwire.method.rounds import (
     SendDrafted,
 )
 from draftwire.requests.parameters import SamplingParams
-from draftwire_drafter.scheduler import DraftSession, Scheduler, Step, StepItem, StepResult
+from draftwire_drafter.draft_session import DraftSession
+from draftwire_drafter.scheduler import Scheduler, Step, StepItem, StepResult
 
 PERMIT = Permit(5, bytes(range(16)))
 

@@ -3,6 +3,7 @@
 Its model is a table, so that a block is the same to the bit however it was batched.
 """
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from draftwire.models.cached_model import Reading, appended
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.parameters import SamplingParams
 from draftwire_drafter.engine import DraftEngine
+from draftwire_drafter.lookahead import Lookahead
 from draftwire_drafter.scheduler import Scheduler
 from draftwire_verifier.held_blocks import HeldBlocks, HeldFate, HeldTally
 
@@ -66,10 +68,15 @@ class Rig:
     """A drafter's scheduler and engine, driven without an event loop, as its core does."""
 
     def __init__(self, **spec: Any) -> None:
+        seconds = itertools.count(0, 1000)  # so long takes a round that every branch is worthwhile
         self.model = make_table()
         self.engine = DraftEngine(LanguageModelDrafter(self.model, 4096))
         self.scheduler = Scheduler(
-            context_length=4096, max_draft_tokens=8, room=Room(8, 100_000), pacer=FixedPacer(tokens=1000)
+            context_length=4096,
+            max_draft_tokens=8,
+            room=Room(8, 100_000),
+            pacer=FixedPacer(tokens=1000),
+            lookahead=Lookahead(clock=lambda: next(seconds)),
         )
         self.engine.has_requests = lambda: self.scheduler.has_requests
         self.sent: list[DraftBlock] = []
@@ -90,11 +97,12 @@ class Rig:
         return most
 
     def move(self) -> None:
-        for branch in self.scheduler.adopted:
+        lookahead = self.scheduler.lookahead
+        for branch in lookahead.adopted:
             self.engine.adopt((branch.fence.session_id, branch.fence.epoch), branch)
-        for branch in self.scheduler.left:
+        for branch in lookahead.left:
             self.engine.leave(branch)
-        self.scheduler.adopted, self.scheduler.left = [], []
+        lookahead.adopted, lookahead.left = [], []
 
     def calibrate(self, text: "Text", base_len: int, **changes: Any) -> None:
         given: dict[str, Any] = {"max_rounds_ahead": 1, "num_draft_tokens": LENGTH} | changes
@@ -227,8 +235,8 @@ def test_text_that_came_true_is_not_drafted_for_again_and_goes_on() -> None:
     assert rig.blocks_of(2).count(block) == 1
     assert len(rig.blocks_of(2)) == BRANCHES
     assert len(rig.blocks_of(3)) == BRANCHES, "the next round is drafted for"
-    assert rig.scheduler.branch_outcomes["hit"] == 1
-    assert rig.scheduler.branch_outcomes["missed"] == BRANCHES - 1
+    assert rig.scheduler.lookahead.outcomes["hit"] == 1
+    assert rig.scheduler.lookahead.outcomes["missed"] == BRANCHES - 1
 
 
 def test_other_text_is_drafted_for_when_it_is_requested() -> None:
@@ -334,21 +342,21 @@ def test_passes_of_branches_are_counted_by_what_became_of_them() -> None:
     longer = text_of(rig.blocks_of(2)[0], endings(rig, text))
     rig.calibrate(longer, len(text.committed), max_rounds_ahead=0)
     rig.run()
-    assert rig.scheduler.branch_passes == {"hit": LENGTH, "missed": (BRANCHES - 1) * LENGTH}
+    assert rig.scheduler.lookahead.passes == {"hit": LENGTH, "missed": (BRANCHES - 1) * LENGTH}
     rig.calibrate(longer.copy().commit(5), len(longer.committed), max_rounds_ahead=1)
     rig.run(2)  # the block, and what may follow it
     step = rig.scheduler.next_step()
     assert step is not None
     rig.scheduler.open(replace(rig.spec, session_id=2), 1)
     rig.scheduler.complete(step, rig.engine.step(step))
-    assert rig.scheduler.branch_passes["abandoned"] == BRANCHES, "each was cut after one token"
+    assert rig.scheduler.lookahead.passes["abandoned"] == BRANCHES, "each was cut after one token"
     rig.move()
     rig.run(1)  # the other's prompt
     step = rig.scheduler.next_step()
     assert step is not None
     rig.scheduler.close(1, 0)
     rig.scheduler.complete(step, rig.engine.step(step))
-    assert rig.scheduler.branch_passes["abandoned"] == 2 * BRANCHES, "so are those of a session that is closed"
+    assert rig.scheduler.lookahead.passes["abandoned"] == 2 * BRANCHES, "so are those of a session that is closed"
 
 
 def test_texts_end_where_the_session_does_or_at_a_stop_token() -> None:
@@ -374,7 +382,7 @@ def test_what_is_requested_ends_what_nobody_asked_for() -> None:
     rig.move()
     rig.run()
     assert len(rig.blocks_of(2)) == BRANCHES
-    assert rig.scheduler.branch_outcomes["abandoned"] == BRANCHES
+    assert rig.scheduler.lookahead.outcomes["abandoned"] == BRANCHES
 
 
 def test_branch_that_is_requested_while_it_is_drafted_is_finished() -> None:

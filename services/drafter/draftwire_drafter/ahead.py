@@ -45,6 +45,8 @@ class Branch:
     """Whether `children` were chosen."""
     is_left: bool = False
     """Whether the session's text has become another one."""
+    sent_at: float | None = None
+    """When the block was sent, by the scheduler's clock, if it is judged as soon as it arrives."""
     in_step: bool = False
     """Whether a step drafts for it, or reads on from it."""
     calibration: Calibration | None = None
@@ -77,6 +79,8 @@ class GuessedEnding:
     """Accepted tokens of the block."""
     token_id: int
     """The extra token."""
+    chance: float
+    """That the round ends so."""
 
 
 @dataclass(slots=True)
@@ -115,18 +119,17 @@ class Endings:
     def likeliest(self, branch: Branch, most: int) -> list[GuessedEnding]:
         """Returns the likeliest endings of a branch's round, at most so many, the likeliest first."""
         assert branch.block is not None, "its block was sent"
-        chances: list[tuple[float, GuessedEnding]] = []
+        endings: list[GuessedEnding] = []
         reached = 1.0
         for num_kept, guesses in enumerate(branch.guesses):
             ends = reached * (1.0 - self.acceptance)
-            chances += [
-                (ends * right, GuessedEnding(num_kept, token)) for right, token in self._paired(guesses, bonus=False)
+            endings += [
+                GuessedEnding(num_kept, token, ends * right) for right, token in self._paired(guesses, bonus=False)
             ]
             reached *= self.acceptance
         bonus = self._paired(branch.next_guesses or [], bonus=True)
-        chances += [(reached * right, GuessedEnding(len(branch.block), token)) for right, token in bonus]
-        chances.sort(key=lambda chance: -chance[0])
-        return [ending for _, ending in chances[:most]]
+        endings += [GuessedEnding(len(branch.block), token, reached * right) for right, token in bonus]
+        return sorted(endings, key=lambda ending: -ending.chance)[:most]
 
     def _paired(self, guesses: Sequence[int], *, bonus: bool) -> list[tuple[float, int]]:
         return list(zip(self.bonus_right if bonus else self.recovered_right, guesses, strict=False))

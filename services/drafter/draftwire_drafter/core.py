@@ -34,9 +34,10 @@ from draftwire.models.card import ModelCard
 from draftwire.models.description import DRAFT_AHEAD, FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS
 from draftwire.requests.automaton import Automaton
 from draftwire_drafter.config import DrafterConfig
+from draftwire_drafter.draft_session import DraftSession
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.metrics import DrafterMetrics
-from draftwire_drafter.scheduler import Completed, DraftSession, Scheduler, Step, StepResult
+from draftwire_drafter.scheduler import Completed, Scheduler, Step, StepResult
 from draftwire_drafter.strategy_context import ConfiguredContext
 
 log = structlog.get_logger()
@@ -190,14 +191,14 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
 
     def _move_branches(self) -> None:
         """Has the engine take over, or free, the sequences of branches that have come true, or cannot any more."""
-        scheduler = self._scheduler
-        adopted, scheduler.adopted = scheduler.adopted, []
-        left, scheduler.left = scheduler.left, []
+        lookahead = self._scheduler.lookahead
+        adopted, lookahead.adopted = lookahead.adopted, []
+        left, lookahead.left = lookahead.left, []
         for branch in adopted:
             self._torch.post(self._engine.adopt, (branch.fence.session_id, branch.fence.epoch), branch)
         for branch in left:
             self._torch.post(self._engine.leave, branch)
-        self.metrics.count_branches(scheduler.branch_outcomes, scheduler.branch_passes)
+        self.metrics.count_branches(lookahead.outcomes, lookahead.passes)
 
     def send_drafted(self, command: SendDrafted) -> None:
         """Ends the block that is being drafted and sends it as far as it is drawn, with a reply to the gateway."""

@@ -23,7 +23,8 @@ from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import DraftBlock, DraftTimings
 from draftwire.requests.parameters import SamplingParams
 from draftwire_drafter.ahead import GUESSES, Branch
-from draftwire_drafter.scheduler import AheadItem, AheadOutcome, DraftOutcome, DraftSession, Step, StepItem, StepResult
+from draftwire_drafter.draft_session import DraftSession
+from draftwire_drafter.scheduler import AheadItem, AheadOutcome, DraftOutcome, Step, StepItem, StepResult
 
 
 class DraftEngine(StepEngine[Step, StepResult]):

@@ -3,7 +3,8 @@
 from collections import Counter
 
 from draftwire.engine.engine_metrics import EngineMetrics
-from draftwire_drafter.scheduler import BRANCH_OUTCOMES, StepResult
+from draftwire_drafter.lookahead import BRANCH_OUTCOMES
+from draftwire_drafter.scheduler import StepResult
 
 
 class DrafterMetrics(EngineMetrics):

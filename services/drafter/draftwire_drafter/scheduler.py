@@ -1,11 +1,10 @@
-"""The drafter's scheduler, which batches sessions into steps. Pure: no tensors, no transport, no clock."""
+"""The drafter's scheduler, which batches sessions into steps. Pure: no tensors, no transport, no clock of its own."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from draftwire.drafting.strategy import Draft
-from draftwire.engine.session_book import EngineSession, SessionBook
+from draftwire.engine.session_book import SessionBook
 from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError
 from draftwire.method.rounds import (
     Calibration,
@@ -13,73 +12,13 @@ from draftwire.method.rounds import (
     DraftSessionSpec,
     DraftTimings,
     Fence,
-    Permit,
     RoundOutcome,
     SendDrafted,
 )
-from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
 from draftwire.requests.automaton import Automaton
-from draftwire_drafter.ahead import GUESSES, Branch, Endings
-
-BRANCH_OUTCOMES = ("hit", "missed", "abandoned")
-"""What became of a branch: its text came true; another did; there was no time or no room for its block."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class DraftSession(EngineSession[DraftSessionSpec]):
-    """State of a session at the drafter. Changed by the scheduler only."""
-
-    num_known: int
-    """Committed tokens that were passed to the strategy."""
-    last_calibrated: tuple[int, int] = (-1, 0)
-    """Round and attempt of the latest calibration."""
-    last_asked: tuple[int, int] = (-1, 0)
-    """Round and attempt of the block that was requested last, by a calibration or by an outcome."""
-    max_rounds_ahead: int = 0
-    """Of the latest calibration."""
-    num_draft_tokens: int = 0
-    """Of the latest calibration."""
-    root: Branch | None = None
-    """The committed text, and the texts that it may become; None before the first calibration."""
-    num_ahead: Counter[int] = field(default_factory=Counter)
-    """By coming round, how many blocks the verifier holds or may come to hold, whatever became of their texts."""
-    calibration: Calibration | None = None
-    """The calibration whose block is drafted next."""
-    queued: bool = True
-    """Whether it waits for a step or is in one: first for prefill, later for a calibration."""
-    is_reading: bool = True
-    """Whether its prompt is still being read."""
-    permit: Permit | None = None
-    """Lets it push blocks; None until the first calibration, if the session was opened without."""
-    has_shown_permit: bool = False
-    """Whether a block was sent; the first one carries the permit."""
-    cut_at: tuple[int, int] | None = None
-    """Round and attempt of the block that is to end after the token that is being drawn. Set on the event loop, read on
-    the torch thread during drafting."""
-
-    @property
-    def num_reserved(self) -> int:
-        """Tokens of the KV cache to reserve: for the text, and for what branches do not share with it."""
-        branch_len = BLOCK_SIZE + 2 * (self.spec.parameters.max_draft_tokens + 1)
-        return self.spec.max_len + self.spec.max_branches * blocks_for(branch_len) * BLOCK_SIZE
-
-    @property
-    def num_branches_left(self) -> int:
-        """Texts for which to draft ahead now at most: a share of all for each round, as far as the verifier holds their
-        blocks. It would drop others, and nobody would send them again.
-        """
-        share = self.spec.max_branches // max(1, self.max_rounds_ahead)
-        return min(share, (self.spec.max_held_blocks or self.spec.max_branches) - self.num_ahead.total())
-
-    @property
-    def num_guesses(self) -> int:
-        """Guesses to make for each place of its next block."""
-        return GUESSES if self.spec.max_branches and self.max_rounds_ahead else 0
-
-    @property
-    def reads_much(self) -> bool:
-        """Whether more is unread than a round commits: a prompt, or tokens committed during its prefill."""
-        return self.is_reading or self.num_unread > self.spec.parameters.max_draft_tokens + 1
+from draftwire_drafter.ahead import Branch
+from draftwire_drafter.draft_session import DraftSession
+from draftwire_drafter.lookahead import Lookahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,16 +123,8 @@ class Completed:
 class Scheduler(SessionBook[DraftSession, Step]):
     """Queues prompts and calibrations and batches them into steps. One step runs at a time."""
 
-    endings: Endings = field(default_factory=Endings)
-    """How rounds have ended so far."""
-    adopted: list[Branch] = field(default_factory=list)
-    """Branches that have become the texts of their sessions, for the engine, which takes them out."""
-    left: list[Branch] = field(default_factory=list)
-    """Branches that will not, for the engine, which takes them out."""
-    branch_outcomes: Counter[str] = field(default_factory=Counter)
-    """Branches by what became of them, one of `BRANCH_OUTCOMES`."""
-    branch_passes: Counter[str] = field(default_factory=Counter)
-    """Forward passes for them, by the same, one for each branch of a batch."""
+    lookahead: Lookahead = field(default_factory=Lookahead)
+    """What is drafted ahead."""
 
     def open(self, spec: DraftSessionSpec, lease_id: int, automaton: Automaton | None = None) -> DraftSession:
         """Admits a session and schedules its prefill.
@@ -268,7 +199,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
             self.dropped["outcome"] += 1
             return
         self._commit(session, fence, outcome.token_ids)
-        length = self._length_at(session, fence.prefix_len)
+        length = session.length_at(fence.prefix_len)
         if length >= 1 and fence.round <= session.last_calibrated[0] + session.max_rounds_ahead:
             self._ask(session, Calibration(fence, base_len, outcome.token_ids, length))
 
@@ -310,13 +241,17 @@ class Scheduler(SessionBook[DraftSession, Step]):
         """Removes a session and its queued work; returns the session, or None if it was not open."""
         session = super().close(session_id, epoch)
         if session is not None and session.root is not None:
-            self._leave(session.root)
+            self.lookahead.leave(session.root)
             session.root.is_left = session.root.in_step  # the engine closes its sequence with the session
         return session
 
     def complete(self, step: Step, result: StepResult) -> list[Completed]:
         """Updates the sessions and returns their results. Sessions that were closed meanwhile are left out."""
         self._record_costs(step.items, result.num_reused, result.num_read, result.calibration_s)
+        num_rows = sum(item.calibration is not None for item in step.items)
+        num_rows += sum(not item.reads_on for item in step.ahead)
+        if result.num_passes:
+            self.lookahead.pass_times.learn(num_rows, result.draft_s / result.num_passes)
         completed: list[Completed] = []
         for ahead, draft, num_passes in zip(step.ahead, result.ahead, result.ahead_passes, strict=True):
             ahead.branch.num_passes += num_passes
@@ -340,6 +275,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
             if isinstance(outcome, DraftBlock):
                 if session.root is not None and session.root.fence == outcome.fence:
                     session.root.block, session.root.guesses = outcome.token_ids, result.guesses.get(index, [])
+                    session.root.sent_at = self.lookahead.clock()
                 outcome = self._with_permit(session, outcome)
             completed.append(Completed(session, outcome, is_opened, self._is_flushed(session, outcome)))
         return completed
@@ -380,16 +316,16 @@ class Scheduler(SessionBook[DraftSession, Step]):
             del session.num_ahead[number]
         root = session.root
         found = None if root is None else root.find(fence.round, new_ids)
-        if root is not None and root.fence.round + 1 == fence.round and session.spec.parameters.shares_text:
-            self.endings.learn(root, new_ids)
+        if root is not None and root.fence.round + 1 == fence.round:
+            self.lookahead.learn_ending(session, root, new_ids)
         if found is not None and found is root:
             return
         if found is None:
             found = Branch(fence, new_ids)
         elif found.block is not None:
-            self._adopt(session, found)
+            self.lookahead.adopt(session, found)
         if root is not None:
-            self._leave(root, found)
+            self.lookahead.leave(root, found)
         found.parent = None
         session.root = found
 
@@ -408,36 +344,6 @@ class Scheduler(SessionBook[DraftSession, Step]):
             session.queued = True
             self._ready.append(session)
 
-    def _adopt(self, session: DraftSession, branch: Branch) -> None:
-        """Makes a branch's sequence the session's own: it has read what it was drafted from."""
-        session.num_known = branch.fence.prefix_len
-        session.num_unread = 1
-        self._settle(branch, "hit")
-        self.adopted.append(branch)
-
-    def _leave(self, root: Branch, kept: Branch | None = None) -> None:
-        """Drops the branches of a text, except one and those that continue it."""
-        family = set() if kept is None else set(kept.family())
-        for branch in root.family():
-            if branch not in family and branch is not root:
-                branch.is_left = True
-                if branch.block is not None:
-                    self._settle(branch, "missed")
-                if not branch.in_step:  # else it ends there
-                    self.left.append(branch)
-
-    def _settle(self, branch: Branch, outcome: str) -> None:
-        """Counts what became of a branch."""
-        self.branch_outcomes[outcome] += 1
-        self.branch_passes[outcome] += branch.num_passes
-        branch.num_passes = 0
-
-    def _abandon(self, session: DraftSession, branch: Branch) -> None:
-        """Counts a branch whose block is not sent."""
-        self._settle(branch, "abandoned")
-        if session.num_ahead[branch.fence.round]:  # else the round has begun
-            session.num_ahead[branch.fence.round] -= 1
-
     def _ahead_items(self, session: DraftSession) -> list[AheadItem]:
         """Returns what to draft for texts that a session may have next."""
         node = session.root
@@ -449,7 +355,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
                 return [AheadItem(session, node, None)]
             if not node.is_expanded and session.num_branches_left > 0:
                 node.is_expanded = True
-                self._expand(session, node)
+                self.lookahead.expand(session, node, len(self.sessions) - 1)
                 if node.children:
                     return [AheadItem(session, child, node) for child in node.children]
             if not node.children:
@@ -457,44 +363,19 @@ class Scheduler(SessionBook[DraftSession, Step]):
             node = node.children[0]
         return []
 
-    def _expand(self, session: DraftSession, node: Branch) -> None:
-        """Chooses the texts that a text may become."""
-        block = node.block or []
-        stops = session.spec.parameters.stop_token_ids
-        path = _path_to(node)
-        for ending in self.endings.likeliest(node, session.num_branches_left):
-            added = [*block[: ending.num_kept], ending.token_id]
-            prefix_len = node.fence.prefix_len + len(added)
-            length = self._length_at(session, prefix_len)
-            if length < 1 or not stops.isdisjoint(added):
-                continue
-            prefix_hash = session.committed.hash_with([*path, *added])
-            fence = Fence(*session.key, node.fence.round + 1, prefix_len, prefix_hash)
-            node.children.append(Branch(fence, added, node, ending.num_kept, length))
-            session.num_ahead[fence.round] += 1
-
-    def _length_at(self, session: DraftSession, prefix_len: int) -> int:
-        """Returns how many tokens to draft after so many committed ones. One is left for the verifier."""
-        return min(session.num_draft_tokens, session.spec.max_len - prefix_len - 1)
-
     def _end_ahead(self, item: AheadItem, draft: AheadOutcome, timings: DraftTimings) -> Completed | None:
         """Ends a branch's part in a step, and returns its block if that is to be sent."""
         session, branch = item.session, item.branch
         branch.in_step = False
         calibration, branch.calibration = branch.calibration, None
         if branch.is_left:
-            self.left.append(branch)
-            if branch.block is None:
-                self._abandon(session, branch)
-            else:  # it was counted, but for what was read since
-                self.branch_passes["missed"] += branch.num_passes
+            self.lookahead.abandon(session, branch)
             return None
         if item.reads_on:
             branch.next_guesses = draft.guesses[0] if isinstance(draft, Draft) else []
             return None
         if not isinstance(draft, Draft):
-            self._abandon(session, branch)
-            self.left.append(branch)
+            self.lookahead.abandon(session, branch)
             if branch.parent is not None:
                 branch.parent.children.remove(branch)
                 # One that was cut short is chosen again; one that cannot be drafted for never could.
@@ -505,7 +386,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
         branch.block, branch.guesses = draft.token_ids, draft.guesses
         block = DraftBlock(branch.fence, draft.token_ids, draft.distributions, timings=timings, is_ahead=True)
         if calibration is not None:
-            self._adopt(session, branch)
+            self.lookahead.adopt(session, branch)
             if session.calibration is calibration:
                 session.calibration, session.queued = None, False
             else:
@@ -516,12 +397,3 @@ class Scheduler(SessionBook[DraftSession, Step]):
         base_len, session.num_known = session.num_known, len(session.committed)
         calibration = None if session.is_reading else session.calibration
         return StepItem(session, base_len, session.committed.ids[base_len:], calibration, max_read)
-
-
-def _path_to(branch: Branch) -> list[int]:
-    """Returns the tokens by which a branch's text is longer than the committed one."""
-    path: list[int] = []
-    while branch.parent is not None:
-        path = [*branch.added, *path]
-        branch = branch.parent
-    return path
