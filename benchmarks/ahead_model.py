@@ -4,14 +4,16 @@
 
 prints, for the pairs of `benchmarks.draft_ahead`, the ratio to strict drafting at the best length of each. Three places
 take time: a step of the verifier, a pass of the drafter, and every hop between two services. A verdict goes to the
-drafter in one hop, and by the gateway in two; a block goes to the verifier in one. Other sessions and prompts are not
-simulated.
+drafter in one hop, and by the gateway in two; a block goes to the verifier in one. For how many texts it drafts at once
+is what a drafter chooses. Other sessions and prompts are not simulated.
 """
 
 import argparse
 import random
 from dataclasses import dataclass, replace
 from itertools import product
+
+from draftwire_drafter.branching import PassTime, num_worthwhile
 
 GUESSES = 4
 """Guesses of a place's extra token."""
@@ -72,7 +74,12 @@ class Rounds:
             right = pair.bonus_right if is_whole else pair.recovered_right
             chances += [(ends * one, num_kept, rank) for rank, one in enumerate(right)]
         chances.sort(key=lambda chance: -chance[0])
-        self.prepared = [(num_kept, rank) for _, num_kept, rank in chances[:branches]]
+        likeliest = chances[:branches]
+        outcome_s = pair.verify_s + 2.0 * pair.hop_s
+        times = PassTime(pair.pass_s, pair.row_s)
+        chosen = [chance for chance, _, _ in likeliest]
+        count = num_worthwhile(chosen, length, times, outcome_s) if chosen else 0
+        self.prepared = [(num_kept, rank) for _, num_kept, rank in likeliest[:count]]
         """The likeliest first."""
 
     def draw(self) -> Ending:
@@ -106,7 +113,7 @@ def ahead_rate(pair: Pair, length: int, rounds_ahead: int, branches: int, seed: 
         pair: its times.
         length: of each block.
         rounds_ahead: rounds beyond the one that was asked for, at least 1.
-        branches: texts for which blocks are drafted at once, over all these rounds.
+        branches: texts for which blocks may be drafted at once, over all these rounds.
         seed: of the endings.
     """
     rounds = Rounds(pair, length, branches // rounds_ahead, random.Random(seed))

@@ -8,13 +8,19 @@ which the drafter thinks first in half of the rejections, and a further block of
 pass. Two gateways share the models: one drafts strictly, the other up to two rounds ahead. Both have each length in
 turn, and their best lengths are compared in further turns, with the same seeds. Beside the ratio stands what
 `benchmarks.ahead_model` says, from the times of plain and of strict decoding here.
+
+With `--settle-s`, a third gateway chooses by measurement whether and how far to draft ahead. After so many seconds it is
+compared with the better of strict drafting at its best length and plain decoding. What it still probes is in its turns.
+
+`--target` and `--drafter` measure a pair with weights in place of scripts, without relays, and with threads of its own for
+each service as `--threads` says.
 """
 
 import argparse
 import asyncio
 import time
-from contextlib import ExitStack
-from dataclasses import asdict
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import linear_regression, mean
@@ -22,6 +28,7 @@ from statistics import linear_regression, mean
 from benchmarks.adaptive import SCRIPTED_CACHE
 from benchmarks.ahead_model import LENGTHS, Pair, ahead_rate, best, mean_tokens
 from benchmarks.paired import ratio_of
+from benchmarks.prompts import load_prompts
 from benchmarks.relay import Relay
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
@@ -36,21 +43,62 @@ ROUNDS_AHEAD, BRANCHES = 2, 16
 MAX_TOKENS = 8000
 
 
-async def rate_of(client: AsyncClient, length: int, num_rounds: int, seed: int) -> float:
-    """Returns the tokens/s of one text from its second piece on, over so many rounds."""
-    started, num_tokens, num_pieces = 0.0, 0, 0
-    async with client.stream(
-        "a", max_tokens=MAX_TOKENS, ignore_eos=True, seed=seed, num_speculative_tokens=length
-    ) as stream:
-        async for piece in stream:
-            if num_pieces:
-                num_tokens += len(piece.token_ids)
-            else:
-                started = time.perf_counter()
-            num_pieces += 1
-            if num_pieces > num_rounds:
-                break
-    return num_tokens / (time.perf_counter() - started)
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is measured."""
+
+    verifier: str
+    """The model of the target: a script or a folder."""
+    drafter: str
+    """That of the drafter."""
+    threads: int
+    """Of each of the two."""
+    temperature: float | None
+    """Of requests; None is 1."""
+    delay_ms: float = 0.0
+    """Of every connection, one way."""
+
+
+class Requests:
+    """Texts of one setting, one after another."""
+
+    def __init__(self, setting: Setting, max_tokens: int) -> None:
+        self._options = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": setting.temperature}
+        is_scripted = setting.verifier.startswith("scripted")
+        self._prompts = ["a"] if is_scripted else load_prompts()
+
+    async def rate(
+        self, client: AsyncClient, length: int | None, seed: int, *, rounds: int = 0, seconds: float = 0
+    ) -> float:
+        """Returns the tokens/s of texts from their second pieces on, over so many rounds or so long.
+
+        Args:
+            client: of the gateway.
+            length: draft tokens of a round; None lets the gateway choose.
+            seed: of the first text.
+            rounds: to be counted; 0 does not end them.
+            seconds: to be measured; 0 does not end them.
+        """
+        num_tokens, took_s, num_pieces = 0, 0.0, 0
+        while (not rounds or num_pieces < rounds) and (not seconds or took_s < seconds):
+            last = None
+            prompt = self._prompts[seed % len(self._prompts)]
+            # A seed of its own would be drafted for ahead in any case.
+            seeded = {} if length is None else {"seed": seed, "num_speculative_tokens": length}
+            async with client.stream(prompt, **self._options, **seeded) as stream:
+                async for piece in stream:
+                    now = time.perf_counter()
+                    if last is not None:
+                        num_tokens, took_s, num_pieces = (
+                            num_tokens + len(piece.token_ids),
+                            took_s + now - last,
+                            num_pieces + 1,
+                        )
+                    last = now
+                    if (rounds and num_pieces >= rounds) or (seconds and took_s >= seconds):
+                        break
+            seed += 1
+        return num_tokens / took_s
 
 
 def predicted(pair: Pair, plain: float, strict: dict[int, float], length: int) -> float:
@@ -70,69 +118,91 @@ def predicted(pair: Pair, plain: float, strict: dict[int, float], length: int) -
     return ahead_rate(measured, length, ROUNDS_AHEAD, BRANCHES)
 
 
-def measure(delay_ms: float, acceptance: float, row_share: float, arguments: argparse.Namespace) -> dict[str, object]:
-    """Returns the figures of one pair."""
+def measure(setting: Setting, arguments: argparse.Namespace, pair: Pair | None) -> dict[str, object]:
+    """Returns the figures of one pair; of `pair` the model says what to expect."""
+    models = {
+        name: {
+            "model": model,
+            "threads": setting.threads,
+            "kv_cache_tokens": SCRIPTED_CACHE if pair else arguments.cache,
+        }
+        for name, model in (("verifier", setting.verifier), ("drafter", setting.drafter))
+    }
+    with ExitStack() as running:
+        services = running.enter_context(LocalStack(models)).services
+        ports = {name: service.port for name, service in services.items()}
+        if setting.delay_ms or pair:
+            ports = {
+                name: running.enter_context(Relay(port, setting.delay_ms / 1e3)).port for name, port in ports.items()
+            }
+        peers = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
+
+        def gateway(**options: object) -> str:
+            own = {**peers, "local_drafts": "none", "draft_ahead_branches": BRANCHES, **options}
+            return running.enter_context(LocalStack({"gateway": own})).address
+
+        addresses = {
+            "strict": gateway(speculation="fixed", draft_ahead_rounds=0),
+            "ahead": gateway(speculation="fixed", draft_ahead_rounds=ROUNDS_AHEAD),
+        }
+        if arguments.settle_s:
+            addresses["chosen"] = gateway(draft_ahead_rounds=ROUNDS_AHEAD)
+        requests = Requests(setting, MAX_TOKENS if pair else arguments.max_tokens)
+        return asyncio.run(_compare(addresses, requests, arguments, pair))
+
+
+async def _compare(
+    addresses: dict[str, str], requests: Requests, arguments: argparse.Namespace, pair: Pair | None
+) -> dict[str, object]:
+    async with AsyncExitStack() as open_clients:
+        clients = {
+            name: await open_clients.enter_async_context(AsyncClient(address)) for name, address in addresses.items()
+        }
+        plain = await requests.rate(clients["strict"], 0, 0, rounds=5 * arguments.rounds)
+        picked: dict[str, dict[int, float]] = {"strict": {}, "ahead": {}}
+        for length in arguments.lengths:
+            for name, rates in picked.items():
+                rates[length] = await requests.rate(clients[name], length, length, rounds=arguments.rounds // 2)
+        chosen: dict[str, int | None] = {name: best(rates) for name, rates in picked.items()}
+        sides = ["strict", "ahead"]
+        if "chosen" in clients:
+            await requests.rate(clients["chosen"], None, 50, seconds=arguments.settle_s)
+            chosen |= {"chosen": None, "plain": 0}
+            clients["plain"] = clients["strict"]
+            sides += ["plain", "chosen"]
+        turns: dict[str, list[float]] = {name: [] for name in sides}
+        for number in range(arguments.turns):
+            for name in sides if number % 2 == 0 else reversed(sides):
+                seconds = arguments.turn_s if "chosen" in clients else 0.0
+                rounds = 0 if seconds else arguments.rounds
+                turns[name].append(
+                    await requests.rate(clients[name], chosen[name], 100 + 10 * number, rounds=rounds, seconds=seconds)
+                )
+        result: dict[str, object] = {
+            "plain": plain,
+            "picked": {name: {str(length): rate for length, rate in own.items()} for name, own in picked.items()},
+            "best": chosen,
+            **{name: mean(rates) for name, rates in turns.items()},
+            "ratio": asdict(ratio_of(turns["ahead"], turns["strict"])),
+        }
+        if pair is not None:
+            assert chosen["ahead"] is not None
+            result["expected_ahead"] = predicted(pair, plain, picked["strict"], chosen["ahead"])
+        if "chosen" in turns:
+            other = max(("strict", "plain"), key=lambda name: mean(turns[name]))
+            result["better"] = other
+            result["chosen_ratio"] = asdict(ratio_of(turns["chosen"], turns[other]))
+        return result
+
+
+def scripted(delay_ms: float, acceptance: float, row_share: float) -> tuple[Setting, Pair]:
+    """Returns a scripted pair, and what the model needs of it."""
     script = (
         f"scripted:verify_ms={VERIFY_MS:g},draft_ms={DRAFT_MS:g},acceptance={acceptance:g},recovered=0.5,"
         f"draft_row_us={1e3 * row_share * DRAFT_MS:g}"
     )
-    model = {"model": script, "threads": 1, "kv_cache_tokens": SCRIPTED_CACHE}
     pair = Pair(VERIFY_MS / 1e3, DRAFT_MS / 1e3, row_share * DRAFT_MS / 1e3, delay_ms / 1e3, acceptance)
-    with ExitStack() as running:
-        models = running.enter_context(LocalStack({"verifier": model, "drafter": model}))
-        relays = {
-            name: running.enter_context(Relay(models.services[name].port, delay_ms / 1e3))
-            for name in ("verifier", "drafter")
-        }
-        peers = {name: f"127.0.0.1:{relay.port}" for name, relay in relays.items()}
-        gateways = {
-            rounds: running.enter_context(
-                LocalStack(
-                    {
-                        "gateway": {
-                            **peers,
-                            "local_drafts": "none",
-                            "speculation": "fixed",
-                            "draft_ahead_rounds": rounds,
-                            "draft_ahead_branches": BRANCHES,
-                        }
-                    }
-                )
-            )
-            for rounds in (0, ROUNDS_AHEAD)
-        }
-
-        async def run() -> dict[str, object]:
-            async with (
-                AsyncClient(gateways[0].address) as strict,
-                AsyncClient(gateways[ROUNDS_AHEAD].address) as ahead,
-            ):
-                plain = await rate_of(strict, 0, 5 * arguments.rounds, 0)
-                picked: dict[str, dict[int, float]] = {"strict": {}, "ahead": {}}
-                for length in LENGTHS:
-                    picked["strict"][length] = await rate_of(strict, length, arguments.rounds // 2, length)
-                    picked["ahead"][length] = await rate_of(ahead, length, arguments.rounds // 2, length)
-                chosen = {name: best(rates) for name, rates in picked.items()}
-                turns: dict[str, list[float]] = {"strict": [], "ahead": []}
-                for number in range(arguments.turns):
-                    for name in ("strict", "ahead") if number % 2 == 0 else ("ahead", "strict"):
-                        client = strict if name == "strict" else ahead
-                        turns[name].append(await rate_of(client, chosen[name], arguments.rounds, 100 + number))
-            expected = predicted(pair, plain, picked["strict"], chosen["ahead"])
-            return {
-                "delay_ms": delay_ms,
-                "acceptance": acceptance,
-                "row_share": row_share,
-                "plain": plain,
-                "picked": {name: {str(length): rate for length, rate in own.items()} for name, own in picked.items()},
-                "best": chosen,
-                "strict": mean(turns["strict"]),
-                "ahead": mean(turns["ahead"]),
-                "expected_ahead": expected,
-                "ratio": asdict(ratio_of(turns["ahead"], turns["strict"])),
-            }
-
-        return asyncio.run(run())
+    return Setting(script, script, 1, None, delay_ms), pair
 
 
 def main() -> None:
@@ -140,23 +210,47 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=150, help="of a turn")
     parser.add_argument("--turns", type=int, default=2, help="of the best lengths")
+    parser.add_argument("--settle-s", type=float, default=0.0, help="of a gateway that chooses; 0 leaves it out")
+    parser.add_argument("--turn-s", type=float, default=5.0, help="of each turn, where one chooses")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--delays", type=float, nargs="+", default=DELAYS_MS)
     parser.add_argument("--acceptance", type=float, nargs="+", default=ACCEPTANCE)
     parser.add_argument("--row-shares", type=float, nargs="+", default=ROW_SHARES)
+    parser.add_argument("--target", type=Path, help="folder of a target with weights")
+    parser.add_argument("--drafter", type=Path, help="and of its drafter")
+    parser.add_argument("--threads", type=int, default=1, help="of each of these two")
+    parser.add_argument("--temperature", type=float, help="of their requests [default: 1]")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of each of their texts")
+    parser.add_argument("--cache", type=int, default=8192, help="tokens of the KV cache of each of the two")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     results = []
+    if arguments.target is not None:
+        setting = Setting(str(arguments.target), str(arguments.drafter), arguments.threads, arguments.temperature)
+        result = measure(setting, arguments, None)
+        results.append({**asdict(setting), **result})
+        print(f"{setting.verifier}: {_told(result)}", flush=True)
+        write_report(arguments, {"results": results})
+        return
     cells = list(product(arguments.row_shares, arguments.delays, arguments.acceptance))
     for row_share, delay_ms, acceptance in progress(cells, "pairs"):
-        result = measure(delay_ms, acceptance, row_share, arguments)
-        results.append(result)
-        print(
-            f"{delay_ms:g} ms, acceptance {acceptance:g}, row {row_share:g}: plain {result['plain']:.0f}, strict "
-            f"{result['strict']:.0f}, ahead {result['ahead']:.0f} tokens/s, at {result['best']}: {result['ratio']}; "
-            f"the model says {result['expected_ahead']:.0f}",
-            flush=True,
-        )
+        setting, pair = scripted(delay_ms, acceptance, row_share)
+        result = measure(setting, arguments, pair)
+        results.append({"delay_ms": delay_ms, "acceptance": acceptance, "row_share": row_share, **result})
+        print(f"{delay_ms:g} ms, acceptance {acceptance:g}, row {row_share:g}: {_told(result)}", flush=True)
     write_report(arguments, {"results": results})
+
+
+def _told(result: dict[str, object]) -> str:
+    said = (
+        f"plain {result['plain']:.0f}, strict {result['strict']:.0f}, ahead {result['ahead']:.0f} tokens/s, at "
+        f"{result['best']}: {result['ratio']}"
+    )
+    if "expected_ahead" in result:
+        said += f"; the model says {result['expected_ahead']:.0f}"
+    if "chosen_ratio" in result:
+        said += f"; chosen {result['chosen']:.0f}, over {result['better']} {result['chosen_ratio']}"
+    return said
 
 
 if __name__ == "__main__":
