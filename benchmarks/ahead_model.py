@@ -65,7 +65,9 @@ class Ending:
 class Rounds:
     """Draws how rounds end, and knows the endings that the drafter prepares for."""
 
-    def __init__(self, pair: Pair, length: int, branches: int, generator: random.Random) -> None:
+    def __init__(
+        self, pair: Pair, length: int, branches: int, generator: random.Random, *, chooses_branches: bool = True
+    ) -> None:
         self._pair, self._length, self._generator = pair, length, generator
         chances = []
         for num_kept in range(length + 1):
@@ -78,7 +80,7 @@ class Rounds:
         outcome_s = pair.verify_s + 2.0 * pair.hop_s
         times = PassTime(pair.pass_s, pair.row_s)
         chosen = [chance for chance, _, _ in likeliest]
-        count = num_worthwhile(chosen, length, times, outcome_s) if chosen else 0
+        count = num_worthwhile(chosen, length, times, outcome_s) if chosen and chooses_branches else len(chosen)
         self.prepared = [(num_kept, rank) for _, num_kept, rank in likeliest[:count]]
         """The likeliest first."""
 
@@ -106,7 +108,9 @@ def strict_rate(pair: Pair, length: int) -> float:
     return mean_tokens(pair.acceptance, length) / (pair.verify_s + length * pair.pass_s + 3.0 * pair.hop_s)
 
 
-def ahead_rate(pair: Pair, length: int, rounds_ahead: int, branches: int, seed: int = 1) -> float:
+def ahead_rate(
+    pair: Pair, length: int, rounds_ahead: int, branches: int, seed: int = 1, *, chooses_branches: bool = True
+) -> float:
     """Returns the tokens/s of one session that drafts up to `rounds_ahead` rounds ahead.
 
     Args:
@@ -115,8 +119,10 @@ def ahead_rate(pair: Pair, length: int, rounds_ahead: int, branches: int, seed: 
         rounds_ahead: rounds beyond the one that was asked for, at least 1.
         branches: texts for which blocks may be drafted at once, over all these rounds.
         seed: of the endings.
+        chooses_branches: whether the drafter drafts for as many texts as save time; else for all of these.
     """
-    rounds = Rounds(pair, length, branches // rounds_ahead, random.Random(seed))
+    generator = random.Random(seed)
+    rounds = Rounds(pair, length, branches // rounds_ahead, generator, chooses_branches=chooses_branches)
     batch_s = pair.pass_s + (len(rounds.prepared) - 1) * pair.row_s
     arrives = length * pair.pass_s + pair.hop_s
     """When the block of the round arrives at the verifier."""
@@ -171,13 +177,15 @@ def main() -> None:
     parser.add_argument("--hop-ms", type=float, default=0.7, help="of the services themselves, beside the network")
     parser.add_argument("--rounds-ahead", type=int, default=2)
     parser.add_argument("--branches", type=int, default=16)
+    parser.add_argument("--fixed", action="store_true", help="always for all branches, not for as many as save time")
     arguments = parser.parse_args()
     base = Pair(arguments.verify_ms / 1e3, arguments.draft_ms / 1e3, 0.0, 0.0, 0.0)
     for share, delay_ms, acceptance in product((0.0, 0.2), (0.0, 5.0, 20.0), (0.6, 0.8, 0.95)):
         hop_s = (arguments.hop_ms + delay_ms) / 1e3
         pair = replace(base, row_s=share * base.pass_s, hop_s=hop_s, acceptance=acceptance)
         strict = {length: strict_rate(pair, length) for length in LENGTHS}
-        ahead = {length: ahead_rate(pair, length, arguments.rounds_ahead, arguments.branches) for length in LENGTHS}
+        limits = arguments.rounds_ahead, arguments.branches
+        ahead = {length: ahead_rate(pair, length, *limits, chooses_branches=not arguments.fixed) for length in LENGTHS}
         lengths = best(strict), best(ahead)
         print(
             f"{delay_ms:g} ms, acceptance {acceptance:g}, row {share:g}: strict {strict[lengths[0]]:.0f} tokens/s at "

@@ -9,11 +9,10 @@ pass. Two gateways share the models: one drafts strictly, the other up to two ro
 turn, and their best lengths are compared in further turns, with the same seeds. Beside the ratio stands what
 `benchmarks.ahead_model` says, from the times of plain and of strict decoding here.
 
-With `--settle-s`, a third gateway chooses by measurement whether and how far to draft ahead. After so many seconds it is
-compared with the better of strict drafting at its best length and plain decoding. What it still probes is in its turns.
+With `--settle-s`, a third gateway chooses by measurement whether to draft ahead, and what length. After so many seconds
+it is compared with the better of strict drafting at its best length and plain decoding; its turns have its probes.
 
-`--target` and `--drafter` measure a pair with weights in place of scripts, without relays, and with threads of its own for
-each service as `--threads` says.
+`--target` and `--drafter` measure a pair with weights in place of scripts, without relays, each with `--threads`.
 """
 
 import argparse
