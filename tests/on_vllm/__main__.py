@@ -69,6 +69,7 @@ def parts_of(python: Path) -> list[Part]:
     return [
         Part("one rank", python, ("tests/on_vllm",)),
         Part("two ranks", python, (decisions, engine), two),
+        Part("remote drafter", python, ("tests/on_vllm/test_remote_drafter.py",), {"TEST_VLLM_REMOTE": "1"}),
         *(
             Part(
                 f"a rank is lost: {lost}", python, ("tests/on_vllm/test_lost_ranks.py",), two | {"TEST_VLLM_LOST": lost}
