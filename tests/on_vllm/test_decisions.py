@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
+from draftwire.method.randomness import exponentials
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
@@ -86,19 +89,23 @@ def test_decisions_equal_those_of_our_own_engine(vllm, own, rule: str, budget: i
 
 
 def test_near_ties_are_counted_alike(vllm, own) -> None:
-    """Two tokens whose logits a bias makes equal: their race is within rounding, on either engine."""
+    """Two tokens that a bias brings level in the race of their place: it is within rounding, on either engine."""
     duel = Duel(own, vllm.engine, random.Random(1))
     for number in range(1, 9):
         prompt = random_ids(duel.generator, 12)
-        logits = duel.logits(prompt)
+        words = torch.tensor([DrawKey(number.to_bytes(KEY_BYTES, "little"), 0, 0).text_words])
+        noise = exponentials(words, torch.tensor([len(prompt)]), VOCAB_SIZE)[0]
+        ahead = duel.logits(prompt) - noise.log()
         first, second = sorted(duel.generator.sample(range(VOCAB_SIZE), 2))
-        bias = ((second, float(logits[first] - logits[second])),)
-        sampling = SamplingParams(0.0, logit_bias=bias, allowed_token_ids=frozenset({first, second}))
+        bias = ((second, float(ahead[first] - ahead[second])),)
+        sampling = SamplingParams(logit_bias=bias, allowed_token_ids=frozenset({first, second}))
         session = duel.open(number, prompt, rule="coupled", sampling=sampling, plain_rounds=1)
         duel.step()
         duel.close(session)
-    assert duel.seen["near ties"] == duel.seen["near ties of vLLM"] == duel.rounds == 8
-    assert not [pair for pair in duel.parted if not pair[0].num_near_ties]
+    parted = len(duel.parted)
+    assert all(mine.num_near_ties == other.num_near_ties == 1 for mine, other in duel.parted)
+    assert duel.seen["near ties"] == duel.seen["near ties of vLLM"] == duel.rounds - parted
+    assert duel.rounds == 8
 
 
 def perturb(worker: Any, size: float) -> int:
