@@ -14,7 +14,7 @@ import pytest
 from observing import read_metric, wait_until
 
 from draftwire.cli.local_stack import LocalStack
-from on_vllm.models import CONTEXT_LENGTH
+from on_vllm.models import CONTEXT_LENGTH, RANKS
 
 pytestmark = pytest.mark.skipif("TEST_VLLM_REMOTE" not in os.environ, reason="starts engines of its own")
 
@@ -35,6 +35,7 @@ def start(folder: Any, **drafts: Any) -> Any:
         max_model_len=CONTEXT_LENGTH,
         kv_cache_memory_bytes=2**26,
         disable_log_stats=False,
+        tensor_parallel_size=RANKS,
         **drafts,
     )
 
