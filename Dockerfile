@@ -139,8 +139,8 @@ ENTRYPOINT ["draftwire", "serve", "verifier"]
 FROM runtime AS verifier-vllm
 LABEL org.opencontainers.image.title=draftwire-verifier-vllm \
       org.opencontainers.image.description="Runs the target model on vLLM and judges draft blocks"
-COPY --from=vllm-dependencies /opt/draftwire /opt/draftwire
-COPY --from=package /package /opt/draftwire
+COPY --from=vllm-dependencies /layer/ /
+COPY --from=package /layer/ /
 ENV DRAFTWIRE_VERIFIER_HOST=0.0.0.0 DRAFTWIRE_VERIFIER_LOG_FORMAT=json DRAFTWIRE_VERIFIER_ENGINE=vllm
 EXPOSE 50052 9052
 HEALTHCHECK --interval=5s --timeout=15s --start-period=30m --retries=3 \

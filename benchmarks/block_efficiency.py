@@ -16,11 +16,15 @@ Intervals are 95 %, by bootstrap over the prompts.
 
 compares token trees of 16, 32 and 64 nodes, by shape and rule, with a chain of eight instead, in one process and at
 temperatures 0, 0.6 and 1 (`benchmarks/tree_efficiency.py`).
+
+    python -m benchmarks.block_efficiency --ids --prompts 24 --block-length 4
+
+compares `block` with the likeliest tokens, judged by ids alone as vLLM does it (docs/vllm.md), in one process.
 """
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,7 @@ from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import stack_options
 from draftwire.client import Client
 from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.drafting.strategy import Drafting, DraftStep
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.quantization import Quantization
 from draftwire.models.cached_model import CachedModel
@@ -118,27 +123,57 @@ def measure(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Coun
 
 def predict(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Counts]:
     """Continues every prompt in this process and asks each block what either rule would accept."""
+    return _expected(prompts, arguments, LanguageModelDrafter, "block", PREDICTED)
+
+
+def predict_ids(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Counts]:
+    """Continues every prompt in this process: drafted by `block`, and by the likeliest tokens without distributions."""
+    by_block = _expected(prompts, arguments, LanguageModelDrafter, "block", {"block": BlockRule()})
+    return by_block | _expected(prompts, arguments, LikeliestTokens, "token", {"ids": TokenRule()})
+
+
+class LikeliestTokens(LanguageModelDrafter):
+    """Drafts the likeliest tokens, as for vLLM, which takes no distributions: each is accepted as often as the target
+    draws it.
+    """
+
+    def step(self, draftings: Sequence[Drafting]) -> DraftStep:
+        """Drafts as at temperature 0."""
+        greedy = SamplingParams(0.0)
+        return super().step(
+            [replace(one, request=one.request and replace(one.request, sampling=greedy)) for one in draftings]
+        )
+
+
+def _expected(
+    prompts: list[str],
+    arguments: argparse.Namespace,
+    drafter: type[LanguageModelDrafter],
+    rule: str,
+    judged_by: Mapping[str, LawRule],
+) -> dict[str, Counts]:
+    """Continues every prompt with a rule, and returns what each of some rules accepts of its blocks on average."""
     models = _models(arguments)
     cached_target, cached_drafter, context_length, quantization = _loaded(arguments)
-    strategy = LanguageModelDrafter(cached_drafter, context_length, quantization=quantization)
+    strategy = drafter(cached_drafter, context_length, quantization=quantization)
     tokenizer = AutoTokenizer.from_pretrained(models[0]["model"])
-    counts: dict[str, list[tuple[float, int, int]]] = {rule: [] for rule in PREDICTED}
+    counts: dict[str, list[tuple[float, int, int]]] = {name: [] for name in judged_by}
     sampling = SamplingParams(arguments.temperature)
     for seed, prompt in progress(list(enumerate(prompts)), "prediction"):
-        expected = dict.fromkeys(PREDICTED, 0.0)
+        expected = dict.fromkeys(judged_by, 0.0)
         blocks = drafted = 0
-        run = LocalRun(sampling, arguments.max_tokens, arguments.block_length, "block", seed)
+        run = LocalRun(sampling, arguments.max_tokens, arguments.block_length, rule, seed)
         prompt_ids = tokenizer(prompt)["input_ids"]
         for done in speculate(cached_target, strategy, prompt_ids, run):
             if done.blocks.lengths[0] == 0:
                 continue
             blocks += 1
             drafted += int(done.blocks.lengths[0])
-            for name, rule in PREDICTED.items():
-                expected[name] += float(rule.stop_law(done.blocks).expected_accepted()[0])
-        for name in PREDICTED:
+            for name, judge in judged_by.items():
+                expected[name] += float(judge.stop_law(done.blocks).expected_accepted()[0])
+        for name in judged_by:
             counts[name].append((expected[name], blocks, drafted))
-    return {rule: np.array(rows, dtype=np.float64) for rule, rows in counts.items()}
+    return {name: np.array(rows, dtype=np.float64) for name, rows in counts.items()}
 
 
 def compare_trees(prompts: list[str], arguments: argparse.Namespace) -> dict[str, object]:
@@ -156,6 +191,18 @@ def compare_trees(prompts: list[str], arguments: argparse.Namespace) -> dict[str
             report[f"temperature_{temperature:g}_{arm}"] = {"block_efficiency": efficiency, "gain_percent": ratio}
             print(f"T = {temperature:3g} {arm:>22}: {efficiency} tokens a round, {nodes:4.1f} drafted, {ratio} %")
     return report
+
+
+def compare_ids(prompts: list[str], arguments: argparse.Namespace) -> None:
+    """Prints tokens a round of `block`, and of the likeliest tokens without distributions, and writes the report."""
+    counts = predict_ids(prompts, arguments)
+    report: dict[str, object] = {name: estimate(block_efficiency, own) for name, own in counts.items()}
+    report["gain_percent_ids_over_block"] = gain(counts["ids"], counts["block"])
+    accepted = {name: float(own[:, 0].sum() / own[:, 1].sum()) for name, own in counts.items()}
+    report["accepted_per_round"] = accepted
+    for name, value in report.items():
+        print(f"{name}: {value}")
+    write_report(arguments, report)
 
 
 def _loaded(arguments: argparse.Namespace) -> tuple[CachedModel, CachedModel, int, Quantization]:
@@ -183,6 +230,7 @@ def main() -> None:
     parser.add_argument("--block-length", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--trees", action="store_true", help="compare token trees with a chain instead")
+    parser.add_argument("--ids", action="store_true", help="compare with the likeliest tokens by ids alone instead")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0], help="of --trees")
     parser.add_argument("--arms", nargs="+", default=[], help="of --trees, beside the chain; default all")
     parser.add_argument("--output", type=Path)
@@ -191,6 +239,10 @@ def main() -> None:
     if arguments.trees:
         torch.set_num_threads(1)
         write_report(arguments, compare_trees(prompts, arguments))
+        return
+    if arguments.ids:
+        torch.set_num_threads(1)
+        compare_ids(prompts, arguments)
         return
     torch.set_num_threads(2)
     results = {"measured": measure(prompts, arguments), "predicted": predict(prompts, arguments)}

@@ -13,6 +13,7 @@ Float32, at temperature 0 and 1, by number of sessions and length of the prompts
     openvino drafts               the same with the drafter as its draft model
     vllm                          vLLM
     vllm drafts                   the same with the drafter as its draft model
+    vllm remote                   the same with our drafter service, by `draftwire.vllm.RemoteDrafter`: `--vllm-remote`
     decoder                       our decoder in a process alone: `judge` with empty blocks, no services
     plain                         our three processes without draft tokens
     speculative                   our three processes with the best block length, rule `block`
@@ -43,7 +44,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from itertools import count, product
 from pathlib import Path
@@ -79,12 +80,16 @@ EMBEDDED = "embedded"
 TRANSFORMERS, ASSISTED, TUNED = "transformers", "transformers assisted", "transformers assisted, tuned"
 DECODER, PLAIN, SPECULATIVE = "decoder", "plain", "speculative"
 ON_VLLM = " on vllm"
+VLLM_REMOTE = "vllm remote"
 RATIOS = (
     (PLAIN + ON_VLLM, "vllm"),
     (PLAIN + ON_VLLM, PLAIN),
     (SPECULATIVE + ON_VLLM, PLAIN + ON_VLLM),
     (SPECULATIVE + ON_VLLM, SPECULATIVE),
     (SPECULATIVE + ON_VLLM, "vllm drafts"),
+    (SPECULATIVE + ON_VLLM, VLLM_REMOTE),
+    (VLLM_REMOTE, "vllm"),
+    (VLLM_REMOTE, "vllm drafts"),
     (SPECULATIVE, PLAIN),
     (SPECULATIVE, ASSISTED),
     (SPECULATIVE, TUNED),
@@ -202,6 +207,11 @@ def arena(pair: Pair, arguments: argparse.Namespace) -> Iterator[Arena]:
             transformers.wait_ready()
         stack = cleanup.enter_context(LocalStack(options))
         client = cleanup.enter_context(Client(stack.address))
+        if arguments.vllm_remote:
+            drafter = f"draftwire:127.0.0.1:{stack.services['drafter'].port}"
+            script, drafted_by = engine_script("vllm", arguments.vllm), replace(pair, drafter=drafter)
+            own = Engine(VLLM_REMOTE, script, drafted_by, resources, arguments.engine_draft_tokens)
+            engines.append(cleanup.enter_context(own))
         on_vllm = None
         if arguments.verifier_on_vllm is not None:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{resources.threads - 1}")
@@ -428,6 +438,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", choices=(TRANSFORMERS, *ENGINES), default=[TRANSFORMERS])
     for engine in ENGINES:
         parser.add_argument(f"--{engine}", metavar="PYTHON", help=f"of the environment of {engine}")
+    parser.add_argument("--vllm-remote", action="store_true", help="vLLM with our drafter too, in that environment")
     parser.add_argument("--verifier-on-vllm", metavar="PYTHON", help="of an environment with draftwire[vllm]")
     parser.add_argument("--engine-draft-tokens", type=int, default=4, help="of other engines; 0: they only run plain")
     parser.add_argument("--temperatures", type=float, nargs="+", help="[default: 0 and 1, or what a pair is made for]")
@@ -448,6 +459,8 @@ def main() -> None:
     for engine in ENGINES:
         if engine in arguments.engines and getattr(arguments, engine) is None:
             parser.error(f"--{engine} says whose Python runs {engine}")
+    if arguments.vllm_remote and arguments.vllm is None:
+        parser.error("--vllm says whose Python runs vllm")
     results: dict[str, Any] = {"versions": {name: version(name) for name in ("torch", "transformers", "grpcio")}}
     rows: list[dict[str, Any]] = []
     for name in arguments.pairs:

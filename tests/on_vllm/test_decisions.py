@@ -1,13 +1,20 @@
 """The same keys and the same blocks: vLLM's engine decides what our own decides, in float32."""
 
 import random
+from typing import Any
 
 import pytest
+import torch
 
+from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
+from draftwire.method.randomness import exponentials
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 from on_vllm.duel import SAMPLINGS, Duel
+from on_vllm.models import RANKS, VOCAB_SIZE
 
 ROUNDS = 500
 CLOSE = 1e-4
@@ -72,9 +79,63 @@ def test_decisions_equal_those_of_our_own_engine(vllm, own, rule: str, budget: i
     assert duel.seen["accepted"] > num_rounds / 4, "rounds are not trivial"
     unexplained = [pair for pair in duel.parted if not pair[0].num_near_ties]
     assert not unexplained
+    assert duel.seen["near ties"] == duel.seen["near ties of vLLM"]
     for what in ("logprobs", "prompt logprobs"):
         assert duel.seen[what.replace("prompt logprobs", "prompt tokens")] > 0
         assert duel.largest[what] < CLOSE
     if RULES[rule].needs_draft_probs:
         assert duel.seen["audits"] > num_rounds / 5
         assert duel.largest["audit sums"] < CLOSE
+
+
+def test_near_ties_are_counted_alike(vllm, own) -> None:
+    """Two tokens that a bias brings level in the race of their place: it is within rounding, on either engine."""
+    duel = Duel(own, vllm.engine, random.Random(1))
+    for number in range(1, 9):
+        prompt = random_ids(duel.generator, 12)
+        words = torch.tensor([DrawKey(number.to_bytes(KEY_BYTES, "little"), 0, 0).text_words])
+        noise = exponentials(words, torch.tensor([len(prompt)]), VOCAB_SIZE)[0]
+        ahead = duel.logits(prompt) - noise.log()
+        first, second = sorted(duel.generator.sample(range(VOCAB_SIZE), 2))
+        bias = ((second, float(ahead[first] - ahead[second])),)
+        sampling = SamplingParams(logit_bias=bias, allowed_token_ids=frozenset({first, second}))
+        session = duel.open(number, prompt, rule="coupled", sampling=sampling, plain_rounds=1)
+        duel.step()
+        duel.close(session)
+    parted = len(duel.parted)
+    assert all(mine.num_near_ties == other.num_near_ties == 1 for mine, other in duel.parted)
+    assert duel.seen["near ties"] == duel.seen["near ties of vLLM"] == duel.rounds - parted
+    assert duel.rounds == 8
+
+
+def perturb(worker: Any, size: float) -> int:
+    """Runs in each rank of vLLM: adds noise to all logits of ranks other than 0. Returns how often it did before."""
+    runner = worker.model_runner
+    given = getattr(runner, "_whole_compute_logits", None)
+    num_perturbed = getattr(runner, "_num_perturbed", 0)
+    if worker.rank and given is None:
+        whole = runner._whole_compute_logits = runner.model.compute_logits
+
+        def noisy(*arguments: Any, **options: Any) -> Any:
+            logits = whole(*arguments, **options)
+            runner._num_perturbed = getattr(runner, "_num_perturbed", 0) + 1
+            return None if logits is None else logits + size * torch.randn_like(logits)
+
+        runner.model.compute_logits = noisy
+    elif worker.rank:
+        runner.model.compute_logits = given
+        del runner._whole_compute_logits
+    return num_perturbed
+
+
+@pytest.mark.skipif(RANKS == 1, reason="there is no other rank")
+def test_logits_of_another_rank_change_nothing(vllm, own, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 decides: rank 1 follows it, although it would decide otherwise."""
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of tests go to the ranks
+    core = vllm.engine.core
+    core.collective_rpc(perturb, args=(1e-2,))
+    duel = Duel(own, vllm.engine, random.Random(2))
+    play(duel, "block", 200)
+    _, num_perturbed = core.collective_rpc(perturb, args=(0.0,))
+    assert num_perturbed > 20
+    assert not duel.parted

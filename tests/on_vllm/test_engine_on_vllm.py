@@ -117,6 +117,31 @@ def test_block_that_is_there_when_the_session_opens_is_decided(vllm, own, length
     duel.close(session)
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2])
+def test_held_block_whose_text_comes_true_is_judged_unasked(vllm, own, sampling: SamplingParams) -> None:
+    """Blocks of the next round for two texts: the verdict makes one of them true, or none, on either engine alike."""
+    duel = duel_of(own, vllm)
+    num_held = 0
+    for number in range(1, 21):
+        session = duel.open(number, PROMPT, sampling=sampling, max_held_blocks=3)
+        block = duel.block(session, 2, Encoding.DENSE_FLOAT32)
+        duel.offer(session, block)
+        text = [*session.committed.ids, *block.token_ids]
+        likeliest = int(duel.logits(text).argmax())
+        for token in (likeliest, (likeliest + 1) % VOCAB_SIZE):
+            assert duel.scheduler.offer_block(duel.block_ahead(session, [*block.token_ids, token], 2)) is None
+        ((_, verdict),) = duel.step()
+        if verdict.next_is_held:
+            num_held += 1
+            assert verdict.token_ids[:2] == block.token_ids
+            ((_, following),) = duel.step()
+            assert following.num_draft_tokens == 2
+        assert not session.queued
+        duel.close(session)
+    assert 0 < num_held < 20, "some come true, and some do not"
+    assert not duel.parted
+
+
 def test_session_that_waits_reads_nothing(vllm, own) -> None:
     alone = Alone(vllm, own)
     waiting, busy = alone.open(1, plain_rounds=1), alone.open(2, plain_rounds=20)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observing import read_metric
+from observing import read_metric, wait_until
 from tiny_models import save_tiny_model
 
 from benchmarks.law import CONTEXT_LENGTH, LOSSLESS, VOCAB_SIZE, compare, draw_completions, exact_law, stack_options
@@ -74,7 +74,7 @@ def test_outputs_follow_the_law_of_the_target(stack: LocalStack, pair: tuple[Pat
     completions = list(draw_completions(stack.address, rule, SamplingParams(), range(SAMPLES), CONCURRENCY))
     result = compare(rule, completions, law, CONCURRENCY)
     print(result)
-    assert result.share_of_rounds_with_draft > 0.3, "the drafter took part"
+    assert result.share_of_rounds_with_draft > 0.1, "the drafter took part"
     assert result.acceptance_rate > 0.1
     assert all(not completion.drafter_error for completion in completions)
     assert result.p_value > ALPHA, result
@@ -95,6 +95,7 @@ def test_killed_verifier_loses_no_text(pair: tuple[Path, Path]) -> None:
             moved: list[int] = []
 
             def kill() -> None:
+                wait_until(lambda: read_metric(verifiers[0], "verifier", "num_sessions") > 0, "it has some of them")
                 verifiers[0].services["verifier"].process.send_signal(signal.SIGKILL)
 
             after = texts(client, kill, moved)
@@ -120,7 +121,7 @@ def texts(client: Client, act: Any, moved: list[int] | None = None) -> list[list
             seed=number,
             num_speculative_tokens=3,
         )
-        for number in range(12)
+        for number in range(24)
     ]
     pieces = {stream: iter(stream) for stream in streams}
     next(pieces[streams[0]])

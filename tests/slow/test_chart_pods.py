@@ -11,6 +11,7 @@ from chart import SERVICES, VALUES, Manifest, Rendered, configure, container_of,
 from draftwire.cli.options import CLIENT_VARIABLES, PREFIX, unknown_variables
 from draftwire.engine.ranks.followers import GOODBYE_SECONDS, LEAVE_SECONDS
 from draftwire.engine.ranks.guard import STOP_SECONDS
+from draftwire_verifier.vllm.arguments import engine_arguments
 
 DISCOVERY = {"DRAFTWIRE_GATEWAY_DISCOVERY", "DRAFTWIRE_GATEWAY_VERIFIER_SERVICE", "DRAFTWIRE_GATEWAY_DRAFTER_SERVICE"}
 SERVER_STOP_SECONDS = 1.0
@@ -34,6 +35,17 @@ def test_services_take_what_they_are_given(values: str, monkeypatch: pytest.Monk
         assert unknown_variables(environment) == []
         assert not ours & CLIENT_VARIABLES
         configure(service, environment, monkeypatch)
+
+
+def test_verifier_on_vllm_has_all_gpus_of_its_ranks_in_one_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM starts its ranks itself, and they exchange tensors in shared memory."""
+    pod = dict(services_of("vllm"))["verifier"]
+    container = container_of(pod)
+    config = configure("verifier", environment_of(container), monkeypatch)
+    assert (config.target.engine, config.target.arguments) == ("vllm", {"quantization": "fp8"})
+    assert config.parallel.tensor_parallel_size == container["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    assert engine_arguments(config, 131_072)["tensor_parallel_size"] == 4
 
 
 def test_options_reach_the_service_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

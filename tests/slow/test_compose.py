@@ -320,7 +320,12 @@ def test_containers_cost_little_at_rest_and_end_soon(images: dict[str, dict[str,
 
 
 @pytest.mark.parametrize(
-    "files", [["--profile=metrics"], ["--file=docker-compose.yml", "--file=docker-compose.gpu.yml"]]
+    "files",
+    [
+        ["--profile=metrics"],
+        ["--file=docker-compose.yml", "--file=docker-compose.gpu.yml"],
+        ["--file=docker-compose.yml", "--file=docker-compose.gpu.yml", "--file=docker-compose.vllm.yml"],
+    ],
 )
 def test_other_ways_to_compose_are_well_formed_and_pin_what_they_run(engine: None, files: list[str]) -> None:
     config = json.loads(docker("compose", *files, "config", "--format=json"))

@@ -27,7 +27,14 @@ from draftwire_verifier.metrics import VerifierMetrics
 
 ROOT = Path(__file__).parents[2]
 FROZEN = ROOT / "tests" / "frozen_names.json"
-PACKAGES = ("draftwire", "draftwire.client", "draftwire.verification", "draftwire.checking", "draftwire.audit")
+PACKAGES = (
+    "draftwire",
+    "draftwire.client",
+    "draftwire.verification",
+    "draftwire.checking",
+    "draftwire.audit",
+    "draftwire.vllm",
+)
 
 
 def options(command: Any, path: str = "draftwire") -> Iterator[str]:

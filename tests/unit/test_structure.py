@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 LAYERS = (
-    ("draftwire.cli",),
+    ("draftwire.cli", "draftwire.vllm"),
     ("draftwire_drafter", "draftwire_verifier", "draftwire_gateway"),
     ("draftwire.engine", "draftwire.training", "draftwire.checking", "draftwire.client"),
     ("draftwire.runtime", "draftwire.audit", "draftwire.local_loop"),
@@ -33,6 +33,7 @@ MAY_IMPORT_GRPC = (
     "draftwire_*.wire",
     "draftwire.runtime.*",
     "draftwire.client.*",
+    "draftwire.vllm.block_endpoint",
     "draftwire.v1.*",
 )
 GRPC = ("grpc", "grpc_health", "grpc_reflection", "draftwire.v1")

@@ -28,6 +28,7 @@ from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.scheduler import Step, StepItem, StepResult, TargetSession
 from draftwire_verifier.vllm.arguments import check_arguments, check_installed, engine_arguments, why_not_served
 from draftwire_verifier.vllm.items import RoundItem, StepReport
+from draftwire_verifier.vllm.timer_slack import coarse_timers
 
 log = structlog.get_logger()
 
@@ -87,7 +88,8 @@ def load_vllm(config: VerifierConfig) -> LoadedVllm:
     if isinstance(config.engine.kv_cache_tokens, int):
         _make_room(settings, config.engine.kv_cache_tokens + _spare(config.engine))
     fault = Fault()
-    core = EngineCore(settings, Executor.get_class(settings), log_stats=False, executor_fail_callback=fault.set)
+    with coarse_timers():
+        core = EngineCore(settings, Executor.get_class(settings), log_stats=False, executor_fail_callback=fault.set)
     core.log_error_detail = lambda _: nullcontext()  # would log draft tokens
     num_groups = len(core.scheduler.kv_cache_config.kv_cache_groups)
     require(num_groups == 1, f"{config.loading.model} has {num_groups} kinds of KV cache, which is not supported")

@@ -1,0 +1,92 @@
+"""Where drafters send their blocks: as much of a verifier as they need. No vLLM here."""
+
+from __future__ import annotations  # the generics of grpc exist for the type checker only
+
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc
+
+from draftwire.errors import ProtocolViolationError, UnavailableError
+from draftwire.method.rounds import ReceivedBlock
+from draftwire.models.description import ModelDescription
+from draftwire.runtime import messages
+from draftwire.runtime.addresses import host_and_port
+from draftwire.runtime.call_limits import CallLimits
+from draftwire.runtime.caller_identity import CallerRole, require_role
+from draftwire.runtime.channels import server_options
+from draftwire.runtime.interceptor import ServiceGate
+from draftwire.runtime.settings import ConnectionSettings
+from draftwire.runtime.tls import TlsFiles, server_credentials
+from draftwire.v1 import verifier_pb2
+from draftwire.vllm.remote_settings import RemoteDrafterSettings
+
+SERVICE, METHOD = "draftwire.v1.VerifierService", "PushDraftBlocks"
+"""The one method that is served."""
+
+
+class BlockEndpoint:
+    """Receives blocks of drafters. Opens no sessions and decides nothing."""
+
+    def __init__(
+        self, target: ModelDescription, num_draft_tokens: int, deliver: Callable[[Sequence[ReceivedBlock]], None]
+    ) -> None:
+        """Prepares.
+
+        Args:
+            target: sent to drafters as their welcome.
+            num_draft_tokens: longer blocks are not taken.
+            deliver: gets what arrives, on the event loop. Who may send a block is shown by its fence alone, which
+                holds the session's random id.
+        """
+        self._target = target
+        self._num_draft_tokens = num_draft_tokens
+        self._deliver = deliver
+        gate = ServiceGate(CallLimits())
+        gate.refusal = ""
+        self._server = grpc.aio.server(interceptors=[gate], options=server_options(ConnectionSettings(), CallLimits()))
+
+    async def start(self, settings: RemoteDrafterSettings, files: TlsFiles | None) -> int:
+        """Listens, and returns the port.
+
+        Raises:
+            UnavailableError: the port is not available.
+        """
+        push = grpc.stream_stream_rpc_method_handler(
+            self._receive,
+            request_deserializer=verifier_pb2.PushDraftBlocksRequest.FromString,
+            response_serializer=verifier_pb2.PushDraftBlocksResponse.SerializeToString,
+        )
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: push}),))
+        address = host_and_port(settings.host, settings.port)
+        credentials = server_credentials(files, settings.tls)
+        try:
+            if credentials is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, credentials)
+        except (RuntimeError, OSError) as error:
+            raise UnavailableError(f"cannot listen on {address}: is something else running there?") from error
+        await self._server.start()
+        return port
+
+    async def stop(self) -> None:
+        """Ends the calls of drafters."""
+        await self._server.stop(None)
+
+    async def _receive(
+        self,
+        request_iterator: AsyncIterator[verifier_pb2.PushDraftBlocksRequest],
+        context: grpc.aio.ServicerContext[verifier_pb2.PushDraftBlocksRequest, verifier_pb2.PushDraftBlocksResponse],
+    ) -> None:
+        require_role(context, CallerRole.DRAFTER)
+        requests = aiter(request_iterator)
+        first = await anext(requests, None)
+        if first is None:
+            return
+        if first.WhichOneof("message") != "hello":
+            raise ProtocolViolationError("a drafter sends a hello first, then blocks")
+        welcome = messages.model_to_proto(self._target)
+        await context.write(verifier_pb2.PushDraftBlocksResponse(welcome=welcome))
+        limits = (first.hello.instance_id, self._target.vocab_size, self._num_draft_tokens)
+        async for request in requests:
+            self._deliver(messages.blocks_from_proto(request.blocks.blocks, *limits))
