@@ -37,8 +37,6 @@ class HeadConfig:
     layers means the output of the last one, before the final norm."""
     target_hidden_size: int
     """Width of the target's hidden states."""
-    target_layers: int
-    """Decoder layers of the target."""
     hidden_size: int
     """Width of the fused features."""
     vocab_size: int

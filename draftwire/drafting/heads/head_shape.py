@@ -16,6 +16,11 @@ Hydra take hidden states after it."""
 DRAFT_IDS = "d2t"
 """Name of the tensor that says of each draft id how far from it the target's id is."""
 
+QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+"""Projections of a decoder layer that are computed as one."""
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+"""The same of its MLP."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
@@ -30,5 +35,7 @@ class HeadShape:
     """Of EAGLE-3: whether the joined features are normalised before they are fused."""
     num_blocks: int = 1
     """Of Medusa and Hydra: residual blocks of each MLP."""
+    num_positions: int = 0
+    """That decoder layers have rotations for: the target's."""
     target_epsilon: float = 1e-6
     """What the target's final norm adds to the mean of the squares."""
