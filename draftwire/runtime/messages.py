@@ -351,11 +351,13 @@ def plain_run_from_proto(message: verifier_pb2.PlainRun) -> PlainRun:
 def _local_to_proto(draft: LocalDraft | None) -> verifier_pb2.LocalDraft | None:
     if draft is None:
         return None
-    return verifier_pb2.LocalDraft(strategy=draft.strategy, num_draft_tokens=draft.num_draft_tokens)
+    return verifier_pb2.LocalDraft(
+        strategy=draft.strategy, num_draft_tokens=draft.num_draft_tokens, instead=draft.instead
+    )
 
 
 def _local_from_proto(message: verifier_pb2.LocalDraft) -> LocalDraft:
-    return LocalDraft(message.strategy, message.num_draft_tokens)
+    return LocalDraft(message.strategy, message.num_draft_tokens, message.instead)
 
 
 def calibration_to_proto(calibration: Calibration) -> drafter_pb2.Calibration:

@@ -92,7 +92,8 @@ class OpenTargetSessionRequest(_message.Message):
     @_builtins.property
     def watched(self) -> Global___LocalDraft:
         """What the verifier could draft by itself: verdicts of rounds in which it does not draft report how this would have
-        fared, see Verdict.watched. Absent: nothing is watched. Only for verifiers that name local_strategies.
+        fared, see Verdict.watched. Of a head, rounds are reported that it was to draft, and for which it had nothing once
+        it had read the text. Absent: nothing is watched. Only for verifiers that name local_strategies.
         """
 
     def __init__(
@@ -155,19 +156,25 @@ class LocalDraft(_message.Message):
 
     STRATEGY_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    INSTEAD_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
     """One of the verifier's local_strategies."""
     num_draft_tokens: _builtins.int
     """Most draft tokens in a round, 1 to the session's max_draft_tokens."""
+    instead: _builtins.str
+    """Another of the local_strategies, by which a verifier drafts whose head (`strategy`) is in quarantine. Empty: its
+    rounds are plain then.
+    """
     def __init__(
         self,
         *,
         strategy: _builtins.str = ...,
         num_draft_tokens: _builtins.int = ...,
+        instead: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_draft_tokens", b"num_draft_tokens", "strategy", b"strategy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instead", b"instead", "num_draft_tokens", b"num_draft_tokens", "strategy", b"strategy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

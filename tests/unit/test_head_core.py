@@ -121,6 +121,14 @@ async def test_head_that_draws_from_something_else_than_it_declares_is_not_asked
         verdicts = decide(core)
     assert [verdict.num_draft_tokens for verdict in verdicts] == [3, 0]
     assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["verifier.drafter_quarantined"]
+    monkeypatch.undo()
+    session.committed.append([2, 2, 2, 2])
+    core.run_plain(PlainRun(session.fence, 3, LocalDraft(EAGLE3, 3)))
+    assert {verdict.local_strategy for verdict in decide(core)} == {""}
+    session.committed.append([2, 2, 2, 2])
+    core.run_plain(PlainRun(session.fence, 1, LocalDraft(EAGLE3, 3, instead="suffix")))
+    (verdict,) = decide(core)
+    assert (verdict.local_strategy, verdict.num_draft_tokens) == ("suffix", 3), "what else it has goes on"
     core.stop()
 
 
@@ -145,10 +153,12 @@ async def refused(config: VerifierConfig) -> str:
 
 
 async def test_head_for_another_target_and_a_target_without_hidden_states_are_refused_in_words(
-    tmp_path: Path, heads: dict[str, Path]
+    tmp_path: Path, heads: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = save_tiny_model(tmp_path / "other", 7)
-    assert "vocabulary of 5 tokens, and its target has 7" in await refused(config_of(other, heads[EAGLE3]))
+    with monkeypatch.context() as patched:  # before the target is loaded, which may take minutes
+        patched.setattr("draftwire_verifier.core.load_target", lambda *_: pytest.fail("the target was loaded"))
+        assert "vocabulary of 5 tokens, and its target has 7" in await refused(config_of(other, heads[EAGLE3]))
     assert "has no config.json" in await refused(config_of(other, tmp_path / "nothing"))
     scripted = VerifierConfig(ModelSettings("scripted:"), heads=HeadSettings(str(heads[EAGLE3])))
     assert "a scripted model has none" in await refused(scripted)

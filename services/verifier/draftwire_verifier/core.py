@@ -12,7 +12,7 @@ import torch
 from draftwire.audit import AuditSums, FirstUses
 from draftwire.drafting.heads.draft_head import DraftHead
 from draftwire.drafting.heads.head_drafter import HeadDrafter
-from draftwire.drafting.heads.head_loading import load_head
+from draftwire.drafting.heads.head_loading import load_head, read_shape
 from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.admission import Room
 from draftwire.engine.cache_sizing import run_largest, size_while_loading
@@ -47,6 +47,7 @@ from draftwire.models.card import ModelCard, path_of
 from draftwire.models.decoder import Decoder
 from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ISSUED_IDENTITIES, ModelDescription
 from draftwire.models.kv_cache import BLOCK_SIZE
+from draftwire.models.script import is_scripted
 from draftwire.models.taps import check_taps
 from draftwire.requests.automaton import Automaton
 from draftwire.runtime.outbox import Outbox
@@ -139,6 +140,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         return replace(card, description=description), engine
 
     def _load_own(self) -> tuple[ModelCard, StepEngine[Step, StepResult]]:
+        self._check_head()
         target = self._load_target()
         self.kv_cache_tokens = self._size_cache(target)
         card = limited(target.card, self.kv_cache_tokens)
@@ -147,13 +149,23 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             self._head_names = (target.head.config.kind.value,)
         return card, self._engine_of(target, card)
 
-    def _make_head(self, card: ModelCard, decoder: Decoder) -> DraftHead:
-        """Loads the head of the option `draft_head` in the target's type, onto its device."""
+    def _check_head(self) -> None:
+        """Refuses a head that does not fit before the target's weights are loaded, which may take minutes."""
+        if self.config.heads.draft_head is not None and not is_scripted(self.config.loading.model):
+            read_shape(*self._head_folders)
+
+    @property
+    def _head_folders(self) -> tuple[Path, Path]:
+        """Folders of the head of the option `draft_head`, and of its target."""
         assert self.config.heads.draft_head is not None, "asked for only if there is one"
         loading = self.config.loading
-        folder, target = Path(self.config.heads.draft_head).expanduser(), Path(path_of(loading.model, loading.dtype))
+        return Path(self.config.heads.draft_head).expanduser(), Path(path_of(loading.model, loading.dtype))
+
+    def _make_head(self, card: ModelCard, decoder: Decoder) -> DraftHead:
+        """Loads the head in the target's type, onto its device."""
         dtype = getattr(torch, card.description.dtype)
-        head = load_head(folder, target, size_while_loading(self.config.engine), dtype, str(decoder.device))
+        cache_tokens = size_while_loading(self.config.engine)
+        head = load_head(*self._head_folders, cache_tokens, dtype, str(decoder.device))
         check_taps(head.config.taps, decoder.num_layers)
         return head
 

@@ -25,6 +25,7 @@ from draftwire.method.rounds import (
     ReceivedBlock,
     TargetSessionSpec,
     Verdict,
+    WatchedGuess,
     judge_fence,
 )
 from draftwire.method.token_source import TokenSource
@@ -70,6 +71,9 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     """What drafts the rounds of its runs, or could; None if nothing ever did and nothing is watched."""
     num_head_tokens: int = 0
     """Most tokens that the verifier's head drafts for each round of its run; 0 if it does not."""
+    watches_head: bool = False
+    """Whether rounds that the head was to draft, and for which it had nothing, are reported as such. No others: what it
+    would have drafted costs what drafting costs."""
     waits_since: float | None = None
     """Since when it waits for its next block or run, by the scheduler's clock; None if it does not."""
     usual_wait: UsualWait = field(default_factory=UsualWait)
@@ -158,6 +162,8 @@ class StepResult:
     """Audit sums of the draft tokens; None if the item has no distributions to audit."""
     drafted: Sequence[ReceivedBlock | None] = ()
     """Blocks that the verifier's head has drafted, and that were verified; empty if there is no head."""
+    has_head_failed: Sequence[bool] = ()
+    """Whether the head had no block where it was to draft and had read the text; empty if there is no head."""
     head_s: float = 0.0
     """How long the head drafted, seconds."""
 
@@ -220,7 +226,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
             round=spec.first_round,
             plain_rounds_left=spec.plain_rounds,
         )
-        if spec.watched is not None and spec.watched.strategy != self.head:
+        session.watches_head = spec.watched is not None and spec.watched.strategy == self.head
+        if spec.watched is not None and not session.watches_head:
             session.local = LocalText.open(spec.watched.strategy, self.text_drafters, spec.parameters)
         self._admit(session)
         if session.plain_rounds_left:
@@ -381,7 +388,9 @@ class Scheduler(SessionBook[TargetSession, Step]):
         deliveries: list[Completed] = []
         drafted = result.drafted or [None] * len(step.items)
         verify_us = result.verify_us - int(result.head_s * 1e6)  # which is told apart
-        for item, outcome, num_unread, own in zip(step.items, result.outcomes, result.num_unread, drafted, strict=True):
+        has_failed = result.has_head_failed or [False] * len(step.items)
+        parts = zip(step.items, result.outcomes, result.num_unread, drafted, has_failed, strict=True)
+        for item, outcome, num_unread, own, lacks_draft in parts:
             session, block = item.session, own or item.block
             session.num_unread = num_unread
             if not self.is_open(session):
@@ -389,7 +398,10 @@ class Scheduler(SessionBook[TargetSession, Step]):
             if isinstance(outcome, Judgement | StillReading) and outcome.prompt is not None:
                 deliveries.append((session, PromptRead(*session.key, outcome.prompt)))
             if isinstance(outcome, Judgement):
-                deliveries.append((session, self._commit(session, block, outcome, step.started_at, verify_us)))
+                verdict = self._commit(session, block, outcome, step.started_at, verify_us)
+                if lacks_draft and session.watches_head:
+                    verdict = replace(verdict, watched=WatchedGuess(has_guess=False))
+                deliveries.append((session, verdict))
             elif isinstance(outcome, StillReading):
                 self._ready.append(session)
             else:
@@ -493,6 +505,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
 
     def _draft_by(self, session: TargetSession, draft: LocalDraft | None) -> None:
         """Sets what drafts the rounds of a session's run. What was read of the text is kept through plain runs."""
+        if draft is not None and draft.strategy == self.head and not self.is_head_trusted:
+            draft = replace(draft, strategy=draft.instead, instead="") if draft.instead else None
         is_head = draft is not None and draft.strategy == self.head
         of_text = None if is_head else draft
         session.num_head_tokens = draft.num_draft_tokens if draft is not None and is_head else 0

@@ -8,7 +8,7 @@ it replies. A drafter that has replied is never blamed for the verifier's silenc
 import asyncio
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -91,8 +91,8 @@ class DrafterSeat:
         self._pairs = pairs
         self._pair = PairSeat(pairs)
         """Of drafter and verifier; none where lengths are given, or nobody could draft."""
-        self._local_strategy = ""
-        """By which the session's verifier drafts by itself; empty if it does not."""
+        self._local: LocalDraft | None = None
+        """What the session's verifier may draft by itself; None if it does not."""
         self.permit_number = -1
         """Permit number of the latest drafter; each drafter has a higher one."""
         self.is_ready = False
@@ -165,16 +165,16 @@ class DrafterSeat:
         """Returns rounds in which the verifier drafts by itself, if it does and that pays; else plain ones."""
         length, now = self._pair.length, time.perf_counter()
         num_draft_tokens = min(self._session.generation.num_speculative_tokens, self._session.num_left - 1)
-        can_draft = bool(self._local_strategy) and num_draft_tokens >= 1
+        can_draft = self._local is not None and num_draft_tokens >= 1
         if length is not None and (can_draft or why is WhyPlain.DOES_NOT_PAY):
             most = length.num_plain_rounds(most, now)
-        if not can_draft:
+        if self._local is None or not can_draft:
             return RunRequest(why, most)
         if length is not None:
             num_draft_tokens = length.next_own_length(self._session.round, num_draft_tokens, now)
             if num_draft_tokens < 1:
                 return RunRequest(WhyPlain.DOES_NOT_PAY if why is WhyPlain.NO_DRAFTER else why, most)
-        return RunRequest(WhyPlain.NO_GUESS, most, LocalDraft(self._local_strategy, num_draft_tokens))
+        return RunRequest(WhyPlain.NO_GUESS, most, replace(self._local, num_draft_tokens=num_draft_tokens))
 
     def observe(self, times: RoundTimes) -> None:
         """Takes note of a committed round; a `RoundObserver`."""
@@ -376,8 +376,9 @@ class DrafterSeat:
     def _join(self, target: TargetPort, drafter: DrafterPort | None) -> None:
         """Counts the session in to its pair, if it adapts lengths and somebody could draft."""
         pair = self._pair_of(target, None if drafter is None else drafter.description)
-        self._local_strategy = pair.local_strategy
-        if self._session.generation.adapts_length:
+        generation = self._session.generation
+        self._local = generation.local_draft(target.description, generation.num_speculative_tokens)
+        if generation.adapts_length:
             self._pair.join(pair if pair.drafters else None)
 
     def _pair_of(self, target: TargetPort, drafter: ModelDescription | None) -> PairName:
