@@ -64,7 +64,7 @@ def test_prompts_and_waits_count_in_rates_and_in_no_round() -> None:
     for estimate in load.estimates:
         estimate.session_share = 0.5 if estimate.num_draft_tokens else 0.8
     text = shown(ExplainSpeculationResponse(is_adaptive=True, choices=[choice_of(load)]), 1)
-    (plain, one) = (line.split() for line in text.splitlines() if line.split()[0] in ("0", "1"))
+    (plain, one) = (row for line in text.splitlines() if (row := line.replace("* ", "").split())[:1] in (["0"], ["1"]))
     assert plain[1:4] == ["1.00", "10.00", "80.0"]
     assert one[1:4] == ["1.50", "14.00", "53.6"]
     assert "a plain round 10.00 ms" in text

@@ -226,7 +226,8 @@ def test_rounds_in_which_a_head_still_reads_are_no_rounds_of_its_drafts() -> Non
         if is_reading:
             assert chooser.window(now).num_rounds == 0
     known = chooser.acceptance[DraftSource.VERIFIER]
-    assert (known.num_rounds, known.share) == (40, 1.0)
+    assert known.num_rounds == known.num_drafts > 10
+    assert known.share == 1.0
 
 
 def test_text_in_which_nothing_repeats_yet_is_no_surprise() -> None:

@@ -93,6 +93,24 @@ class HeadState:
         )
 
 
+class FeatureUser(Protocol):
+    """What reads features of a target: a head beside it, or one elsewhere."""
+
+    @property
+    def config(self) -> HeadConfig:
+        """What is to be known of it."""
+
+    @property
+    def token_bytes(self) -> int:
+        """What it stores of a token beside the target, bytes."""
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Makes features as narrow as the head; see `DraftHead.fuse`."""
+
+    def resize(self, cache_tokens: int) -> None:
+        """Gives its cache, if it has one, another size; see `DraftHead.resize`."""
+
+
 class DraftHead(Protocol):
     """A head with its cache. Used on the torch thread only."""
 

@@ -16,14 +16,15 @@ from torch.nn.functional import embedding, silu
 
 from draftwire.drafting.heads.draft_head import HeadState, PairReading
 from draftwire.drafting.heads.head_names import HeadKind
-from draftwire.drafting.heads.head_parts import DraftIds, HeadCache
+from draftwire.drafting.heads.head_parts import DraftIds, Fusion, HeadCache
 from draftwire.drafting.heads.head_shape import (
     DRAFT_IDS,
     EMBEDDING,
+    FUSING,
+    FUSING_BIAS,
     GATE_UP,
     OUTPUT,
     QUERIES_KEYS_VALUES,
-    TARGET_NORM,
     HeadShape,
     Tensors,
 )
@@ -76,15 +77,14 @@ class EagleHead(HeadCache):
         self._is_eagle3 = shape.config.kind is HeadKind.EAGLE3
         layers = shape.layers
         epsilon = float(layers.rms_norm_eps)
-        self.device, self.dtype = tensors["fc.weight"].device, tensors["fc.weight"].dtype
+        self.device, self.dtype = tensors[FUSING].device, tensors[FUSING].dtype
         streamed = sum(tensor.nbytes for name, tensor in tensors.items() if name != EMBEDDING) > STREAMED_BYTES
         self._embedding = tensors[EMBEDDING]
-        self._fusion = Linear(tensors["fc.weight"], tensors.get("fc.bias"), streamed=streamed)
-        self._fusion_norm = Norm(tensors["input_norm.weight"], epsilon) if shape.norm_before_fusion else None
+        self._fused = Fusion(shape, tensors, streamed)
         self._norm_before_residual = shape.norm_before_residual
         first = "layers.0."
         self._hidden_norm: Norm | None = None
-        self._target_norm: Norm | None = None
+        self._joining: Linear | None = None
         self._norm: Norm | None = None
         if self._is_eagle3:
             # Nothing else reads the embeddings, so that they are normalised once and for all.
@@ -92,7 +92,7 @@ class EagleHead(HeadCache):
             self._hidden_norm = Norm(tensors[f"{first}hidden_norm.weight"], epsilon)
             self._norm = Norm(tensors["norm.weight"], epsilon)
         else:
-            self._target_norm = Norm(tensors[TARGET_NORM], shape.target_epsilon)
+            self._joining = Linear(tensors[FUSING], tensors.get(FUSING_BIAS), streamed=streamed)
         self.heads, self.kv_heads = int(layers.num_attention_heads), int(layers.num_key_value_heads)
         self.head_dim = head_size(layers)
         self._layers = [_Layer.of(tensors, index, epsilon, streamed) for index in range(int(layers.num_hidden_layers))]
@@ -113,13 +113,9 @@ class EagleHead(HeadCache):
         """What the cache stores of a token, bytes."""
         return 2 * len(self._layers) * self.kv_heads * self.head_dim * self._embedding.element_size()
 
-    @torch.inference_mode()
     def fuse(self, features: Tensor) -> Tensor:
         """Returns `fc` of the joined features, or of EAGLE-1 the target's final norm of them."""
-        if self._target_norm is not None:
-            return self._target_norm(features.to(self.dtype))
-        features = features.to(self.dtype)
-        return self._fusion(features if self._fusion_norm is None else self._fusion_norm(features))
+        return self._fused(features)
 
     @torch.inference_mode()
     def read(self, readings: Sequence[PairReading]) -> HeadState:
@@ -151,10 +147,11 @@ class EagleHead(HeadCache):
         step = pack(segments, self._storage, self.device)
         rotation = self._rotations.at(step.positions)
         embedded = embedding(token_ids, self._embedding)
-        if self._hidden_norm is None:
-            hidden = self._fusion(torch.cat([embedded, features], -1))
+        if self._joining is not None:
+            hidden = self._joining(torch.cat([embedded, features], -1))
             rows = hidden
         else:
+            assert self._hidden_norm is not None, "of EAGLE-3"
             normalised = self._hidden_norm(features)
             hidden = normalised if self._norm_before_residual else features
             rows = torch.cat([embedded, normalised], -1)

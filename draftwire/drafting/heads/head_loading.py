@@ -1,19 +1,23 @@
 """Loads heads from folders, with what they share with their target."""
 
+import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig
 
-from draftwire.drafting.heads.draft_head import DraftHead
+from draftwire.drafting.heads.draft_head import DraftHead, HeadConfig
 from draftwire.drafting.heads.eagle_head import EagleHead
 from draftwire.drafting.heads.head_formats import TargetFacts, known_names, required_shapes, shape_of
 from draftwire.drafting.heads.head_names import HeadKind
+from draftwire.drafting.heads.head_parts import Fusion, fusion_names
 from draftwire.drafting.heads.head_shape import (
     DRAFT_IDS,
     EMBEDDING,
@@ -93,6 +97,50 @@ def load_head(
         if name in required or name.endswith(".bias")
     }
     return build_head(shape, placed, cache_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedFusion:
+    """What a verifier needs of a head that drafts elsewhere."""
+
+    config: HeadConfig
+    fuse: Fusion
+    fingerprint: bytes
+    """SHA-256 of what `fuse` computes: heads with the same one can be fed with the same features."""
+    token_bytes: int = 0
+    """What it stores of a token itself."""
+
+    def resize(self, cache_tokens: int) -> None:
+        """Does nothing: it has no cache."""
+
+
+def load_fusion(
+    folder: Path, target: Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> LoadedFusion:
+    """Loads what makes a head's features narrow, and nothing else of it.
+
+    Args:
+        folder: of the head.
+        target: folder of the target model.
+        dtype: as of `load_head`.
+        device: likewise.
+
+    Raises:
+        InvalidRequestError: as for `load_head`, of these tensors.
+    """
+    shape = read_shape(folder, target)
+    wanted = fusion_names(shape)
+    own = _own_tensors(folder)
+    tensors = {known: own[name] for name, known in known_names(shape, list(own)).items() if known in wanted}
+    required = {name: size for name, size in required_shapes(shape).items() if name in wanted}
+    tensors |= _shared_tensors(shape, target, required.keys() - tensors.keys(), None)
+    _check_tensors(folder, shape, tensors, required)
+    digest = hashlib.sha256(repr((shape.config.taps, shape.fusion_epsilon)).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(np.asarray(tensor.contiguous().view(torch.uint8)).tobytes())
+    placed = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+    return LoadedFusion(shape.config, Fusion(shape, placed), digest.digest())
 
 
 def build_head(shape: HeadShape, tensors: Tensors, cache_tokens: int) -> DraftHead:

@@ -11,10 +11,12 @@ from draftwire.engine.step_engine import StepEngine
 from draftwire.errors import BlockViolationError
 from draftwire.method.distributions import DenseRows, rows_of
 from draftwire.method.draw_key import DrawKey
+from draftwire.method.features import FeatureEncoding
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import ReceivedBlock
 from draftwire.method.sampling import TokenEdits
-from draftwire.models.cached_model import SequenceModel
+from draftwire.models.cached_model import FeatureModel, FeatureSpan, SequenceModel
+from draftwire.models.feature_encoding import encode_rows
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import VerificationRule, rule_named
@@ -29,7 +31,9 @@ from draftwire_verifier.scheduler import Step, StepItem, StepResult
 class TargetEngine(StepEngine[Step, StepResult]):
     """The target model with one cached sequence per session."""
 
-    def __init__(self, model: SequenceModel, context_length: int, head: HeadDrafter | None = None) -> None:
+    def __init__(
+        self, model: SequenceModel, context_length: int, head: HeadDrafter[CachedSequence] | None = None
+    ) -> None:
         """Starts without sessions.
 
         Args:
@@ -99,6 +103,16 @@ class TargetEngine(StepEngine[Step, StepResult]):
             has_head_failed=own.has_failed,
             head_s=own.seconds,
         )
+
+    def features(self, key: SessionKey, start: int, stop: int, encoding: FeatureEncoding) -> tuple[bytes, bytes] | None:
+        """Returns the features of a session's tokens from `start` to `stop`, encoded, and their scales; None if it was
+        closed meanwhile.
+        """
+        sequence = self._sequences.get(key)
+        if sequence is None or sequence.length < stop:
+            return None
+        assert isinstance(self.model, FeatureModel), "features are asked for where they are kept"
+        return encode_rows(self.model.features([FeatureSpan(sequence, start, stop)]), encoding)
 
     def forget(self, key: SessionKey) -> None:
         """Frees a session's KV cache, and what the head keeps of it."""

@@ -40,7 +40,7 @@ class HeadStep:
 class HeadDrafts:
     """A head with one sequence per session that it has drafted for."""
 
-    def __init__(self, drafter: HeadDrafter, vocab_size: int) -> None:
+    def __init__(self, drafter: HeadDrafter[CachedSequence], vocab_size: int) -> None:
         """Starts without sessions.
 
         Args:
@@ -62,7 +62,7 @@ class HeadDrafts:
         started = time.perf_counter()
         blocks: list[ReceivedBlock | None] = [None] * len(items)
         has_failed = [False] * len(items)
-        draftings: dict[int, HeadDrafting] = {}
+        draftings: dict[int, HeadDrafting[CachedSequence]] = {}
         for index, item in enumerate(items):
             target, committed = targets.get(item.session.key), item.session.committed.ids
             if item.num_head_tokens and target is not None and target.length == len(committed) - 1 > 0:

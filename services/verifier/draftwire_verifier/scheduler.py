@@ -15,11 +15,13 @@ from draftwire.engine.session_book import EngineSession, SessionBook
 from draftwire.errors import BlockViolationError, DraftwireError, InvalidRequestError, Violation
 from draftwire.method.ahead_limits import MAX_ROUNDS_AHEAD
 from draftwire.method.encoding import log_probs
+from draftwire.method.features import FeatureRequest
 from draftwire.method.rounds import (
     DraftTimings,
     Fence,
     FenceVerdict,
     LocalDraft,
+    Permit,
     PlainRun,
     PromptRead,
     ReceivedBlock,
@@ -34,6 +36,7 @@ from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
 from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
+from draftwire_verifier.feeding import Feed
 from draftwire_verifier.gathering import Gathering, Ready, UsualWait
 from draftwire_verifier.held_blocks import HeldBlocks
 from draftwire_verifier.idle import IdleWatch
@@ -74,6 +77,8 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     watches_head: bool = False
     """Whether rounds that the head was to draft, and for which it had nothing, are reported as such. No others: what it
     would have drafted costs what drafting costs."""
+    feed: Feed | None = None
+    """None if its drafter needs no features, or has not asked yet."""
     waits_since: float | None = None
     """Since when it waits for its next block or run, by the scheduler's clock; None if it does not."""
     usual_wait: UsualWait = field(default_factory=UsualWait)
@@ -105,6 +110,13 @@ class TargetSession(EngineSession[TargetSessionSpec]):
         if not self.plain_rounds_left or self.block is not None or self.is_reading:
             return 0
         return max(0, min(self.num_head_tokens, self.spec.max_len - len(self.committed) - 1))
+
+    @property
+    def num_feedable(self) -> int:
+        """Tokens whose features its drafter has asked for, that the target has read, and that were not sent."""
+        if self.feed is None:
+            return 0
+        return max(0, min(self.feed.limit, len(self.committed) - self.num_unread) - self.feed.next_position)
 
     @property
     def num_rows(self) -> int:
@@ -252,13 +264,40 @@ class Scheduler(SessionBook[TargetSession, Step]):
             raise BlockViolationError(Violation.PEER, "block with a permit for another session or another drafter")
         if permit.number <= session.permit_number:
             return None
-        session.drafter_id, session.permit_number = block.drafter_id, permit.number
+        self._seat(session, permit, block.drafter_id)
+        return session
+
+    def _seat(self, session: TargetSession, permit: Permit, drafter_id: int) -> None:
+        """Makes the holder of a permit the drafter of a session."""
+        session.drafter_id, session.permit_number, session.feed = drafter_id, permit.number, None
         self.num_missed += session.held.clear()
+
+    def feed(self, request: FeatureRequest, drafter_id: int) -> TargetSession | None:
+        """Takes a request of features, which may be the first that a drafter sends of a session.
+
+        Returns:
+            The session, if it is open and the permit is its drafter's; other requests are dropped.
+        """
+        session, permit = self.sessions.get((request.session_id, request.epoch)), request.permit
+        if session is None or not permit.is_made_with(session.spec.permit_key, drafter_id):
+            self.dropped["unknown_session" if session is None else "no_speculation"] += 1
+            return None
+        if permit.number > session.permit_number:
+            self._seat(session, permit, drafter_id)
+        if session.drafter_id != drafter_id:  # it was replaced, or refused
+            self.dropped["no_speculation"] += 1
+            return None
+        limit = min(request.limit, session.spec.max_len)
+        if request.first_position is not None:
+            is_due = session.feed is not None and session.feed.is_due
+            session.feed = Feed(drafter_id, request.first_position, limit, is_due)
+        elif session.feed is not None:
+            session.feed.limit = limit
         return session
 
     def end_speculation(self, session: TargetSession) -> None:
         """Refuses further blocks for a session, until another drafter sends a permit with a higher number."""
-        session.drafter_id = None
+        session.drafter_id = session.feed = None
         self.num_missed += session.held.clear()
 
     def offer_block(self, block: ReceivedBlock) -> TargetSession | None:

@@ -26,9 +26,11 @@ from draftwire.method.rounds import (
 )
 from draftwire.models.description import (
     DRAFT_AHEAD,
+    FEATURES,
     FLUSH_REPLIES,
     HELD_BLOCKS,
     ISSUED_IDENTITIES,
+    NEEDS_FEATURES,
     PARTIAL_BLOCKS,
     ModelDescription,
 )
@@ -430,7 +432,7 @@ class DrafterSeat:
         found: dict[str, DrafterPort] = {}
         for drafter in self._peers.drafters_for(target, self._tried) if generation.num_speculative_tokens else ():
             model = drafter.description
-            if model.name in found or not self._is_wanted(model.name, target):
+            if model.name in found or not self._is_wanted(model, target):
                 continue
             if len(self._session.committed) < model.context_length:
                 found[model.name] = drafter
@@ -446,8 +448,13 @@ class DrafterSeat:
             self.error = f"the text is longer than the drafter's context of {longest}"
         return None
 
-    def _is_wanted(self, model: str, target: TargetPort) -> bool:
-        """Whether the drafters of a model may draft. None does what the verifier can do by itself."""
+    def _is_wanted(self, drafter: ModelDescription, target: TargetPort) -> bool:
+        """Whether the drafters of a model may draft: not those that do what the verifier can do by itself, or that need
+        features which it does not send.
+        """
+        model = drafter.name
+        if NEEDS_FEATURES in drafter.capabilities and FEATURES not in target.description.capabilities:
+            return False
         generation, offered = self._session.generation, target.description.local_strategies
         is_local = all(part in generation.local_strategies and part in offered for part in parts_of(model))
         return not is_local and (generation.draft_models is None or model in generation.draft_models)
