@@ -19,6 +19,7 @@ from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire_verifier.config import HeadSettings, TargetEngineSettings, VerifierConfig
 from draftwire_verifier.core import VerifierCore
 from draftwire_verifier.scheduler import TargetSession
+from tests.dishonest_drafter import argmax
 
 TOKENS = ["a", "b", "ab", "c", "<e>"]
 STOP = 4
@@ -129,6 +130,30 @@ async def test_head_that_draws_from_something_else_than_it_declares_is_not_asked
     core.run_plain(PlainRun(session.fence, 1, LocalDraft(EAGLE3, 3, instead="suffix")))
     (verdict,) = decide(core)
     assert (verdict.local_strategy, verdict.num_draft_tokens) == ("suffix", 3), "what else it has goes on"
+    core.stop()
+
+
+@pytest.mark.parametrize("lies", [False, True])
+async def test_audit_finds_a_head_that_takes_the_likeliest_tokens_and_no_honest_one(
+    target: Path, heads: dict[str, Path], lies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As any drafter. An honest one is flagged in 1 of a million runs, and the seeds are fixed."""
+    core = VerifierCore(config_of(target, heads[EAGLE3], kv_cache_tokens=512))
+    await core.start()
+    if lies:
+        argmax(monkeypatch)
+    for batch in range(3):
+        keys = [bytes([8 * batch + number]) * 16 for number in range(8)]
+        sessions = [await open_session(core, session_id=key[0], verifying_key=key) for key in keys]
+        for session in sessions:
+            core.run_plain(PlainRun(session.fence, 40, LocalDraft(EAGLE3, 4)))
+        decide(core)
+        for session in sessions:
+            core._scheduler.close(*session.key)
+            core._engine.forget(session.key)
+    (record,) = core.drafters
+    assert record.audit.total.num_positions > 100
+    assert core._scheduler.is_head_trusted is not lies
     core.stop()
 
 
