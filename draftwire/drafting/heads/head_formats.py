@@ -286,7 +286,8 @@ def _eagle_shapes(shape: HeadShape) -> dict[str, tuple[int, ...]]:
         if layers.model_type == "qwen3":
             own |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
         shapes |= {f"layers.{index}.{name}.weight": each for name, each in own.items()}
-        biased = (*QUERIES_KEYS_VALUES, "self_attn.o_proj") if getattr(layers, "attention_bias", False) else ()
+        biased: tuple[str, ...] = ()
+        biased += (*QUERIES_KEYS_VALUES, "self_attn.o_proj") if getattr(layers, "attention_bias", False) else ()
         biased += (*GATE_UP, "mlp.down_proj") if getattr(layers, "mlp_bias", False) else ()
         shapes |= {f"layers.{index}.{name}.bias": own[name][:1] for name in biased}
     return shapes
