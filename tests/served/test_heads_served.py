@@ -69,10 +69,11 @@ def law(pair: tuple[Path, Path]) -> dict[tuple[int, ...], float]:
     "rule", ["block", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("token", "coupled"))]
 )
 def test_text_that_the_head_drafts_for_follows_the_law_of_the_target(
-    stack: InProcessStack, law: dict[tuple[int, ...], float], rule: str
+    stack: InProcessStack, kind: str, law: dict[tuple[int, ...], float], rule: str
 ) -> None:
     """Beside each other. False alarm: 1e-6, by chi-square."""
-    result = compare(rule, list(draw_completions(stack.address, rule, SamplingParams(), range(SAMPLES))), law)
+    seeds = range(SAMPLES // 2 if kind == REMOTE else SAMPLES)
+    result = compare(rule, list(draw_completions(stack.address, rule, SamplingParams(), seeds)), law)
     assert result.share_of_rounds_with_draft > 0.3
     assert 0.05 < result.acceptance_rate < 0.95
     assert result.p_value > ALPHA, result
@@ -127,16 +128,11 @@ def test_lost_drafter_is_followed_by_another_that_is_sent_the_features_again(
         gateway = {"speculation": "fixed", "local_drafts": "none", "num_speculative_tokens": 3, **peers}
         with InProcessStack({"gateway": gateway}) as front, Client(front.address) as client:
             stream = client.stream(PROMPT, max_tokens=40, ignore_eos=True, drafter=EAGLE3)
-            killed = ""
             for _ in stream:
                 sent = {name: read_metric(one, "drafter", "blocks_sent") for name, one in drafters.items()}
-                if not killed and max(sent.values()) >= 2:
-                    killed = max(sent, key=lambda name: sent[name])
-                    drafters[killed].kill("drafter")
-                    del drafters[killed]
-                    break
-            for _ in stream:
-                pass
+                busy = max(sent, key=lambda name: sent[name])
+                if len(drafters) == 2 and sent[busy] >= 2:
+                    drafters.pop(busy).kill("drafter")
             (left,) = drafters.values()
             assert read_metric(left, "drafter", "blocks_sent") > 0, "the other one has gone on"
             queried = read_metric(running, "verifier", "prefix_cache_queries")
