@@ -23,7 +23,7 @@ from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import embedded_model
 from draftwire.client import Client
-from draftwire.method.features import FeatureEncoding
+from draftwire.method.feature_format import FeatureEncoding
 
 BLOCK_LENGTH = 4
 RESAMPLES = 2000

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwire.method.features import FeatureEncoding
+from draftwire.method.feature_format import FeatureEncoding
 
 LARGEST = 448.0
 """Largest number of e4m3."""

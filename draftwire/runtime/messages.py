@@ -7,7 +7,8 @@ from typing import Any
 from draftwire.errors import BlockViolationError, InvalidRequestError, Violation
 from draftwire.method.ahead_limits import MAX_BRANCHES, MAX_ROUNDS_AHEAD
 from draftwire.method.encoding import Claim, DraftDistributions, decode
-from draftwire.method.features import FeatureEncoding, FeatureRequest, SessionFeatures
+from draftwire.method.feature_format import FeatureEncoding
+from draftwire.method.features import FeatureRequest, SessionFeatures
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import (

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftwire.method.features import FeatureEncoding, FeatureNeed, FeatureRequest, SessionFeatures
+from draftwire.method.feature_format import FeatureEncoding
+from draftwire.method.features import FeatureNeed, FeatureRequest, SessionFeatures
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import Permit
 from draftwire.models.feature_encoding import decode_rows, encode_rows

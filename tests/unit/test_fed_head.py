@@ -16,7 +16,8 @@ from draftwire.engine.admission import Room
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.draw_key import DrawKey
-from draftwire.method.features import FeatureEncoding, FeatureNeed, SessionFeatures
+from draftwire.method.feature_format import FeatureEncoding
+from draftwire.method.features import FeatureNeed, SessionFeatures
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import Calibration, CommittedTokens, DraftBlock, Fence, Permit, SendDrafted
 from draftwire.requests.parameters import SamplingParams

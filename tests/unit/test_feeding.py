@@ -14,7 +14,8 @@ from tiny_models import save_spelling_model
 
 from draftwire.drafting.heads.head_loading import load_fusion
 from draftwire.errors import InvalidRequestError, ProtocolViolationError
-from draftwire.method.features import FeatureEncoding, FeatureRequest
+from draftwire.method.feature_format import FeatureEncoding
+from draftwire.method.features import FeatureRequest
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import Permit, PlainRun
 from draftwire.models.cached_model import FeatureSpan

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from draftwire.drafting.heads.head_names import HEAD_NAMES
 from draftwire.engine.ranks.place import WantedGroup
-from draftwire.method.features import FeatureEncoding
+from draftwire.method.feature_format import FeatureEncoding
 from draftwire.method.quantization import Encoding, Quantization, position_bytes
 from draftwire.runtime.settings import (
     ConnectionSettings,

@@ -32,7 +32,8 @@ from draftwire.errors import (
     UnavailableError,
     Violation,
 )
-from draftwire.method.features import FeatureEncoding, FeatureRequest, SessionFeatures
+from draftwire.method.feature_format import FeatureEncoding
+from draftwire.method.features import FeatureRequest, SessionFeatures
 from draftwire.method.quantization import Quantization
 from draftwire.method.rounds import (
     FenceVerdict,

@@ -11,7 +11,7 @@ from draftwire.engine.step_engine import StepEngine
 from draftwire.errors import BlockViolationError
 from draftwire.method.distributions import DenseRows, rows_of
 from draftwire.method.draw_key import DrawKey
-from draftwire.method.features import FeatureEncoding
+from draftwire.method.feature_format import FeatureEncoding
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import ReceivedBlock
 from draftwire.method.sampling import TokenEdits

@@ -7,7 +7,7 @@ drafter that reads slowly, and one that is new gets what an earlier one got, wit
 from dataclasses import dataclass
 
 from draftwire.engine.leases import SessionKey
-from draftwire.method.features import FeatureEncoding
+from draftwire.method.feature_format import FeatureEncoding
 from draftwire.method.rounds import RoundOutcome
 from draftwire.runtime.outbox import Outbox
 from draftwire.runtime.settings import LEAST_MESSAGE_BYTES

@@ -297,7 +297,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
 
     def end_speculation(self, session: TargetSession) -> None:
         """Refuses further blocks for a session, until another drafter sends a permit with a higher number."""
-        session.drafter_id = session.feed = None
+        session.drafter_id = None
+        session.feed = None
         self.num_missed += session.held.clear()
 
     def offer_block(self, block: ReceivedBlock) -> TargetSession | None:
