@@ -62,7 +62,7 @@ class LoopRound:
 
 
 def speculate(
-    target: SequenceModel, drafter: DraftingStrategy | HeadDrafter, prompt_ids: list[int], run: LocalRun
+    target: SequenceModel, drafter: DraftingStrategy | HeadDrafter[CachedSequence], prompt_ids: list[int], run: LocalRun
 ) -> Iterator[LoopRound]:
     """Yields round after round until `run.num_tokens` tokens are committed.
 
@@ -147,7 +147,7 @@ def _drafts_of_strategy(
 
 
 def _drafts_of_head(
-    drafter: HeadDrafter, judged: CachedSequence, committed: list[int], cleanup: ExitStack
+    drafter: HeadDrafter[CachedSequence], judged: CachedSequence, committed: list[int], cleanup: ExitStack
 ) -> Callable[[DraftRequest], Draft]:
     """As `_drafts_of_strategy`; the target has read all that is committed but the last token."""
     sequence = drafter.open()

@@ -120,7 +120,7 @@ def random_head(plan: Plan) -> DraftHead:
         "rms_norm_eps": 1e-5,
         "eagle_aux_hidden_state_layer_ids": [1, shape.num_layers // 2, shape.num_layers - 1],
     }
-    facts = TargetFacts(shape.hidden_size, shape.num_layers, shape.vocab_size, 1e-5)
+    facts = TargetFacts(shape.hidden_size, shape.num_layers, shape.vocab_size, 1e-5, shape.context_length)
     made = shape_of("a random head", config, facts)
     generator = torch.Generator(device=plan.device).manual_seed(7)
     tensors = {

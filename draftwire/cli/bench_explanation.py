@@ -92,7 +92,7 @@ def _print_choice(console: "Console", choice: Any, load: Any) -> None:
             f"{'* ' if is_chosen and length == load.num_draft_tokens else ''}{length}",
             f"{estimate.tokens_per_round:.2f}",
             f"{1e3 * estimate.round_s:.2f}",
-            f"{estimate.tokens_per_round / estimate.round_s:.1f}",
+            f"{rate_of(estimate):.1f}",
             f"{survival[length]:.3f}" if length else "-",
             f"{windows} windows" if windows else "the others",
         )
@@ -103,7 +103,7 @@ def _print_choice(console: "Console", choice: Any, load: Any) -> None:
 
 def reasons(choice: Any, load: Any) -> Iterator[str]:
     """Yields sentences on prices, on whether drafting pays, and on what would change that."""
-    rates = [estimate.tokens_per_round / estimate.round_s for estimate in load.estimates]
+    rates = [rate_of(estimate) for estimate in load.estimates]
     best = load.num_draft_tokens
     yield (
         f"prices: a plain round {_ms(load.estimates[0].round_s)}, a draft token {_ms(load.draft_token_s)}, "
@@ -133,6 +133,16 @@ def reasons(choice: Any, load: Any) -> Iterator[str]:
         yield f"or if a draft token took {_ms(token_s)}; now {_ms(load.draft_token_s)}"
 
 
+def rate_of(estimate: Any) -> float:
+    """Returns what is expected of each session, tokens per second."""
+    return float(estimate.tokens_per_round) / session_s(estimate)
+
+
+def session_s(estimate: Any) -> float:
+    """Returns what a session takes for a round, with its share of prompts and waits, seconds."""
+    return float(estimate.round_s) / (estimate.session_share or 1.0)
+
+
 def mean_acceptance(survival: Sequence[float]) -> float:
     """Returns the geometric mean of the shares of tokens that are accepted, each after the one before."""
     return float(max(0.0, survival[-1]) ** (1.0 / len(survival))) if survival else 0.0
@@ -142,7 +152,7 @@ def break_even_acceptance(load: Any) -> float | None:
     """Returns the share of tokens, equal at all positions, with which the best draft is as fast as plain decoding; None
     if even 1 is too little.
     """
-    plain_s, *drafting_s = [float(estimate.round_s) for estimate in load.estimates]
+    plain_s, *drafting_s = [session_s(estimate) for estimate in load.estimates]
 
     def gain(rate: float) -> float:
         tokens = list(accumulate(rate**length for length in range(len(load.estimates))))[1:]
@@ -155,8 +165,9 @@ def break_even_token_s(load: Any, length: int) -> float | None:
     """Returns the time of a draft token with which drafts of a length are as fast as plain decoding, seconds; None if
     even 0 is too much.
     """
-    estimate, plain_s = load.estimates[length], load.estimates[0].round_s
-    spare_s: float = estimate.tokens_per_round * plain_s - (estimate.round_s - length * load.draft_token_s)
+    estimate = load.estimates[length]
+    allowed_s = estimate.tokens_per_round * session_s(load.estimates[0]) * (estimate.session_share or 1.0)
+    spare_s: float = allowed_s - (estimate.round_s - length * load.draft_token_s)
     return spare_s / length if spare_s > 0.0 else None
 
 

@@ -79,6 +79,14 @@ DrafterOption = Annotated[
         show_default="the embedded one",
     ),
 ]
+HeadOption = Annotated[
+    str | None,
+    _option(
+        "verifier",
+        "draft_head",
+        "Folder of a head of the target, which drafts inside the verifier: no drafter is started unless one is named.",
+    ),
+]
 SpeculativeOption = Annotated[
     int | None,
     _option(
@@ -104,6 +112,7 @@ HttpPort = Annotated[
 def up(
     target: TargetOption = None,
     drafter: DrafterOption = None,
+    draft_head: HeadOption = None,
     port: Annotated[int, _port("gateway")] = 50051,
     verifier_port: Annotated[int, _port("verifier")] = 50052,
     drafter_port: Annotated[int, _port("drafter")] = 50053,
@@ -118,7 +127,7 @@ def up(
     Everything else is set by environment variables, such as DRAFTWIRE_VERIFIER_DEVICE=cuda:0; see `draftwire serve
     verifier --help`.
     """
-    options = stack_options(target, drafter, num_speculative_tokens)
+    options = stack_options(target, drafter, num_speculative_tokens, draft_head)
     ports = {"gateway": port, "verifier": verifier_port, "drafter": drafter_port}
     taken = [f"--{name} {one}" for name, one in _port_options(options, ports, http_port) if not is_free(one)]
     if taken:
@@ -225,20 +234,24 @@ class Screen:
 
 
 def stack_options(
-    target: str | None, drafter: str | None, num_speculative_tokens: int | None
+    target: str | None, drafter: str | None, num_speculative_tokens: int | None, draft_head: str | None = None
 ) -> dict[str, dict[str, Any]]:
     """Returns the options of a `LocalStack`.
 
     Args:
         target: model of the verifier; None is the embedded one.
-        drafter: model of the drafter; None is the embedded one, and `NO_DRAFTER` none: the verifier drafts by itself.
+        drafter: model of the drafter; None is the embedded one, or none beside a head, and `NO_DRAFTER` none: the
+            verifier drafts by itself.
         num_speculative_tokens: draft tokens per round where a request does not say; None chooses by measurement.
+        draft_head: folder of a head that drafts inside the verifier; None if there is none.
 
     Raises:
         InvalidRequestError: no model is named and the embedded pair is not installed, or a model's folder lacks
             something.
     """
     models = {"verifier": target or embedded_model("target")}
+    if drafter is None and draft_head is not None:
+        drafter = NO_DRAFTER
     if drafter != NO_DRAFTER:
         models["drafter"] = drafter or embedded_model("drafter")
     strategy = str(_or_variable("drafter", "strategy", ""))
@@ -253,6 +266,8 @@ def stack_options(
         defaults = {"threads": threads_for(model), **(drafts if service == "drafter" else {})}
         settings = {name: _or_variable(service, name, default) for name, default in defaults.items()}
         options[service] = {"model": model, **settings}
+    if draft_head is not None:
+        options["verifier"]["draft_head"] = draft_head
     return options
 
 

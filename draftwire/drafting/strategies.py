@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from draftwire.drafting.heads.head_names import HEAD_NAMES
 from draftwire.drafting.model_free.names import JOINT, TEXT_DRAFTER_NAMES, are_text_drafters, parts_of
 from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.drafting.model_free.text_drafter import TextDrafter
@@ -14,11 +15,13 @@ from draftwire.drafting.model_free_drafter import ModelFreeDrafter
 from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.errors import InvalidRequestError
+from draftwire.method.features import FeatureNeed
 from draftwire.method.quantization import Quantization
 from draftwire.models.card import ModelCard
 from draftwire.models.script import Script, is_scripted
 
 if TYPE_CHECKING:
+    from draftwire.drafting.heads.draft_head import DraftHead
     from draftwire.drafting.language_model import LanguageModelDrafter
     from draftwire.models.cached_model import DraftModel
 
@@ -66,6 +69,14 @@ class StrategyContext(Protocol):
 
         Raises:
             InvalidRequestError: the model cannot be served, or not in this way.
+        """
+
+    def load_head(self) -> "tuple[ModelCard, DraftHead, FeatureNeed]":
+        """Loads a head with what it shares with its target, which the option `model` names, and says what it has to be
+        fed with.
+
+        Raises:
+            InvalidRequestError: the head cannot be served, or is for another target.
         """
 
     def require_no_weights(self, what: str) -> None:
@@ -160,11 +171,23 @@ def _load_cascade(name: str, context: StrategyContext) -> LoadedStrategy:
     return LoadedStrategy(replace(card, description=described), CascadeDrafter(model, texts))
 
 
+def _load_head(name: str, context: StrategyContext) -> LoadedStrategy:
+    from draftwire.drafting.heads.fed_head import FedHeadDrafter
+
+    card, head, need = context.load_head()
+    if head.config.kind.value != name:
+        raise InvalidRequestError(
+            f"strategy {name} takes a head of that kind, and this one is {head.config.kind.value}"
+        )
+    return LoadedStrategy(card, FedHeadDrafter(head, card.description.context_length, need, context.quantization))
+
+
 def load_strategy(name: str, context: StrategyContext) -> LoadedStrategy:
     """Builds a strategy. Runs on the torch thread.
 
     Args:
-        name: a key of `STRATEGIES`, one of `TEXT_DRAFTER_NAMES` or several joined, the same behind "model+", or `AUTO`.
+        name: a key of `STRATEGIES`, one of `TEXT_DRAFTER_NAMES` or several joined, the same behind "model+", one of
+            `HEAD_NAMES`, or `AUTO`.
         context: the drafter's configuration.
 
     Raises:
@@ -177,7 +200,9 @@ def load_strategy(name: str, context: StrategyContext) -> LoadedStrategy:
     if name.startswith(MODEL + JOINT) and are_text_drafters(name.removeprefix(MODEL + JOINT)):
         return _load_cascade(name.removeprefix(MODEL + JOINT), context)
     context.require_texts_of(())
+    if name in HEAD_NAMES:
+        return _load_head(name, context)
     if name not in STRATEGIES:
-        known = (AUTO, *TEXT_DRAFTER_NAMES, *STRATEGIES)
+        known = (AUTO, *TEXT_DRAFTER_NAMES, *STRATEGIES, *HEAD_NAMES)
         raise InvalidRequestError(f"unknown strategy {name!r}; known: {', '.join(known)}")
     return STRATEGIES[name].load(context)

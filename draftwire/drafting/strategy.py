@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from draftwire.errors import DraftwireError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import DraftDistributions
+from draftwire.method.features import FeatureNeed, SessionFeatures
 from draftwire.method.token_tree import CHAIN, TokenTree
 from draftwire.requests.automaton import Automaton
 from draftwire.requests.parameters import SamplingParams
@@ -146,6 +147,27 @@ class DraftingStrategy(Protocol):
         All drafts are returned together: a block that was cut waits until the others of the batch end. Blocks are
         short, so returning them one by one would gain little.
         """
+
+
+@runtime_checkable
+class FedStrategy(DraftingStrategy, Protocol):
+    """A strategy that drafts from features of the target, which it is fed with."""
+
+    @property
+    def need(self) -> FeatureNeed:
+        """The features that it reads, and how they come."""
+
+    def feed(self, sequence: Any, features: SessionFeatures) -> None:
+        """Adds features to a sequence of this strategy, in the order of the text. It drafts once those of all committed
+        tokens but the last are there.
+
+        Args:
+            sequence: is changed.
+            features: of the sizes that `need` states.
+        """
+
+    def rehearse(self, sequence: Any) -> None:
+        """Feeds a sequence of this strategy with features that stand for any."""
 
 
 @runtime_checkable

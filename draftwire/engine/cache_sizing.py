@@ -7,7 +7,7 @@ from functools import partial
 import structlog
 import torch
 
-from draftwire.drafting.heads.draft_head import DraftHead
+from draftwire.drafting.heads.draft_head import FeatureUser
 from draftwire.engine.memory import CpuMeter, FreeMemory, GpuMeter, MemoryMeter
 from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.errors import InvalidRequestError
@@ -84,7 +84,7 @@ class CacheFitter:
         """Starts to measure: the weights are loaded, and the largest step comes next."""
         self._meter.begin()
 
-    def size_for(self, model: CachedModel, context_length: int, head: DraftHead | None = None) -> int:
+    def size_for(self, model: CachedModel, context_length: int, head: FeatureUser | None = None) -> int:
         """Returns how many tokens this process has room for, after the largest step, and logs why.
 
         Args:
@@ -120,7 +120,7 @@ def fitter_of(settings: EngineSettings, device: str, num_ranks: int = 1) -> Cach
 
 
 def count_of(
-    fitter: CacheFitter | None, card: ModelCard, head: DraftHead | None = None
+    fitter: CacheFitter | None, card: ModelCard, head: FeatureUser | None = None
 ) -> Callable[[CachedModel], int] | None:
     """Returns what counts how many tokens a model's cache has room for, for `CachedModel.fit`; None if that is set.
 

@@ -7,7 +7,7 @@ from functools import partial
 import structlog
 import torch
 
-from draftwire.drafting.heads.draft_head import DraftHead
+from draftwire.drafting.heads.draft_head import FeatureUser
 from draftwire.engine.cache_sizing import count_of, fitter_of, size_while_loading
 from draftwire.engine.model_settings import refuse_settings_of_weights, size_without_memory
 from draftwire.errors import InvalidRequestError
@@ -36,8 +36,8 @@ class LoadedTarget:
     fit: Callable[[], int] | None = None
     """Gives the KV cache the size that fits, and returns it, once the largest step has been run; None if its size is
     set."""
-    head: DraftHead | None = None
-    """Drafts beside the model, which keeps the features that it reads; None if nothing does."""
+    head: FeatureUser | None = None
+    """Drafts beside the model or elsewhere, from the features that the model keeps; None if nothing does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class LoadedDraftModel:
     """As of a target."""
 
 
-MakeHead = Callable[[ModelCard, Decoder], DraftHead]
+MakeHead = Callable[[ModelCard, Decoder], FeatureUser]
 """Loads the head of a target, onto its device, with room in its cache for the largest step."""
 
 
@@ -64,7 +64,7 @@ def load_target(settings: ModelSettings, engine: EngineSettings, make_head: Make
     """
     if is_scripted(settings.model):
         if make_head is not None:
-            raise InvalidRequestError("draft_head reads hidden states, which a scripted model has none of")
+            raise InvalidRequestError("a head reads hidden states, which a scripted model has none of")
         refuse_settings_of_weights(settings, "a scripted model")
         torch.set_num_threads(settings.threads)  # verification rules still run on torch
         script = Script.parse(settings.model)
@@ -94,7 +94,7 @@ class _Loaded:
     model: CachedModel
     fit: Callable[[], int] | None
     """Sizes its cache; None if the size is set."""
-    head: DraftHead | None
+    head: FeatureUser | None
 
 
 def _load(

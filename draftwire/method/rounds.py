@@ -238,6 +238,8 @@ class LocalDraft:
     """One of the verifier's `local_strategies`."""
     num_draft_tokens: int
     """Most draft tokens in a round."""
+    instead: str = ""
+    """Another of them, for a verifier whose head is in quarantine; empty for plain rounds then."""
 
 
 @dataclass(frozen=True, slots=True)

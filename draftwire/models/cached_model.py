@@ -6,7 +6,7 @@ Everything here uses tensors and must run on the process's one torch thread.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from draftwire.method.devices import upload
 from draftwire.models.decoder import Decoder
-from draftwire.models.kv_cache import CachedSequence, KvCache, slots_of
+from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.models.kv_storage import KvStorage
-from draftwire.models.packing import Segment, pack
+from draftwire.models.packing import Segment, pack, slots_at
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.static_steps import StaticSteps
 from draftwire.models.taps import FeatureSource, SlotFeatures
@@ -46,14 +46,18 @@ class Reading:
         return Segment(self.sequence, len(self.token_ids), self.parents)
 
 
-@dataclass(frozen=True, slots=True)
-class FeatureSpan:
-    """Consecutive tokens of a sequence whose features are wanted."""
+Text = TypeVar("Text")
 
-    sequence: CachedSequence
+
+@dataclass(frozen=True, slots=True)
+class FeatureSpan(Generic[Text]):
+    """Consecutive tokens of a text whose features are wanted."""
+
+    sequence: Text
+    """The text, as whoever has its features knows it: a sequence of the target's cache, where that is."""
     start: int
     stop: int
-    """At most the sequence's length: the tokens are in the cache, read or shared."""
+    """At most as many as it has: of a sequence its length, of tokens that are in the cache, read or shared."""
 
 
 class SequenceModel(Protocol):
@@ -138,19 +142,19 @@ class ForkingModel(DraftModel, Protocol):
         """
 
 
-class FeatureReader(Protocol):
-    """What has features of the tokens of sequences; see `draftwire.models.taps`."""
+class FeatureReader(Protocol[Text]):
+    """What has features of the tokens of texts; see `draftwire.models.taps`."""
 
-    def features(self, spans: Sequence[FeatureSpan]) -> Tensor:
+    def features(self, spans: Sequence[FeatureSpan[Text]]) -> Tensor:
         """Returns what is kept of some tokens' hidden states.
 
         Returns:
-            `[sum of stop - start, kept]` on the model's device, for each span in order.
+            `[sum of stop - start, kept]` on the device of who reads them, for each span in order.
         """
 
 
 @runtime_checkable
-class FeatureModel(SequenceModel, FeatureReader, Protocol):
+class FeatureModel(SequenceModel, FeatureReader[CachedSequence], Protocol):
     """A model that keeps features of the tokens that it has read."""
 
 
@@ -236,12 +240,12 @@ class CachedModel:
         return fork
 
     @torch.inference_mode()
-    def features(self, spans: Sequence[FeatureSpan]) -> Tensor:
+    def features(self, spans: Sequence[FeatureSpan[CachedSequence]]) -> Tensor:
         """Returns what is kept of some tokens' hidden states, `[sum of stop - start, kept]`, by one gather."""
         features = self._storage.features
         assert features is not None, "the model keeps features"
         assert features.rows is not None, "tokens were read"
-        slots = [slots_of([each.sequence], each.stop)[0, each.start :] for each in spans]
+        slots = [slots_at(each.sequence, np.arange(each.start, each.stop)) for each in spans]
         return features.rows.index_select(0, upload(np.concatenate(slots), self.device))
 
     @torch.inference_mode()

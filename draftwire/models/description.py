@@ -24,6 +24,10 @@ tells gateways of it, and takes a permit that names it."""
 
 HELD_BLOCKS = "held_blocks"
 """Capability of a verifier: holds blocks of coming rounds, and tells drafters how rounds ended."""
+FEATURES = "features"
+"""Capability of a verifier: keeps what a head reads of its hidden states, and sends it to drafters with that head."""
+NEEDS_FEATURES = "needs_features"
+"""Capability of a drafter: cannot draft without."""
 DRAFT_AHEAD = "draft_ahead"
 """Capability of a drafter: drafts for coming rounds while one is being judged, and takes outcomes from verifiers."""
 

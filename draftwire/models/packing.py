@@ -68,7 +68,7 @@ def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> P
                 continue
             own = slice(int(starts[index]), int(starts[index] + counts[index]))
             places = np.arange(lengths[index] - counts[index], lengths[index])
-            slots[own] = _slots_at(segment.sequence, places)
+            slots[own] = slots_at(segment.sequence, places)
             positions[own], trees = _in_trees([segment], places[None], device)
             sees_all = segment.num_tokens == 1 and trees is None
             masks = Masks(_tensor(positions[None, own], device), int(lengths[index]), sees_all, trees)
@@ -183,7 +183,7 @@ def _runs_to_read(segment: Segment, storage: KvStorage, device: torch.device, le
     return runs
 
 
-def _slots_at(sequence: CachedSequence, places: NDArray[np.int64]) -> NDArray[np.int64]:
+def slots_at(sequence: CachedSequence, places: NDArray[np.int64]) -> NDArray[np.int64]:
     """Returns the slots of some consecutive places of a sequence."""
     blocks = np.array(sequence.blocks[int(places[0]) // BLOCK_SIZE : int(places[-1]) // BLOCK_SIZE + 1])
     return np.asarray(blocks[places // BLOCK_SIZE - places[0] // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE)

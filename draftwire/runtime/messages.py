@@ -7,6 +7,8 @@ from typing import Any
 from draftwire.errors import BlockViolationError, InvalidRequestError, Violation
 from draftwire.method.ahead_limits import MAX_BRANCHES, MAX_ROUNDS_AHEAD
 from draftwire.method.encoding import Claim, DraftDistributions, decode
+from draftwire.method.feature_format import FeatureEncoding
+from draftwire.method.features import FeatureRequest, SessionFeatures
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import (
@@ -57,6 +59,12 @@ _ENCODINGS = {
     session_pb2.DISTRIBUTION_ENCODING_NONE: Encoding.NONE,
 }
 _ENCODING_NUMBERS = {value: key for key, value in _ENCODINGS.items()}
+_FEATURE_ENCODINGS = {
+    verifier_pb2.FEATURE_ENCODING_FLOAT32: FeatureEncoding.FLOAT32,
+    verifier_pb2.FEATURE_ENCODING_BFLOAT16: FeatureEncoding.BFLOAT16,
+    verifier_pb2.FEATURE_ENCODING_FLOAT8: FeatureEncoding.FLOAT8,
+}
+_FEATURE_NUMBERS = {value: key for key, value in _FEATURE_ENCODINGS.items()}
 
 _EXTRAS = {
     session_pb2.EXTRA_TOKEN_KIND_PLAIN: TokenSource.PLAIN,
@@ -359,11 +367,13 @@ def plain_run_from_proto(message: verifier_pb2.PlainRun) -> PlainRun:
 def _local_to_proto(draft: LocalDraft | None) -> verifier_pb2.LocalDraft | None:
     if draft is None:
         return None
-    return verifier_pb2.LocalDraft(strategy=draft.strategy, num_draft_tokens=draft.num_draft_tokens)
+    return verifier_pb2.LocalDraft(
+        strategy=draft.strategy, num_draft_tokens=draft.num_draft_tokens, instead=draft.instead
+    )
 
 
 def _local_from_proto(message: verifier_pb2.LocalDraft) -> LocalDraft:
-    return LocalDraft(message.strategy, message.num_draft_tokens)
+    return LocalDraft(message.strategy, message.num_draft_tokens, message.instead)
 
 
 def calibration_to_proto(calibration: Calibration) -> drafter_pb2.Calibration:
@@ -409,6 +419,77 @@ def outcomes_to_proto(outcomes: Sequence[RoundOutcome]) -> verifier_pb2.RoundOut
 def outcomes_from_proto(message: verifier_pb2.RoundOutcomes) -> list[RoundOutcome]:
     """Decodes how rounds ended."""
     return [RoundOutcome(fence_from_proto(one.fence), list(one.token_ids)) for one in message.outcomes]
+
+
+def feature_source_to_proto(fingerprint: bytes, encoding: FeatureEncoding) -> verifier_pb2.FeatureSource:
+    """Encodes which features a drafter needs."""
+    return verifier_pb2.FeatureSource(fingerprint=fingerprint, encoding=_FEATURE_NUMBERS[encoding])
+
+
+def feature_encoding_from_proto(message: verifier_pb2.FeatureSource) -> FeatureEncoding:
+    """Decodes how features are to be sent.
+
+    Raises:
+        InvalidRequestError: the encoding is unknown.
+    """
+    encoding = _FEATURE_ENCODINGS.get(message.encoding)
+    if encoding is None:
+        raise InvalidRequestError(f"unknown encoding {message.encoding} of features")
+    return encoding
+
+
+def feature_requests_to_proto(requests: Sequence[FeatureRequest]) -> verifier_pb2.FeatureRequests:
+    """Encodes requests of features."""
+    return verifier_pb2.FeatureRequests(
+        requests=[
+            verifier_pb2.FeatureRequest(
+                session_id=request.session_id,
+                epoch=request.epoch,
+                permit=permit_to_proto(request.permit),
+                limit=request.limit,
+                first_position=request.first_position,
+            )
+            for request in requests
+        ]
+    )
+
+
+def feature_requests_from_proto(message: verifier_pb2.FeatureRequests) -> list[FeatureRequest]:
+    """Decodes requests of features."""
+    return [
+        FeatureRequest(
+            one.session_id,
+            one.epoch,
+            permit_from_proto(one.permit),
+            one.limit,
+            one.first_position if one.HasField("first_position") else None,
+        )
+        for one in message.requests
+    ]
+
+
+def features_to_proto(features: SessionFeatures) -> verifier_pb2.SessionFeatures:
+    """Encodes features of a session."""
+    return verifier_pb2.SessionFeatures(
+        session_id=features.session_id,
+        epoch=features.epoch,
+        first_position=features.first_position,
+        num_positions=features.num_positions,
+        rows=features.rows,
+        scales=features.scales,
+    )
+
+
+def features_from_proto(message: verifier_pb2.SessionFeatures) -> SessionFeatures:
+    """Decodes features of a session, whose sizes are not checked."""
+    return SessionFeatures(
+        message.session_id,
+        message.epoch,
+        message.first_position,
+        message.num_positions,
+        message.rows,
+        message.scales,
+    )
 
 
 def rule_to_proto(rule: RuleFacts) -> session_pb2.VerificationRule:

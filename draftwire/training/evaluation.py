@@ -16,6 +16,7 @@ from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
+from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.taps import FeatureSource
 from draftwire.requests.parameters import SamplingParams
 
@@ -95,7 +96,7 @@ def measure_acceptance(
         block_length: draft tokens per round.
     """
     context_length = int(target.config.max_position_embeddings)
-    strategy: DraftingStrategy | HeadDrafter
+    strategy: DraftingStrategy | HeadDrafter[CachedSequence]
     if isinstance(drafter, LlamaForCausalLM):
         cached_target = CachedModel(decoder_of(target), context_length)
         strategy = LanguageModelDrafter(CachedModel(decoder_of(drafter), context_length), context_length)

@@ -1015,6 +1015,7 @@ class DraftLengthEstimate(_message.Message):
     TOKENS_PER_ROUND_FIELD_NUMBER: _builtins.int
     ROUND_S_FIELD_NUMBER: _builtins.int
     NUM_WINDOWS_FIELD_NUMBER: _builtins.int
+    SESSION_SHARE_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     """Draft tokens per round; 0 is plain decoding."""
     tokens_per_round: _builtins.float
@@ -1023,6 +1024,10 @@ class DraftLengthEstimate(_message.Message):
     """Mean time of a round, seconds."""
     num_windows: _builtins.int
     """Stretches of time in which that was measured; 0 if it is inferred from other lengths."""
+    session_share: _builtins.float
+    """What sessions make of it: each has session_share x tokens_per_round / round_s tokens per second, with prompts and
+    waits, which are in no round. Above 0; 0 from gateways that do not report it, whose round_s contains it.
+    """
     def __init__(
         self,
         *,
@@ -1030,10 +1035,11 @@ class DraftLengthEstimate(_message.Message):
         tokens_per_round: _builtins.float = ...,
         round_s: _builtins.float = ...,
         num_windows: _builtins.int = ...,
+        session_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_draft_tokens", b"num_draft_tokens", "num_windows", b"num_windows", "round_s", b"round_s", "tokens_per_round", b"tokens_per_round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_draft_tokens", b"num_draft_tokens", "num_windows", b"num_windows", "round_s", b"round_s", "session_share", b"session_share", "tokens_per_round", b"tokens_per_round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ from draftwire.v1 import session_pb2 as _session_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -19,6 +20,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _FeatureEncoding:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FeatureEncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FeatureEncoding.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FEATURE_ENCODING_UNSPECIFIED: _FeatureEncoding.ValueType  # 0
+    """Refused on receipt."""
+    FEATURE_ENCODING_FLOAT32: _FeatureEncoding.ValueType  # 1
+    """float32."""
+    FEATURE_ENCODING_BFLOAT16: _FeatureEncoding.ValueType  # 2
+    """bfloat16."""
+    FEATURE_ENCODING_FLOAT8: _FeatureEncoding.ValueType  # 3
+    """float8 e4m3, with a float32 scale for each row."""
+
+class FeatureEncoding(_FeatureEncoding, metaclass=_FeatureEncodingEnumTypeWrapper):
+    """How features travel."""
+
+FEATURE_ENCODING_UNSPECIFIED: FeatureEncoding.ValueType  # 0
+"""Refused on receipt."""
+FEATURE_ENCODING_FLOAT32: FeatureEncoding.ValueType  # 1
+"""float32."""
+FEATURE_ENCODING_BFLOAT16: FeatureEncoding.ValueType  # 2
+"""bfloat16."""
+FEATURE_ENCODING_FLOAT8: FeatureEncoding.ValueType  # 3
+"""float8 e4m3, with a float32 scale for each row."""
+Global___FeatureEncoding: _TypeAlias = FeatureEncoding  # noqa: Y015
 
 @_typing.final
 class OpenTargetSessionRequest(_message.Message):
@@ -92,7 +121,8 @@ class OpenTargetSessionRequest(_message.Message):
     @_builtins.property
     def watched(self) -> Global___LocalDraft:
         """What the verifier could draft by itself: verdicts of rounds in which it does not draft report how this would have
-        fared, see Verdict.watched. Absent: nothing is watched. Only for verifiers that name local_strategies.
+        fared, see Verdict.watched. Of a head, rounds are reported that it was to draft, and for which it had nothing once
+        it had read the text. Absent: nothing is watched. Only for verifiers that name local_strategies.
         """
 
     def __init__(
@@ -155,19 +185,25 @@ class LocalDraft(_message.Message):
 
     STRATEGY_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    INSTEAD_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
     """One of the verifier's local_strategies."""
     num_draft_tokens: _builtins.int
     """Most draft tokens in a round, 1 to the session's max_draft_tokens."""
+    instead: _builtins.str
+    """Another of the local_strategies, by which a verifier drafts whose head (`strategy`) is in quarantine. Empty: its
+    rounds are plain then.
+    """
     def __init__(
         self,
         *,
         strategy: _builtins.str = ...,
         num_draft_tokens: _builtins.int = ...,
+        instead: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_draft_tokens", b"num_draft_tokens", "strategy", b"strategy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instead", b"instead", "num_draft_tokens", b"num_draft_tokens", "strategy", b"strategy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -470,6 +506,7 @@ class DrafterHello(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.int
     """Id of the drafter's process, the same as in its leases."""
     @_builtins.property
@@ -482,20 +519,165 @@ class DrafterHello(_message.Message):
         genuine counts as absent.
         """
 
+    @_builtins.property
+    def features(self) -> Global___FeatureSource:
+        """Set by a drafter whose head reads features of the target. FAILED_PRECONDITION if the verifier keeps those of
+        another head. Only for verifiers with the capability "features".
+        """
+
     def __init__(
         self,
         *,
         model: _model_pb2.ModelDescription | None = ...,
         instance_id: _builtins.int = ...,
         identity: Global___DrafterIdentity | None = ...,
+        features: Global___FeatureSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "identity", b"identity", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "instance_id", b"instance_id", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "identity", b"identity", "instance_id", b"instance_id", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrafterHello: _TypeAlias = DrafterHello  # noqa: Y015
+
+@_typing.final
+class FeatureSource(_message.Message):
+    """Which features a drafter needs: what the first layer of its head makes of the target's hidden states."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ENCODING_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.bytes
+    """SHA-256 of that layer and of where it reads, 32 bytes: the verifier must have the same."""
+    encoding: Global___FeatureEncoding.ValueType
+    """How they are to be sent."""
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.bytes = ...,
+        encoding: Global___FeatureEncoding.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoding", b"encoding", "fingerprint", b"fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FeatureSource: _TypeAlias = FeatureSource  # noqa: Y015
+
+@_typing.final
+class FeatureRequest(_message.Message):
+    """Asks for features of a session's committed tokens. Ignored if the session is not open here, or the permit is not its
+    drafter's.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PERMIT_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.int
+    """The session."""
+    epoch: _builtins.int
+    """Its epoch."""
+    limit: _builtins.int
+    """Positions before this one are asked for, and no others until another request raises the limit."""
+    first_position: _builtins.int
+    """Where to begin. Absent: behind those that were sent."""
+    @_builtins.property
+    def permit(self) -> _session_pb2.DraftPermit:
+        """The session's permit for this drafter, which need not have sent a block yet."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        permit: _session_pb2.DraftPermit | None = ...,
+        limit: _builtins.int = ...,
+        first_position: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_position", b"_first_position", "first_position", b"first_position", "permit", b"permit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_position", b"_first_position", "epoch", b"epoch", "first_position", b"first_position", "limit", b"limit", "permit", b"permit", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__first_position: _TypeAlias = _typing.Literal["first_position"]  # noqa: Y015
+    _WhichOneofArgType__first_position: _TypeAlias = _typing.Literal["_first_position", b"_first_position"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_position) -> _WhichOneofReturnType__first_position | None: ...
+
+Global___FeatureRequest: _TypeAlias = FeatureRequest  # noqa: Y015
+
+@_typing.final
+class FeatureRequests(_message.Message):
+    """Requests of features."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___FeatureRequest]:
+        """At most 256, or as many as the verifier has room for sessions if that is more; it ends the stream of a drafter that
+        sends more.
+        """
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___FeatureRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FeatureRequests: _TypeAlias = FeatureRequests  # noqa: Y015
+
+@_typing.final
+class SessionFeatures(_message.Message):
+    """Features of consecutive committed tokens of one session. All numbers are little-endian."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    NUM_POSITIONS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    SCALES_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.int
+    """The session."""
+    epoch: _builtins.int
+    """Its epoch."""
+    first_position: _builtins.int
+    """Position in the text of the first of the tokens."""
+    num_positions: _builtins.int
+    """Tokens, at least 1."""
+    rows: _builtins.bytes
+    """[num_positions, width of the head], row-major, in the encoding that the drafter's hello names."""
+    scales: _builtins.bytes
+    """float32 [num_positions], if the encoding has scales: a row is its numbers times its scale."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        first_position: _builtins.int = ...,
+        num_positions: _builtins.int = ...,
+        rows: _builtins.bytes = ...,
+        scales: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_position", b"first_position", "num_positions", b"num_positions", "rows", b"rows", "scales", b"scales", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionFeatures: _TypeAlias = SessionFeatures  # noqa: Y015
 
 @_typing.final
 class DraftBlocks(_message.Message):
@@ -531,6 +713,7 @@ class PushDraftBlocksRequest(_message.Message):
 
     HELLO_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    FEATURE_REQUESTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___DrafterHello:
         """Introduces the drafter. Sent once, first."""
@@ -539,17 +722,22 @@ class PushDraftBlocksRequest(_message.Message):
     def blocks(self) -> Global___DraftBlocks:
         """Blocks to verify."""
 
+    @_builtins.property
+    def feature_requests(self) -> Global___FeatureRequests:
+        """Features that the drafter's head needs. Only from drafters whose hello has `features`."""
+
     def __init__(
         self,
         *,
         hello: Global___DrafterHello | None = ...,
         blocks: Global___DraftBlocks | None = ...,
+        feature_requests: Global___FeatureRequests | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "feature_requests", b"feature_requests", "hello", b"hello", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "feature_requests", b"feature_requests", "hello", b"hello", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "blocks"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "blocks", "feature_requests"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -617,6 +805,7 @@ class PushDraftBlocksResponse(_message.Message):
 
     WELCOME_FIELD_NUMBER: _builtins.int
     OUTCOMES_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> _model_pb2.ModelDescription:
@@ -627,6 +816,10 @@ class PushDraftBlocksResponse(_message.Message):
         """Of sessions that hold blocks. Only for drafters with the capability "draft_ahead"."""
 
     @_builtins.property
+    def features(self) -> Global___SessionFeatures:
+        """As requested, as soon as the target has read the tokens. Positions of a session come in order."""
+
+    @_builtins.property
     def identity(self) -> Global___DrafterIdentity:
         """With the welcome: what the verifier knows the drafter by. To be shown when it connects again."""
 
@@ -635,13 +828,14 @@ class PushDraftBlocksResponse(_message.Message):
         *,
         welcome: _model_pb2.ModelDescription | None = ...,
         outcomes: Global___RoundOutcomes | None = ...,
+        features: Global___SessionFeatures | None = ...,
         identity: Global___DrafterIdentity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "message", b"message", "outcomes", b"outcomes", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "identity", b"identity", "message", b"message", "outcomes", b"outcomes", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "message", b"message", "outcomes", b"outcomes", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "identity", b"identity", "message", b"message", "outcomes", b"outcomes", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "outcomes"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "outcomes", "features"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -74,7 +74,8 @@ class VerifierServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PushDraftBlocks(self, request_iterator, context):
-        """A drafter's stream. The first request is a hello; then blocks, for any session of any gateway.
+        """A drafter's stream. The first request is a hello; then blocks, and requests of features, for any session of any
+        gateway.
         FAILED_PRECONDITION: the drafter's vocabulary is different, or the first message is not a hello. PERMISSION_DENIED:
         the certificate has another role.
         """

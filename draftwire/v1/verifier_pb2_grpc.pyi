@@ -43,7 +43,8 @@ class VerifierServiceStub:
     PERMISSION_DENIED: the certificate has another role than a gateway's.
     """
     PushDraftBlocks: _grpc.StreamStreamMultiCallable[_verifier_pb2.PushDraftBlocksRequest, _verifier_pb2.PushDraftBlocksResponse]
-    """A drafter's stream. The first request is a hello; then blocks, for any session of any gateway.
+    """A drafter's stream. The first request is a hello; then blocks, and requests of features, for any session of any
+    gateway.
     FAILED_PRECONDITION: the drafter's vocabulary is different, or the first message is not a hello. PERMISSION_DENIED:
     the certificate has another role.
     """
@@ -63,7 +64,8 @@ class VerifierServiceAsyncStub(VerifierServiceStub):
     PERMISSION_DENIED: the certificate has another role than a gateway's.
     """
     PushDraftBlocks: _aio.StreamStreamMultiCallable[_verifier_pb2.PushDraftBlocksRequest, _verifier_pb2.PushDraftBlocksResponse]  # type: ignore[assignment]
-    """A drafter's stream. The first request is a hello; then blocks, for any session of any gateway.
+    """A drafter's stream. The first request is a hello; then blocks, and requests of features, for any session of any
+    gateway.
     FAILED_PRECONDITION: the drafter's vocabulary is different, or the first message is not a hello. PERMISSION_DENIED:
     the certificate has another role.
     """
@@ -98,7 +100,8 @@ class VerifierServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_verifier_pb2.PushDraftBlocksRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_verifier_pb2.PushDraftBlocksResponse], _abc.AsyncIterator[_verifier_pb2.PushDraftBlocksResponse]]:
-        """A drafter's stream. The first request is a hello; then blocks, for any session of any gateway.
+        """A drafter's stream. The first request is a hello; then blocks, and requests of features, for any session of any
+        gateway.
         FAILED_PRECONDITION: the drafter's vocabulary is different, or the first message is not a hello. PERMISSION_DENIED:
         the certificate has another role.
         """

@@ -1,4 +1,4 @@
-"""A head inside a verifier, through the services: laws, coupled texts, forms, names and metrics."""
+"""Heads inside a verifier and away from it, through the services: laws, coupled texts, names, metrics and losses."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,24 +19,44 @@ ALPHA = 1e-6
 SAMPLES = 300
 
 
-def head_options(target: Path, head: Path, **gateway: object) -> dict[str, dict[str, object]]:
-    """Returns the options of a stack without a drafter, whose verifier has a head."""
+REMOTE = "remote"
+"""An EAGLE-3 head that is served by a drafter."""
+
+
+def head_options(target: Path, head: Path, kind: str) -> dict[str, dict[str, object]]:
+    """Returns the options of a stack with a head, in the verifier or in the drafter."""
     options = stack_options(target, target)
+    if kind == REMOTE:
+        options["verifier"]["feature_head"] = options["drafter"]["head"] = str(head)
+        options["drafter"] |= {"strategy": EAGLE3, "feature_window": 8}
+        return options
     del options["drafter"]
     options["verifier"]["draft_head"] = str(head)
-    options["gateway"] |= {"local_drafts": "auto", **gateway}
+    options["gateway"]["local_drafts"] = "auto"
     return options
 
 
-@pytest.fixture(scope="module", params=[EAGLE3, pytest.param(MEDUSA, marks=pytest.mark.slow)])
+KINDS = [
+    EAGLE3,
+    REMOTE,
+    pytest.param(MEDUSA, marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def stack(pair: tuple[Path, Path], kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessStack]:
-    head = save_tiny_head(tmp_path_factory.mktemp("head") / kind, pair[0], kind)
-    with InProcessStack(head_options(pair[0], head)) as running:
+def head(pair: tuple[Path, Path], kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    of_kind = EAGLE3 if kind == REMOTE else kind
+    return save_tiny_head(tmp_path_factory.mktemp("head") / of_kind, pair[0], of_kind)
+
+
+@pytest.fixture(scope="module")
+def stack(pair: tuple[Path, Path], kind: str, head: Path) -> Iterator[InProcessStack]:
+    with InProcessStack(head_options(pair[0], head, kind)) as running:
         yield running
 
 
@@ -49,10 +69,11 @@ def law(pair: tuple[Path, Path]) -> dict[tuple[int, ...], float]:
     "rule", ["block", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("token", "coupled"))]
 )
 def test_text_that_the_head_drafts_for_follows_the_law_of_the_target(
-    stack: InProcessStack, law: dict[tuple[int, ...], float], rule: str
+    stack: InProcessStack, kind: str, law: dict[tuple[int, ...], float], rule: str
 ) -> None:
     """Beside each other. False alarm: 1e-6, by chi-square."""
-    result = compare(rule, list(draw_completions(stack.address, rule, SamplingParams(), range(SAMPLES))), law)
+    seeds = range(SAMPLES // 2 if kind == REMOTE else SAMPLES)
+    result = compare(rule, list(draw_completions(stack.address, rule, SamplingParams(), seeds)), law)
     assert result.share_of_rounds_with_draft > 0.3
     assert 0.05 < result.acceptance_rate < 0.95
     assert result.p_value > ALPHA, result
@@ -72,6 +93,14 @@ def test_text_of_a_seed_is_the_same_under_coupled_with_the_head_and_without(stac
 
 
 def test_head_has_a_name_that_requests_may_say_and_metrics_show(stack: InProcessStack, kind: str) -> None:
+    if kind == REMOTE:
+        with Client(stack.address) as client:
+            assert list(client.server().drafter_names) == [EAGLE3], "the folder's name"
+            drawn = client.generate(PROMPT, max_tokens=20, ignore_eos=True, drafter=EAGLE3, num_speculative_tokens=3)
+        assert drawn.statistics.num_draft_tokens > 0
+        assert read_metric(stack, "verifier", "feature_bytes") > 0
+        assert read_metric(stack, "verifier", "audit_draft_tokens", f'model_name="{EAGLE3}",span="total"') > 0
+        return
     with Client(stack.address) as client:
         assert list(client.server().drafter_names) == [kind, "suffix", "lookup"]
         drawn = client.generate(PROMPT, max_tokens=20, ignore_eos=True, drafter=kind, num_speculative_tokens=3)
@@ -82,3 +111,32 @@ def test_head_has_a_name_that_requests_may_say_and_metrics_show(stack: InProcess
         assert read_metric(stack, "verifier", name, f'strategy="{kind}"') > 0
     assert read_metric(stack, "verifier", "head_draft_seconds_count") > 0
     assert read_metric(stack, "verifier", "audit_draft_tokens", f'model_name="{kind}",span="total"') > 0
+
+
+def test_lost_drafter_is_followed_by_another_that_is_sent_the_features_again(
+    pair: tuple[Path, Path], kind: str, head: Path
+) -> None:
+    """From the target's cache: its session stays open, so that no prompt is read again."""
+    if kind != REMOTE:
+        pytest.skip("nothing is sent to a head beside the target")
+    options = head_options(pair[0], head, kind)
+    del options["gateway"]
+    with InProcessStack(options) as running, InProcessStack({"drafter": options["drafter"]}) as spare:
+        drafters = {"first": running, "second": spare}
+        peers = {name: f"127.0.0.1:{running.services[name].port}" for name in ("verifier", "drafter")}
+        peers["drafter"] += f",127.0.0.1:{spare.services['drafter'].port}"
+        gateway = {"speculation": "fixed", "local_drafts": "none", "num_speculative_tokens": 3, **peers}
+        with InProcessStack({"gateway": gateway}) as front, Client(front.address) as client:
+            stream = client.stream(PROMPT, max_tokens=40, ignore_eos=True, drafter=EAGLE3)
+            for _ in stream:
+                sent = {name: read_metric(one, "drafter", "blocks_sent") for name, one in drafters.items()}
+                busy = max(sent, key=lambda name: sent[name])
+                if len(drafters) == 2 and sent[busy] >= 2:
+                    drafters.pop(busy).kill("drafter")
+            (left,) = drafters.values()
+            assert read_metric(left, "drafter", "blocks_sent") > 0, "the other one has gone on"
+            queried = read_metric(running, "verifier", "prefix_cache_queries")
+    done = stream.completion.statistics
+    assert (done.num_drafters_lost, done.num_verifiers_lost) == (1, 0)
+    assert len(stream.completion.token_ids) == 40
+    assert queried == len(PROMPT), "its prompt was read once"

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import grpc
@@ -34,6 +35,7 @@ from draftwire.cli.local_stack import LocalStack
 from draftwire.client import Client, Completion
 from draftwire.errors import UnavailableError
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
+from tests.tiny_heads import EAGLE3, save_tiny_head
 
 ALPHA = 1e-6
 """Probability of a false alarm of each test. Seeds are fixed, but block borders depend on timing."""
@@ -57,7 +59,11 @@ LATE_ROUNDS = 'rounds_total{kind="plain",reason="late"}'
 
 @dataclass
 class Rig:
-    """Two verifiers, two drafters and two gateways, which reach each other through relays. A context manager."""
+    """Two verifiers, two drafters and two gateways, which reach each other through relays. A context manager.
+
+    The verifiers have a head each, which drafts where no drafter does; one of the drafters has a model, and the other
+    the verifiers' head, which they feed.
+    """
 
     pair: tuple[Path, Path]
     relays: dict[str, list[Relay]] = field(default_factory=dict)
@@ -75,9 +81,16 @@ class Rig:
                 listeners = [taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2 * REPLICAS)]
                 relays = [exits.enter_context(Relay(one.getsockname()[1])) for one in listeners]
                 ports = [one.getsockname()[1] for one in listeners]
+            head = save_tiny_head(Path(exits.enter_context(TemporaryDirectory())) / "head", self.pair[0])
+            own: list[dict[str, object]] = [
+                {"model": self.pair[0], "draft_head": head},
+                {"model": self.pair[1]},
+                {"model": self.pair[0], "draft_head": head},
+                {"model": self.pair[0], "head": head, "strategy": EAGLE3, "feature_window": 8},
+            ]
             for number, (port, relay) in enumerate(zip(ports, relays, strict=True)):
-                kind, model = MODELS[number % 2], self.pair[number % 2]
-                stack = LocalStack({kind: {"model": model, "threads": 1, "port": port, **KEEPALIVE}})
+                kind = MODELS[number % 2]
+                stack = LocalStack({kind: {**own[number], "threads": 1, "port": port, **KEEPALIVE}})
                 exits.callback(stack.stop)
                 starting.append(pool.submit(stack.start))
                 self.stacks.setdefault(kind, []).append(stack)
@@ -234,6 +247,10 @@ def test_law_holds_while_links_are_cut_and_drafters_pause(rig: Rig, law: Tensor,
     assert hits >= 0.2 * len(completions)
     assert moved >= 1
     assert num_drafts > 0.01 * sum(one.num_rounds for one in numbers), "drafters took part"
+    by_head = f'strategy="{EAGLE3}"'
+    verifiers = rig.stacks["verifier"]
+    assert sum(read_metric(one, "verifier", "local_draft_tokens", by_head) for one in verifiers) > 0, "so did heads"
+    assert sum(read_metric(one, "verifier", "feature_bytes") for one in verifiers) > 0, "and the one that is fed"
     assert smallest_p_value([completion.token_ids for completion in completions], law) > ALPHA
 
 

@@ -14,7 +14,8 @@ from draftwire_gateway.peers.discovery import Endpoint, SourceStatus
 
 RETRY_SECONDS = 0.5
 
-_ports = count(1)
+_ports = count(1000)
+"""Of as many digits each: sources sort addresses."""
 
 
 @dataclass

@@ -58,6 +58,23 @@ def test_drafting_breaks_even_where_the_best_length_is_as_fast_as_plain_decoding
     assert 1.0 + two + two**2 == pytest.approx(1.3), "one token alone would need 1 + a = 1.25"
 
 
+def test_prompts_and_waits_count_in_rates_and_in_no_round() -> None:
+    """Of plain decoding four fifths of a session's time are rounds, and of drafts half."""
+    load = load_of(0.5, 0)
+    for estimate in load.estimates:
+        estimate.session_share = 0.5 if estimate.num_draft_tokens else 0.8
+    text = shown(ExplainSpeculationResponse(is_adaptive=True, choices=[choice_of(load)]), 1)
+    (plain, one) = (row for line in text.splitlines() if (row := line.replace("* ", "").split())[:1] in (["0"], ["1"]))
+    assert plain[1:4] == ["1.00", "10.00", "80.0"]
+    assert one[1:4] == ["1.50", "14.00", "53.6"]
+    assert "a plain round 10.00 ms" in text
+    assert break_even_acceptance(load) == pytest.approx(0.845362, abs=1e-6), "(1 + a + a^2) / 32 ms = 1 / 12.5 ms"
+    allowed = load_of(1.0, 0)
+    for estimate in allowed.estimates:
+        estimate.session_share = load.estimates[estimate.num_draft_tokens].session_share
+    assert break_even_token_s(allowed, 1) == pytest.approx(2.0 * 0.0125 * 0.5 - 0.012)
+
+
 def test_nothing_breaks_even_where_no_acceptance_or_time_is_enough() -> None:
     assert break_even_acceptance(load_of(0.1, 0, token_s=1.0)) is None
     assert break_even_token_s(load_of(0.1, 0), 1) is None, "12 ms without the draft, for 1.1 tokens of 10 ms"

@@ -82,6 +82,15 @@ def test_defaults_are_those_of_the_page() -> None:
     assert FakeStack.made.start_timeout_s is None, "models may take as long as they need"
 
 
+def test_head_drafts_in_the_place_of_a_drafter_unless_one_is_named() -> None:
+    assert options("--draft-head", "h")["verifier"]["draft_head"] == "h"
+    assert "drafter" in FakeStack.made.options
+    assert CliRunner().invoke(app, ["up", "--target", "t", "--draft-head", "h"]).exit_code == 0
+    assert FakeStack.made.options["verifier"]["draft_head"] == "h"
+    assert "drafter" not in FakeStack.made.options
+    assert "draft_head" not in options()["verifier"]
+
+
 def test_no_default_is_stronger_than_a_variable() -> None:
     """Whatever `up` passes to a service, bar the models, which are said by options here."""
     for service, name in [(service, name) for service, made in options().items() for name in made if name != "model"]:

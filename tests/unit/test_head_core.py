@@ -19,6 +19,7 @@ from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire_verifier.config import HeadSettings, TargetEngineSettings, VerifierConfig
 from draftwire_verifier.core import VerifierCore
 from draftwire_verifier.scheduler import TargetSession
+from tests.dishonest_drafter import argmax
 
 TOKENS = ["a", "b", "ab", "c", "<e>"]
 STOP = 4
@@ -121,6 +122,38 @@ async def test_head_that_draws_from_something_else_than_it_declares_is_not_asked
         verdicts = decide(core)
     assert [verdict.num_draft_tokens for verdict in verdicts] == [3, 0]
     assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["verifier.drafter_quarantined"]
+    monkeypatch.undo()
+    session.committed.append([2, 2, 2, 2])
+    core.run_plain(PlainRun(session.fence, 3, LocalDraft(EAGLE3, 3)))
+    assert {verdict.local_strategy for verdict in decide(core)} == {""}
+    session.committed.append([2, 2, 2, 2])
+    core.run_plain(PlainRun(session.fence, 1, LocalDraft(EAGLE3, 3, instead="suffix")))
+    (verdict,) = decide(core)
+    assert (verdict.local_strategy, verdict.num_draft_tokens) == ("suffix", 3), "what else it has goes on"
+    core.stop()
+
+
+@pytest.mark.parametrize("lies", [False, True])
+async def test_audit_finds_a_head_that_takes_the_likeliest_tokens_and_no_honest_one(
+    target: Path, heads: dict[str, Path], lies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As any drafter. An honest one is flagged in 1 of a million runs, and the seeds are fixed."""
+    core = VerifierCore(config_of(target, heads[EAGLE3], kv_cache_tokens=512))
+    await core.start()
+    if lies:
+        argmax(monkeypatch)
+    for batch in range(3):
+        keys = [bytes([8 * batch + number]) * 16 for number in range(8)]
+        sessions = [await open_session(core, session_id=key[0], verifying_key=key) for key in keys]
+        for session in sessions:
+            core.run_plain(PlainRun(session.fence, 40, LocalDraft(EAGLE3, 4)))
+        decide(core)
+        for session in sessions:
+            core._scheduler.close(*session.key)
+            core._engine.forget(session.key)
+    (record,) = core.drafters
+    assert record.audit.total.num_positions > 100
+    assert core._scheduler.is_head_trusted is not lies
     core.stop()
 
 
@@ -145,10 +178,12 @@ async def refused(config: VerifierConfig) -> str:
 
 
 async def test_head_for_another_target_and_a_target_without_hidden_states_are_refused_in_words(
-    tmp_path: Path, heads: dict[str, Path]
+    tmp_path: Path, heads: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = save_tiny_model(tmp_path / "other", 7)
-    assert "vocabulary of 5 tokens, and its target has 7" in await refused(config_of(other, heads[EAGLE3]))
+    with monkeypatch.context() as patched:  # before the target is loaded, which may take minutes
+        patched.setattr("draftwire_verifier.core.load_target", lambda *_: pytest.fail("the target was loaded"))
+        assert "vocabulary of 5 tokens, and its target has 7" in await refused(config_of(other, heads[EAGLE3]))
     assert "has no config.json" in await refused(config_of(other, tmp_path / "nothing"))
     scripted = VerifierConfig(ModelSettings("scripted:"), heads=HeadSettings(str(heads[EAGLE3])))
     assert "a scripted model has none" in await refused(scripted)

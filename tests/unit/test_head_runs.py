@@ -18,7 +18,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import KEY_BYTES, Role, derive_key, local_drafting_key
 from draftwire.method.randomness import uniforms
-from draftwire.method.rounds import LocalDraft, PlainRun, Verdict
+from draftwire.method.rounds import LocalDraft, PlainRun, Verdict, WatchedGuess
 from draftwire.method.token_source import TokenSource
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
@@ -322,7 +322,12 @@ def test_head_that_is_not_trusted_any_more_drafts_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("draft", "message"),
-    [(LocalDraft(HEAD, 0), "1 to 4"), (LocalDraft(HEAD, 5), "1 to 4"), (LocalDraft("medusa", 2), "nothing drafts by")],
+    [
+        (LocalDraft(HEAD, 0), "1 to 4"),
+        (LocalDraft(HEAD, 5), "1 to 4"),
+        (LocalDraft("medusa", 2), "nothing drafts by"),
+        (LocalDraft(HEAD, 2, instead="hydra"), "nothing drafts by"),
+    ],
 )
 def test_draft_that_the_head_cannot_make_is_refused(draft: LocalDraft, message: str) -> None:
     verifier = Verifier()
@@ -332,6 +337,36 @@ def test_draft_that_the_head_cannot_make_is_refused(draft: LocalDraft, message: 
     with pytest.raises(InvalidRequestError, match=message):
         verifier.open(2, watched=draft)
     assert verifier.scheduler.next_step() is None
+
+
+def test_rounds_in_which_the_head_has_nothing_are_reported_and_those_in_which_it_reads_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A gateway must not take the one for the other: a text that is long is no text for which the head fails."""
+    monkeypatch.setattr("draftwire.drafting.heads.head_drafter.READ_AT_ONCE", len(PROMPT) // 2)
+    verifier = Verifier()
+    watching, other = verifier.open(watched=LocalDraft(HEAD, 3)), verifier.open(2)
+    verifier.decide()
+    verifier.close(other)
+    verifier.run(watching, 3)
+    reading, _, drafted = verifier.decide()
+    assert (reading.num_draft_tokens, reading.watched) == (0, None)
+    assert (drafted.local_strategy, drafted.watched) == (HEAD, None)
+    state_of = verifier.head._state
+    monkeypatch.setattr(verifier.head, "_state", lambda *given: without_rows(state_of(*given)))
+    unwatched = verifier.opened(3, PROMPT[:2])
+    for session in (watching, unwatched):
+        verifier.run(session, 1)
+    (lacking, untold) = verifier.decide()
+    assert (lacking.num_draft_tokens, lacking.watched) == (0, WatchedGuess(False))
+    assert (untold.num_draft_tokens, untold.watched) == (0, None), "which asked for nothing"
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(verifier.head, "read", fail)
+    verifier.run(watching, 1)
+    assert [verdict.watched for verdict in verifier.decide()] == [WatchedGuess(False)]
 
 
 def test_what_a_head_would_have_drafted_is_not_watched() -> None:

@@ -150,7 +150,7 @@ def test_what_cannot_be_trained_is_refused(target: Path, tmp_path: Path) -> None
 
 def test_shape_is_that_of_the_targets_layers(target: Path) -> None:
     shape = head_shape(HeadRecipe(HeadKind.EAGLE3, 1), LlamaConfig.from_pretrained(target))
-    assert shape.config == HeadConfig(HeadKind.EAGLE3, (1, 2), 16, 4, 16, VOCAB, VOCAB)
+    assert shape.config == HeadConfig(HeadKind.EAGLE3, (1, 2), 16, 16, VOCAB, VOCAB)
     assert (shape.layers.num_hidden_layers, shape.layers.head_dim) == (1, 8)
 
 

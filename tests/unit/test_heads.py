@@ -317,6 +317,12 @@ def with_tensor(name: str, tensor: Tensor) -> Callable[[Checkpoint], None]:
         (with_tensor("d2t", torch.zeros(9, dtype=torch.int64)), "name different tokens"),
         (with_tensor("d2t", torch.full((9,), 20)), "does not name 9 different tokens"),
         (with_tensor("midlayer.extra", torch.zeros(1)), "layers.0.extra, which heads of its kind do not have"),
+        (with_tensor("lm_head.bias", torch.zeros(9)), "lm_head.bias, which heads of its kind do not have"),
+        (with_tensor("norm.bias", torch.zeros(16)), "norm.bias, which heads of its kind do not have"),
+        (with_tensor("midlayer.mlp.up_proj.bias", torch.zeros(24)), "mlp.up_proj.bias, and lacks .*mlp.gate_proj.bias"),
+        (with_tensor("fc.bias", torch.zeros(4)), "fc.bias of .* is 4, not 16"),
+        (with_config(attention_bias=True), "lacks layers.0.self_attn.k_proj.bias, .* and more"),
+        (with_config(mlp_bias=True), "lacks layers.0.mlp.down_proj.bias"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_words(
@@ -365,7 +371,7 @@ def test_full_cache_leaves_the_sequences_as_they_were(target: Path, tmp_path: Pa
 PUBLISHED = {
     "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": (
         {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
-        TargetFacts(4096, 32, 128256, 1e-5),
+        TargetFacts(4096, 32, 128256, 1e-5, 131072),
         (2, 16, 29),
         8192,
     ),
@@ -377,7 +383,7 @@ PUBLISHED = {
             "num_attention_heads": 48,
             "num_key_value_heads": 8,
         },
-        TargetFacts(8192, 80, 128256, 1e-5),
+        TargetFacts(8192, 80, 128256, 1e-5, 131072),
         (2, 40, 77),
         12288,
     ),

@@ -216,6 +216,14 @@ def test_longer_texts_are_not_watched_since_they_take_too_much_memory(monkeypatc
     assert told == [WatchedGuess(True, 1), WatchedGuess(True, 1), None]
     assert session.local is not None
     assert session.local.text.length == len(REPEATING) + 1
+    run(scheduler, session, 1)
+    step, block = local(scheduler)
+    assert block is not None
+    decide(scheduler, step, [9])
+    run(scheduler, session, 1)
+    step, block = local(scheduler)
+    assert block is None
+    assert decide(scheduler, step, [9]).watched == WatchedGuess(False), "it is read anyway where drafts are asked for"
 
 
 @pytest.mark.parametrize("watched", [LocalDraft("clairvoyance", 3), LocalDraft("suffix", 0), LocalDraft("suffix", 4)])
@@ -229,7 +237,7 @@ def test_what_is_watched_survives_the_wire(watched: WatchedGuess | None) -> None
     verdict = Verdict(first_fence(), [1, 2], 1, 1, TokenSource.BONUS, 0, watched=watched)
     sent = messages.verdict_to_proto(verdict).SerializeToString()
     assert messages.verdict_from_proto(session_pb2.Verdict.FromString(sent)) == verdict
-    spec = make_spec(watched=None if watched is None else LocalDraft("suffix", 3))
+    spec = make_spec(watched=None if watched is None else LocalDraft("eagle3", 3, instead="suffix"))
     opening = messages.target_spec_to_proto(spec, 1).SerializeToString()
     assert messages.target_spec_from_proto(verifier_pb2.OpenTargetSessionRequest.FromString(opening)) == spec
 

@@ -45,7 +45,7 @@ async def test_verifier_with_a_head_is_asked_to_draft_by_it_alone(head: str) -> 
     both = local_strategies("auto")
     one = seated(num_speculative_tokens=3, strategies=(head, "suffix", "lookup"), local_strategies=both)
     one.seat.seek(one.target)
-    assert one.seat.run(32, 2).draft == LocalDraft(head, 3)
+    assert one.seat.run(32, 2).draft == LocalDraft(head, 3, instead="suffix"), "unless it is in quarantine"
     one = seated(num_speculative_tokens=3, strategies=("suffix", "lookup"), local_strategies=both)
     one.seat.seek(one.target)
     assert one.seat.run(32, 2).draft == LocalDraft("suffix", 3), "without one by what it can"
@@ -120,12 +120,13 @@ def verdict(num_draft_tokens: int, rounds_left: int, strategy: str) -> Verdict:
         (verdict(4, 4, "suffix"), False),
         (verdict(3, 5, "suffix"), False),
         (verdict(3, 4, ""), False),
-        (verdict(3, 4, "lookup"), False),
+        (verdict(3, 4, "lookup"), True),
+        (verdict(3, 4, "retrieval"), False),
     ],
 )
 def test_verdict_of_a_local_round_is_of_what_was_asked_for(given: Verdict, is_right: bool) -> None:
     expected = ExpectedVerdict(make_generation(max_tokens=20))
-    expected.request_plain(5, LocalDraft("suffix", 3))
+    expected.request_plain(5, LocalDraft("suffix", 3, instead="lookup"))
     if is_right:
         expected.check(given, 100)
         return
@@ -160,12 +161,13 @@ def test_watched_guess_is_of_the_rounds_tokens_and_was_asked_for(
 async def test_verifier_is_asked_to_watch_what_it_could_draft_where_that_is_chosen() -> None:
     for adapts_length, strategies, watched in (
         (True, ("suffix",), LocalDraft("suffix", 8)),
+        (True, ("eagle3", "suffix"), LocalDraft("eagle3", 8, instead="suffix")),
         (True, (), None),
         (False, ("suffix",), None),
     ):
         target = FakeTarget(accepts=[2] * 40)
         target.description = replace(target.description, local_strategies=strategies)
-        changes = {"local_strategies": ("suffix",), "num_speculative_tokens": 8, "max_tokens": 30}
+        changes = {"local_strategies": ("eagle3", "suffix"), "num_speculative_tokens": 8, "max_tokens": 30}
         loop = make_loop(target, [FakeDrafter(target)], pairs=Pairs(16, 4), adapts_length=adapts_length, **changes)
         (await collect(loop)).assert_whole(30)
         assert target.spec.watched == watched
@@ -207,6 +209,25 @@ def test_what_was_not_guessed_counts_as_not_accepted() -> None:
     (load,) = chooser.explain(DraftSource.VERIFIER).loads
     assert load.estimates[4].tokens_per_round == pytest.approx(2.0, abs=0.2)
     assert chooser.explain(DraftSource.VERIFIER).survival[3] == pytest.approx(0.25, abs=0.06)
+
+
+def test_rounds_in_which_a_head_still_reads_are_no_rounds_of_its_drafts() -> None:
+    """Neither their time nor their tokens: else a long prompt would make the head look slow and wrong."""
+    chooser = PairChooser(8, 4, (DraftSource.VERIFIER,))
+    session = SessionLength(chooser)
+    now = 0.0
+    for number in range(60):
+        session.next_own_length(number, 100, now)
+        is_reading = number < 20
+        took_s = 0.05 if is_reading else 0.01
+        told = {"why_plain": WhyPlain.NO_GUESS} if is_reading else {"local_strategy": "eagle3"}
+        session.observe(round_times(number, now, now + took_s, *((0, 0) if is_reading else (4, 4)), **told))
+        now += took_s
+        if is_reading:
+            assert chooser.window(now).num_rounds == 0
+    known = chooser.acceptance[DraftSource.VERIFIER]
+    assert known.num_rounds == known.num_drafts > 10
+    assert known.share == 1.0
 
 
 def test_text_in_which_nothing_repeats_yet_is_no_surprise() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from gateway_fakes import describe, run, timed
 from link_fakes import FakeLink, FakePeer, ListedSource
+from structlog.testing import capture_logs
 
 from draftwire.errors import InvalidRequestError, ModelMismatchError, UnavailableError
 from draftwire.requests.rules import RuleFacts
@@ -106,6 +107,19 @@ def test_service_that_left_serves_nothing_new() -> None:
     assert list(pool.targets()) == [staying]
     assert not pool.drafters_for(staying, ())  # type: ignore[arg-type]
     assert pool.connected_drafters == []
+
+
+@pytest.mark.parametrize(("wanted", "missing"), [((), []), (("suffix",), []), (("eagle3", "suffix"), ["eagle3"])])
+async def test_verifier_that_cannot_draft_by_itself_as_configured_is_named_in_the_log(
+    wanted: tuple[str, ...], missing: list[str]
+) -> None:
+    link = FakeLink()
+    pool = Pool(make_roster("verifier", [link]), make_roster("drafter", []), LARGEST_BYTES, 0, "block", wanted)
+    model = replace(link.peer.model, local_strategies=("suffix", "lookup"))
+    with capture_logs() as logs:
+        await pool._check(link, model)  # type: ignore[arg-type]
+    found = [entry for entry in logs if entry["event"] == "gateway.local_drafts_missing"]
+    assert [entry["missing"] for entry in found] == ([missing] if missing else [])
 
 
 # Who is met

@@ -37,8 +37,6 @@ class HeadConfig:
     layers means the output of the last one, before the final norm."""
     target_hidden_size: int
     """Width of the target's hidden states."""
-    target_layers: int
-    """Decoder layers of the target."""
     hidden_size: int
     """Width of the fused features."""
     vocab_size: int
@@ -93,6 +91,24 @@ class HeadState:
             carried=self.carried.index_select(0, index),
             logits=self.logits[:0],
         )
+
+
+class FeatureUser(Protocol):
+    """What reads features of a target: a head beside it, or one elsewhere."""
+
+    @property
+    def config(self) -> HeadConfig:
+        """What is to be known of it."""
+
+    @property
+    def token_bytes(self) -> int:
+        """What it stores of a token beside the target, bytes."""
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Makes features as narrow as the head; see `DraftHead.fuse`."""
+
+    def resize(self, cache_tokens: int) -> None:
+        """Gives its cache, if it has one, another size; see `DraftHead.resize`."""
 
 
 class DraftHead(Protocol):

@@ -16,8 +16,18 @@ from torch.nn.functional import embedding, silu
 
 from draftwire.drafting.heads.draft_head import HeadState, PairReading
 from draftwire.drafting.heads.head_names import HeadKind
-from draftwire.drafting.heads.head_parts import DraftIds, HeadCache
-from draftwire.drafting.heads.head_shape import DRAFT_IDS, EMBEDDING, OUTPUT, TARGET_NORM, HeadShape, Tensors
+from draftwire.drafting.heads.head_parts import DraftIds, Fusion, HeadCache
+from draftwire.drafting.heads.head_shape import (
+    DRAFT_IDS,
+    EMBEDDING,
+    FUSING,
+    FUSING_BIAS,
+    GATE_UP,
+    OUTPUT,
+    QUERIES_KEYS_VALUES,
+    HeadShape,
+    Tensors,
+)
 from draftwire.method.devices import upload
 from draftwire.models.cached_model import appended
 from draftwire.models.kv_cache import CachedSequence
@@ -28,30 +38,28 @@ from draftwire.models.linear import STREAMED_BYTES, Linear
 from draftwire.models.packing import Segment, pack
 from draftwire.models.paged_attention import AttentionShape, PackedStep
 
-LEAST_ROTATIONS = 256
-"""Positions that rotations are computed for at once, at least."""
-
 
 class RotationTable:
-    """Rotary position embeddings, computed once for each position."""
+    """Rotary position embeddings of all positions, computed before the first step."""
 
-    def __init__(self, frequencies: Tensor, scale: float, like: Tensor) -> None:
-        """Takes `[head_dim / 2]` angles of a step in radians, a factor, and a tensor of the model's type and device."""
-        self._frequencies, self._scale = frequencies.to(like.device, torch.float64), scale
-        self._rows = like.new_empty(0, 1, 4 * len(frequencies))
+    def __init__(self, frequencies: Tensor, scale: float, count: int, like: Tensor) -> None:
+        """Computes the table.
 
-    def at(self, positions: Tensor, most: int) -> Rotation:
-        """Returns the rotations at `[tokens] int64` positions, all below `most`."""
-        if most > len(self._rows):
-            self._grow(max(LEAST_ROTATIONS, 2 * most))
+        Args:
+            frequencies: `[head_dim / 2]`, angles of a step, radians.
+            scale: of the cosines and sines.
+            count: positions.
+            like: a tensor of the model's type and device.
+        """
+        positions = torch.arange(count, device=like.device, dtype=torch.float64)
+        angles = positions.unsqueeze(-1) * frequencies.to(like.device, torch.float64)
+        cosines, sines = (angles.cos() * scale).to(like.dtype), (angles.sin() * scale).to(like.dtype)
+        self._rows = torch.cat([cosines, cosines, -sines, sines], -1).unsqueeze(1)
+
+    def at(self, positions: Tensor) -> Rotation:
+        """Returns the rotations at `[tokens] int64` positions, all below `count`."""
         cosines, sines = self._rows.index_select(0, positions).chunk(2, dim=-1)
         return Rotation(cosines, sines)
-
-    def _grow(self, count: int) -> None:
-        positions = torch.arange(count, device=self._rows.device, dtype=torch.float64)
-        angles = positions.unsqueeze(-1) * self._frequencies
-        cosines, sines = angles.cos() * self._scale, angles.sin() * self._scale
-        self._rows = torch.cat([cosines, cosines, -sines, sines], -1).to(self._rows.dtype).unsqueeze(1)
 
 
 class EagleHead(HeadCache):
@@ -69,15 +77,14 @@ class EagleHead(HeadCache):
         self._is_eagle3 = shape.config.kind is HeadKind.EAGLE3
         layers = shape.layers
         epsilon = float(layers.rms_norm_eps)
-        self.device, self.dtype = tensors["fc.weight"].device, tensors["fc.weight"].dtype
+        self.device, self.dtype = tensors[FUSING].device, tensors[FUSING].dtype
         streamed = sum(tensor.nbytes for name, tensor in tensors.items() if name != EMBEDDING) > STREAMED_BYTES
         self._embedding = tensors[EMBEDDING]
-        self._fusion = Linear(tensors["fc.weight"], tensors.get("fc.bias"), streamed=streamed)
-        self._fusion_norm = Norm(tensors["input_norm.weight"], epsilon) if shape.norm_before_fusion else None
+        self._fused = Fusion(shape, tensors, streamed)
         self._norm_before_residual = shape.norm_before_residual
         first = "layers.0."
         self._hidden_norm: Norm | None = None
-        self._target_norm: Norm | None = None
+        self._joining: Linear | None = None
         self._norm: Norm | None = None
         if self._is_eagle3:
             # Nothing else reads the embeddings, so that they are normalised once and for all.
@@ -85,14 +92,15 @@ class EagleHead(HeadCache):
             self._hidden_norm = Norm(tensors[f"{first}hidden_norm.weight"], epsilon)
             self._norm = Norm(tensors["norm.weight"], epsilon)
         else:
-            self._target_norm = Norm(tensors[TARGET_NORM], shape.target_epsilon)
+            self._joining = Linear(tensors[FUSING], tensors.get(FUSING_BIAS), streamed=streamed)
         self.heads, self.kv_heads = int(layers.num_attention_heads), int(layers.num_key_value_heads)
         self.head_dim = head_size(layers)
         self._layers = [_Layer.of(tensors, index, epsilon, streamed) for index in range(int(layers.num_hidden_layers))]
         self._output = Linear(tensors[OUTPUT], streamed=streamed)
         self._draft_ids = DraftIds(tensors.get(DRAFT_IDS), self.config.vocab_size)
         rotation = rotation_of(layers)
-        self._rotations = RotationTable(rotation.inv_freq.float(), rotation.attention_scaling, self._embedding)
+        frequencies, scale = rotation.inv_freq.float(), rotation.attention_scaling
+        self._rotations = RotationTable(frequencies, scale, shape.num_positions, self._embedding)
         self.resize(cache_tokens)
 
     def resize(self, cache_tokens: int) -> None:
@@ -105,13 +113,9 @@ class EagleHead(HeadCache):
         """What the cache stores of a token, bytes."""
         return 2 * len(self._layers) * self.kv_heads * self.head_dim * self._embedding.element_size()
 
-    @torch.inference_mode()
     def fuse(self, features: Tensor) -> Tensor:
         """Returns `fc` of the joined features, or of EAGLE-1 the target's final norm of them."""
-        if self._target_norm is not None:
-            return self._target_norm(features.to(self.dtype))
-        features = features.to(self.dtype)
-        return self._fusion(features if self._fusion_norm is None else self._fusion_norm(features))
+        return self._fused(features)
 
     @torch.inference_mode()
     def read(self, readings: Sequence[PairReading]) -> HeadState:
@@ -141,12 +145,13 @@ class EagleHead(HeadCache):
     def _output_of(self, segments: list[Segment], token_ids: Tensor, features: Tensor) -> Tensor:
         """Returns the last layer's output, `[tokens, hidden_size]`, for pairs of sequences that have room for them."""
         step = pack(segments, self._storage, self.device)
-        rotation = self._rotations.at(step.positions, max(segment.sequence.length for segment in segments))
+        rotation = self._rotations.at(step.positions)
         embedded = embedding(token_ids, self._embedding)
-        if self._hidden_norm is None:
-            hidden = self._fusion(torch.cat([embedded, features], -1))
+        if self._joining is not None:
+            hidden = self._joining(torch.cat([embedded, features], -1))
             rows = hidden
         else:
+            assert self._hidden_norm is not None, "of EAGLE-3"
             normalised = self._hidden_norm(features)
             hidden = normalised if self._norm_before_residual else features
             rows = torch.cat([embedded, normalised], -1)
@@ -196,10 +201,10 @@ class _Layer:
         assert mlp_norm is not None
         return cls(
             norm("input_layernorm") if index else None,
-            fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            fused(*QUERIES_KEYS_VALUES),
             (norm("self_attn.q_norm"), norm("self_attn.k_norm")),
             fused("self_attn.o_proj"),
             mlp_norm,
-            fused("mlp.gate_proj", "mlp.up_proj"),
+            fused(*GATE_UP),
             fused("mlp.down_proj"),
         )

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import is_
+from typing import Generic
 
 import torch
 
@@ -14,7 +15,7 @@ from draftwire.errors import DraftwireError, NoRoomError
 from draftwire.method.devices import upload
 from draftwire.method.quantization import Quantization
 from draftwire.method.sampling import TokenEdits, probabilities_of_spans
-from draftwire.models.cached_model import FeatureReader, FeatureSpan
+from draftwire.models.cached_model import FeatureReader, FeatureSpan, Text
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.parameters import SamplingParams
 
@@ -26,11 +27,17 @@ enough drafts in a later one; those with the least to read come first."""
 class HeadSequence:
     """One session's pairs in the cache of a head: those with true features alone, from one block to the next."""
 
-    def __init__(self, cached: CachedSequence) -> None:
-        """Takes over a sequence that the head has opened."""
+    def __init__(self, cached: CachedSequence, first: int = 0) -> None:
+        """Takes over a sequence that the head has opened.
+
+        Args:
+            cached: without pairs.
+            first: position of the first token whose pair is read: of the text before it, the head knows nothing.
+        """
         self.cached = cached
-        self.num_read = 0
-        """Pairs with true features that were read."""
+        self.first = first
+        self.num_read = first
+        """Tokens whose pairs are behind: those with true features that were read, and those before `first`."""
         self._edits: tuple[tuple[SamplingParams, frozenset[int]], TokenEdits] | None = None
 
     def edits(self, request: DraftRequest) -> TokenEdits:
@@ -42,46 +49,48 @@ class HeadSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadDrafting:
+class HeadDrafting(Generic[Text]):
     """One sequence's part in a step."""
 
     sequence: HeadSequence
-    target: CachedSequence
-    """In the target's cache, which has all committed tokens but the last."""
+    target: Text
+    """The text, whose features are there of all committed tokens but the last, from the sequence's `first` on."""
     committed: Sequence[int]
     """All committed tokens, at least 2."""
     request: DraftRequest
     """The block to draft, once all pairs are read."""
 
 
-class HeadDrafter:
+class HeadDrafter(Generic[Text]):
     """A head beside the features that it reads. All methods run on the torch thread."""
 
-    def __init__(self, head: DraftHead, features: FeatureReader, quantization: Quantization | None = None) -> None:
+    def __init__(
+        self, head: DraftHead, features: FeatureReader[Text], quantization: Quantization | None = None
+    ) -> None:
         """Wraps a loaded head.
 
         Args:
             head: whose cache has room for all sequences.
-            features: keeps fused features of the target's tokens.
+            features: has fused features of the target's tokens.
             quantization: applied to distributions before drawing; None is the default.
         """
         self.head = head
         self._features = features
         self._quantization = quantization or Quantization()
 
-    def open(self) -> HeadSequence:
-        """Opens a sequence that has read nothing."""
-        return HeadSequence(self.head.open())
+    def open(self, first: int = 0) -> HeadSequence:
+        """Opens a sequence that has read nothing; see `HeadSequence` for `first`."""
+        return HeadSequence(self.head.open(), first)
 
     def close(self, sequence: HeadSequence) -> None:
         """Frees a sequence."""
         self.head.close(sequence.cached)
 
     @torch.inference_mode()
-    def draft(self, draftings: Sequence[HeadDrafting]) -> list[Draft | DraftwireError | None]:
+    def draft(self, draftings: Sequence[HeadDrafting[Text]]) -> list[Draft | DraftwireError | None]:
         """Drafts for a batch of different sequences: one pass for the pairs to read, then one for each drafted token.
 
-        Whether there is a draft, and where it ends, never depends on a drawn token.
+        Whether there is a draft, and where it ends, never depends on a drawn token: a block that is cut keeps all.
 
         Returns:
             One for each; None if there was more to read than fits into a step, NoRoomError if the head's cache is full,
@@ -107,7 +116,7 @@ class HeadDrafter:
                 self._rewind(drafting.sequence)
         return drafts
 
-    def _readings(self, draftings: Sequence[HeadDrafting]) -> tuple[list[PairReading], list[int]]:
+    def _readings(self, draftings: Sequence[HeadDrafting[Text]]) -> tuple[list[PairReading], list[int]]:
         """Returns what to read of each sequence, and the indices of those that can draft then."""
         bounds = []
         for drafting in draftings:
@@ -135,7 +144,7 @@ class HeadDrafter:
         ]
         return readings, members
 
-    def _draw(self, state: HeadState, draftings: Sequence[HeadDrafting]) -> list[Draft | DraftwireError]:
+    def _draw(self, state: HeadState, draftings: Sequence[HeadDrafting[Text]]) -> list[Draft | DraftwireError]:
         """Draws blocks, position by position. Only penalties and forms make the host wait for the device."""
         config = self.head.config
         most = config.most_tokens
@@ -161,7 +170,7 @@ class HeadDrafter:
                 for index in active
             ]
             tokens = drawer.draw(active, probabilities_of_spans(logits, spans).float())
-            going = [row for row, index in enumerate(active) if drawer.num_left(index)]
+            going = [row for row, index in enumerate(active) if drawer.num_left(index) and not requests[index].is_cut()]
             if not going:
                 return drawer.drafts()
             if len(going) < len(active):
@@ -174,7 +183,7 @@ class HeadDrafter:
 
     def _rewind(self, sequence: HeadSequence) -> None:
         """Leaves the pairs with true features in the head's cache, as far as the head looks at them again."""
-        kept = sequence.num_read if self.head.config.reads_history else 0
+        kept = sequence.num_read - sequence.first if self.head.config.reads_history else 0
         self.head.truncate(sequence.cached, min(kept, sequence.cached.length))
 
 

@@ -13,8 +13,17 @@ from transformers import AutoConfig
 
 from draftwire.drafting.heads.draft_head import HeadConfig
 from draftwire.drafting.heads.head_names import HeadKind
-from draftwire.drafting.heads.head_shape import DRAFT_IDS, EMBEDDING, OUTPUT, TARGET_NORM, HeadShape
+from draftwire.drafting.heads.head_shape import (
+    DRAFT_IDS,
+    EMBEDDING,
+    GATE_UP,
+    OUTPUT,
+    QUERIES_KEYS_VALUES,
+    TARGET_NORM,
+    HeadShape,
+)
 from draftwire.errors import InvalidRequestError
+from draftwire.models.card import context_length_of
 from draftwire.models.lean_model import STEADY_ROTATIONS, head_size
 
 SPECULATORS = "speculators_model_type"
@@ -36,13 +45,16 @@ class TargetFacts:
     vocab_size: int
     epsilon: float
     """What the final norm adds to the mean of the squares."""
+    num_positions: int
+    """That it can attend to."""
 
     @classmethod
     def of(cls, config: Any) -> "TargetFacts":
         """Returns the facts of a configuration of transformers."""
         text = config.get_text_config()
         epsilon = float(getattr(text, "rms_norm_eps", 1e-6))
-        return cls(int(text.hidden_size), int(text.num_hidden_layers), int(text.vocab_size), epsilon)
+        positions = context_length_of(config, "the target")
+        return cls(int(text.hidden_size), int(text.num_hidden_layers), int(text.vocab_size), epsilon, positions)
 
 
 def shape_of(name: str, config: Mapping[str, Any], target: TargetFacts) -> HeadShape:
@@ -96,7 +108,6 @@ def _eagle_shape(name: str, config: Mapping[str, Any], target: TargetFacts) -> H
         HeadKind.EAGLE3 if is_eagle3 else HeadKind.EAGLE,
         taps,
         target_size,
-        target.num_layers,
         layers.hidden_size,
         target.vocab_size,
         draft_vocab_size,
@@ -107,6 +118,7 @@ def _eagle_shape(name: str, config: Mapping[str, Any], target: TargetFacts) -> H
         norm_before_residual=bool(config.get("norm_before_residual", False)),
         norm_before_fusion=bool(config.get("norm_before_fc", False)),
         target_epsilon=target.epsilon,
+        num_positions=target.num_positions,
     )
 
 
@@ -158,9 +170,7 @@ def _hydra_shape(name: str, config: Mapping[str, Any], target: TargetFacts) -> H
 
 def _mlp_shape(kind: HeadKind, target: TargetFacts, depth: int, blocks: int, draft_vocab_size: int) -> HeadShape:
     size, taps = target.hidden_size, (target.num_layers,)
-    facts = HeadConfig(
-        kind, taps, size, target.num_layers, size, target.vocab_size, draft_vocab_size, depth, reads_history=False
-    )
+    facts = HeadConfig(kind, taps, size, size, target.vocab_size, draft_vocab_size, depth, reads_history=False)
     return HeadShape(facts, num_blocks=blocks, target_epsilon=target.epsilon)
 
 
@@ -276,4 +286,8 @@ def _eagle_shapes(shape: HeadShape) -> dict[str, tuple[int, ...]]:
         if layers.model_type == "qwen3":
             own |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
         shapes |= {f"layers.{index}.{name}.weight": each for name, each in own.items()}
+        biased: tuple[str, ...] = ()
+        biased += (*QUERIES_KEYS_VALUES, "self_attn.o_proj") if getattr(layers, "attention_bias", False) else ()
+        biased += (*GATE_UP, "mlp.down_proj") if getattr(layers, "mlp_bias", False) else ()
+        shapes |= {f"layers.{index}.{name}.bias": own[name][:1] for name in biased}
     return shapes

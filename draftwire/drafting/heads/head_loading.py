@@ -1,20 +1,33 @@
 """Loads heads from folders, with what they share with their target."""
 
+import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig
 
-from draftwire.drafting.heads.draft_head import DraftHead
+from draftwire.drafting.heads.draft_head import DraftHead, HeadConfig
 from draftwire.drafting.heads.eagle_head import EagleHead
 from draftwire.drafting.heads.head_formats import TargetFacts, known_names, required_shapes, shape_of
 from draftwire.drafting.heads.head_names import HeadKind
-from draftwire.drafting.heads.head_shape import DRAFT_IDS, EMBEDDING, OUTPUT, TARGET_NORM, HeadShape, Tensors
+from draftwire.drafting.heads.head_parts import Fusion, fusion_names
+from draftwire.drafting.heads.head_shape import (
+    DRAFT_IDS,
+    EMBEDDING,
+    GATE_UP,
+    OUTPUT,
+    QUERIES_KEYS_VALUES,
+    TARGET_NORM,
+    HeadShape,
+    Tensors,
+)
 from draftwire.drafting.heads.mlp_heads import MlpHead
 from draftwire.errors import InvalidRequestError
 from draftwire.models.folder import CONFIG, check_folder, json_of, weights_files
@@ -76,7 +89,7 @@ def load_head(
             for depth in range(shape.config.most_tokens or 0)
         }
     tensors |= _shared_tensors(shape, target, required.keys() - tensors.keys(), tensors.get(DRAFT_IDS))
-    _check_tensors(folder, tensors, required)
+    _check_tensors(folder, shape, tensors, required)
     dtype = dtype or own[next(name for name, tensor in own.items() if tensor.is_floating_point())].dtype
     placed = {
         name: tensor.to(device, dtype if tensor.is_floating_point() else None)
@@ -84,6 +97,50 @@ def load_head(
         if name in required or name.endswith(".bias")
     }
     return build_head(shape, placed, cache_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedFusion:
+    """What a verifier needs of a head that drafts elsewhere."""
+
+    config: HeadConfig
+    fuse: Fusion
+    fingerprint: bytes
+    """SHA-256 of what `fuse` computes: heads with the same one can be fed with the same features."""
+    token_bytes: int = 0
+    """What it stores of a token itself."""
+
+    def resize(self, cache_tokens: int) -> None:
+        """Does nothing: it has no cache."""
+
+
+def load_fusion(
+    folder: Path, target: Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> LoadedFusion:
+    """Loads what makes a head's features narrow, and nothing else of it.
+
+    Args:
+        folder: of the head.
+        target: folder of the target model.
+        dtype: as of `load_head`.
+        device: likewise.
+
+    Raises:
+        InvalidRequestError: as for `load_head`, of these tensors.
+    """
+    shape = read_shape(folder, target)
+    wanted = fusion_names(shape)
+    own = _own_tensors(folder)
+    tensors = {known: own[name] for name, known in known_names(shape, list(own)).items() if known in wanted}
+    required = {name: size for name, size in required_shapes(shape).items() if name in wanted}
+    tensors |= _shared_tensors(shape, target, required.keys() - tensors.keys(), None)
+    _check_tensors(folder, shape, tensors, required)
+    digest = hashlib.sha256(repr((shape.config.taps, shape.fusion_epsilon)).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(np.asarray(tensor.contiguous().view(torch.uint8)).tobytes())
+    placed = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+    return LoadedFusion(shape.config, Fusion(shape, placed), digest.digest())
 
 
 def build_head(shape: HeadShape, tensors: Tensors, cache_tokens: int) -> DraftHead:
@@ -181,18 +238,35 @@ def _shared_tensors(shape: HeadShape, target: Path, missing: Iterable[str], offs
     return found
 
 
-def _check_tensors(folder: Path, tensors: Tensors, required: Mapping[str, tuple[int, ...]]) -> None:
+def _check_tensors(folder: Path, shape: HeadShape, tensors: Tensors, required: Mapping[str, tuple[int, ...]]) -> None:
     missing = sorted(required.keys() - tensors.keys())
     if missing:
         raise InvalidRequestError(f"{folder} lacks {', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}")
-    for name, shape in required.items():
-        if tuple(tensors[name].shape) != shape:
-            found = " x ".join(map(str, tensors[name].shape))
-            raise InvalidRequestError(f"{name} of {folder} is {found}, not {' x '.join(map(str, shape))}")
-    unknown = sorted(
-        name
-        for name in tensors.keys() - required.keys() - {EMBEDDING, OUTPUT}
-        if not (name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in required)
-    )
+    wanted = {**required, **_optional_biases(shape, required)}
+    unknown = sorted(tensors.keys() - wanted.keys() - {EMBEDDING, OUTPUT})
     if unknown:
         raise InvalidRequestError(f"{folder} holds {unknown[0]}, which heads of its kind do not have")
+    for name in sorted(wanted.keys() & tensors.keys()):
+        if tuple(tensors[name].shape) != wanted[name]:
+            found = " x ".join(map(str, tensors[name].shape))
+            raise InvalidRequestError(f"{name} of {folder} is {found}, not {' x '.join(map(str, wanted[name]))}")
+    for place in range(shape.layers.num_hidden_layers if shape.layers is not None else 0):
+        for group in (QUERIES_KEYS_VALUES, GATE_UP):
+            biases = [f"layers.{place}.{part}.bias" for part in group]
+            held = [name for name in biases if name in tensors]
+            if held and len(held) < len(biases):
+                lacking = next(name for name in biases if name not in held)
+                raise InvalidRequestError(f"{folder} holds {held[0]}, and lacks {lacking}, which is read with it")
+
+
+def _optional_biases(shape: HeadShape, required: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the biases that a head may have: of its matrices, but the embeddings, and the output layer
+    of EAGLE heads.
+    """
+    is_eagle = shape.config.kind in (HeadKind.EAGLE, HeadKind.EAGLE3)
+    without = {EMBEDDING, OUTPUT} if is_eagle else {EMBEDDING}
+    return {
+        f"{name.removesuffix('.weight')}.bias": size[:1]
+        for name, size in required.items()
+        if len(size) == 2 and name not in without
+    }

@@ -3,7 +3,48 @@
 import torch
 from torch import Tensor
 
+from draftwire.drafting.heads.head_names import HeadKind
+from draftwire.drafting.heads.head_shape import (
+    FUSING,
+    FUSING_BIAS,
+    INPUT_NORM,
+    TARGET_NORM,
+    HeadShape,
+    Tensors,
+)
 from draftwire.models.kv_cache import CachedSequence, KvCache
+from draftwire.models.lean_decoder import Norm
+from draftwire.models.linear import Linear
+
+
+def fusion_names(shape: HeadShape) -> tuple[str, ...]:
+    """Returns the names of the tensors that `Fusion` reads, the optional ones included."""
+    if shape.config.kind is not HeadKind.EAGLE3:
+        return (TARGET_NORM,)
+    return (FUSING, FUSING_BIAS, INPUT_NORM) if shape.norm_before_fusion else (FUSING, FUSING_BIAS)
+
+
+class Fusion:
+    """The first thing that a head does with features, which may be done where the target is: see `DraftHead.fuse`."""
+
+    def __init__(self, shape: HeadShape, tensors: Tensors, streamed: bool = False) -> None:
+        """Wraps those of a head's tensors that `fusion_names` returns; see `Linear` for `streamed`."""
+        self._linear: Linear | None = None
+        self._norm: Norm | None = None
+        self._dtype = tensors[fusion_names(shape)[0]].dtype
+        if shape.config.kind is not HeadKind.EAGLE3:
+            self._norm = Norm(tensors[TARGET_NORM], shape.fusion_epsilon)
+            return
+        self._linear = Linear(tensors[FUSING], tensors.get(FUSING_BIAS), streamed=streamed)
+        if shape.norm_before_fusion:
+            self._norm = Norm(tensors[INPUT_NORM], shape.fusion_epsilon)
+
+    @torch.inference_mode()
+    def __call__(self, features: Tensor) -> Tensor:
+        """Returns `[tokens, HeadConfig.hidden_size]` of `[tokens, HeadConfig.feature_size]`."""
+        rows = features.to(self._dtype)
+        rows = rows if self._norm is None else self._norm(rows)
+        return rows if self._linear is None else self._linear(rows)
 
 
 class DraftIds:

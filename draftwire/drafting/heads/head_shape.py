@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from draftwire.drafting.heads.draft_head import HeadConfig
+from draftwire.drafting.heads.head_names import HeadKind
 
 Tensors = dict[str, Tensor]
 """Of a head, by the names that `speculators` gives them, such as `layers.0.self_attn.q_proj.weight`."""
@@ -15,6 +16,13 @@ EMBEDDING, OUTPUT, TARGET_NORM = "embed_tokens.weight", "lm_head.weight", "targe
 Hydra take hidden states after it."""
 DRAFT_IDS = "d2t"
 """Name of the tensor that says of each draft id how far from it the target's id is."""
+
+FUSING, FUSING_BIAS, INPUT_NORM = "fc.weight", "fc.bias", "input_norm.weight"
+"""Names of what makes features of EAGLE-3 narrow, and of a norm before that."""
+QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+"""Projections of a decoder layer that are computed as one."""
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+"""The same of its MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,5 +38,13 @@ class HeadShape:
     """Of EAGLE-3: whether the joined features are normalised before they are fused."""
     num_blocks: int = 1
     """Of Medusa and Hydra: residual blocks of each MLP."""
+    num_positions: int = 0
+    """That decoder layers have rotations for: the target's."""
     target_epsilon: float = 1e-6
     """What the target's final norm adds to the mean of the squares."""
+
+    @property
+    def fusion_epsilon(self) -> float:
+        """What the norm before, or in the place of, the fusion adds to the mean of the squares."""
+        is_eagle3 = self.config.kind is HeadKind.EAGLE3
+        return float(self.layers.rms_norm_eps) if is_eagle3 else self.target_epsilon

@@ -17,12 +17,11 @@ from torch.nn.functional import embedding, silu
 
 from draftwire.drafting.heads.draft_head import HeadState, PairReading
 from draftwire.drafting.heads.head_names import HeadKind
-from draftwire.drafting.heads.head_parts import DraftIds, HeadCache
+from draftwire.drafting.heads.head_parts import DraftIds, Fusion, HeadCache
 from draftwire.drafting.heads.head_shape import DRAFT_IDS, EMBEDDING, OUTPUT, TARGET_NORM, HeadShape, Tensors
 from draftwire.method.devices import upload
 from draftwire.models.cached_model import appended
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.models.lean_decoder import Norm
 from draftwire.models.linear import STREAMED_BYTES, Linear
 from draftwire.models.packing import Segment
 
@@ -49,7 +48,7 @@ class MlpHead(HeadCache):
         self.device, self.dtype = tensors[TARGET_NORM].device, tensors[TARGET_NORM].dtype
         streamed = sum(tensor.nbytes for name, tensor in tensors.items() if name != EMBEDDING) > STREAMED_BYTES
         self._embedding = tensors[EMBEDDING] if shape.config.kind is HeadKind.HYDRA else None
-        self._target_norm = Norm(tensors[TARGET_NORM], shape.target_epsilon)
+        self._fused = Fusion(shape, tensors)
         self._draft_ids = DraftIds(tensors.get(DRAFT_IDS), self.config.vocab_size)
 
         def layer(name: str) -> Linear:
@@ -65,10 +64,9 @@ class MlpHead(HeadCache):
         self._outputs = [shared or layer(f"heads.{depth}.output") for depth in depths]
         self.resize(cache_tokens)
 
-    @torch.inference_mode()
     def fuse(self, features: Tensor) -> Tensor:
         """Returns the target's final norm of the features."""
-        return self._target_norm(features.to(self.dtype))
+        return self._fused(features)
 
     @torch.inference_mode()
     def read(self, readings: Sequence[PairReading]) -> HeadState:

@@ -10,7 +10,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from draftwire.drafting.heads.draft_head import DraftHead
+from draftwire.drafting.heads.draft_head import FeatureUser
 from draftwire.engine.cache_sizing import count_of, fitter_of, size_while_loading
 from draftwire.engine.model_loading import MakeHead
 from draftwire.engine.ranks.rank_config import RankConfig
@@ -49,7 +49,7 @@ class LoadedRank:
     group: ProcessGroup
     count: Callable[[CachedModel], int] | None
     """Says how many tokens the KV cache has room for on this rank; None if its size is set."""
-    head: DraftHead | None = None
+    head: FeatureUser | None = None
     """Drafts beside the model, on rank 0 alone; None if nothing does."""
 
 
@@ -132,7 +132,7 @@ class GroupModel:
         """
         self._together(lambda: self._model.keep_path(sequence, path))
 
-    def features(self, spans: Sequence[FeatureSpan]) -> Tensor:
+    def features(self, spans: Sequence[FeatureSpan[CachedSequence]]) -> Tensor:
         """Returns what rank 0 keeps of tokens; see `FeatureModel.features`. The others take no part."""
         return self._model.features(spans)
 
@@ -198,7 +198,7 @@ def load_target_rank(
     return LoadedRank(loaded.card, model, group, count, head)
 
 
-def _head_of(group: ProcessGroup, loaded: LoadedShard, make_head: MakeHead) -> DraftHead:
+def _head_of(group: ProcessGroup, loaded: LoadedShard, make_head: MakeHead) -> FeatureUser:
     """Loads the head; if that fails, no other rank waits for this one."""
     try:
         return make_head(loaded.card, loaded.decoder)

@@ -66,7 +66,6 @@ def head_shape(recipe: HeadRecipe, target: Any) -> HeadShape:
         recipe.kind,
         taps,
         facts.hidden_size,
-        facts.num_layers,
         facts.hidden_size,
         facts.vocab_size,
         drafted if is_eagle3 else facts.vocab_size,
@@ -88,7 +87,7 @@ def head_shape(recipe: HeadRecipe, target: Any) -> HeadShape:
         rms_norm_eps=facts.epsilon,
         rope_parameters=rope if rope["rope_type"] in STEADY_ROTATIONS else None,
     )
-    return HeadShape(config, layers, target_epsilon=facts.epsilon)
+    return HeadShape(config, layers, num_positions=facts.num_positions, target_epsilon=facts.epsilon)
 
 
 def frequent_ids(sources: Sequence[TrainingTexts], count: int, vocab_size: int) -> Tensor | None:

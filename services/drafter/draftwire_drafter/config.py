@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from draftwire.drafting.heads.head_names import HEAD_NAMES
 from draftwire.engine.ranks.place import WantedGroup
+from draftwire.method.feature_format import FeatureEncoding
 from draftwire.method.quantization import Encoding, Quantization, position_bytes
 from draftwire.runtime.settings import (
     ConnectionSettings,
@@ -24,8 +26,8 @@ class DraftSettings:
     strategy: str = "auto"
     """How tokens are drafted: "model", by a language model; "suffix" or "lookup", from earlier places of each text, or
     "retrieval", from files, for all of which the option model names the tokenizer alone, and of which several are
-    joined by "+"; "model+suffix" and the like, by a language model whose tokens the others continue; "scripted", by a
-    script, for tests; or auto: what fits the model."""
+    joined by "+"; "model+suffix" and the like, by a language model whose tokens the others continue; "eagle3", "eagle",
+    "medusa" or "hydra", by the option head; "scripted", by a script, for tests; or auto: what fits the model."""
     draft_encoding: Encoding = Encoding.SPARSE_UINT16
     """How distributions travel: sparse_uint16 takes a few dozen bytes a token, dense_float32 and dense_float16 take 4
     and 2 bytes x vocabulary."""
@@ -49,6 +51,24 @@ class DraftSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class FedHeadSettings:
+    """A head that drafts from features that verifiers send; see docs/heads.md."""
+
+    head: str | None = None
+    """Folder of an EAGLE-1, EAGLE-3, Medusa or Hydra head, for a strategy of that name. The option model names its
+    target, of which only the tensors are read that the head shares. Verifiers need the same head: their option
+    feature_head, or draft_head."""
+    feature_encoding: FeatureEncoding = FeatureEncoding.FLOAT8
+    """How features travel, of which a token takes as many numbers as the head is wide: float8, with a scale for each
+    token, bfloat16 or float32."""
+    feature_window: int = 512
+    """Tokens before the end of a text, at most, whose features a head is sent when it begins."""
+
+    def __post_init__(self) -> None:
+        require(1 <= self.feature_window <= 8192, f"feature_window must be in 1..8192, not {self.feature_window}")
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterConfig:
     """Everything that can be set. Bad values raise at start."""
 
@@ -57,6 +77,7 @@ class DrafterConfig:
     engine: EngineSettings = field(default_factory=EngineSettings)
     drafts: DraftSettings = field(default_factory=DraftSettings)
     texts: TextDraftSettings = field(default_factory=TextDraftSettings)
+    heads: FedHeadSettings = field(default_factory=FedHeadSettings)
     layers: LayerParallelSettings = field(default_factory=LayerParallelSettings)
     connect_timeout_s: float = 10.0
     """How long a session's opening may wait for the verifier to answer."""
@@ -71,6 +92,11 @@ class DrafterConfig:
             self.server.host
         )  # gateways name the verifiers: remote ones, if this host accepts remote gateways
         require(self.connect_timeout_s > 0.0, "connect_timeout_s must be positive")
+        is_head = self.drafts.strategy in HEAD_NAMES
+        require(
+            is_head is (self.heads.head is not None),
+            f"a head is for strategies {', '.join(HEAD_NAMES)}, and for these alone",
+        )
         is_lean = self.loading.decoder != "transformers" or not self.layers.is_parallel
         require(is_lean, "layer_parallel_size and layer_groups need decoder lean, or auto, not transformers")
 

@@ -22,6 +22,7 @@ from draftwire.errors import (
     ProtocolViolationError,
     UnavailableError,
 )
+from draftwire.method.features import FeatureNeed, FeatureRequest, SessionFeatures
 from draftwire.method.rounds import (
     BlockSent,
     Calibration,
@@ -31,7 +32,13 @@ from draftwire.method.rounds import (
     SendDrafted,
 )
 from draftwire.models.card import ModelCard
-from draftwire.models.description import DRAFT_AHEAD, FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS
+from draftwire.models.description import (
+    DRAFT_AHEAD,
+    FLUSH_REPLIES,
+    ISSUED_IDENTITIES,
+    NEEDS_FEATURES,
+    PARTIAL_BLOCKS,
+)
 from draftwire.requests.automaton import Automaton
 from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.draft_session import DraftSession
@@ -62,6 +69,9 @@ class BlockLink(Protocol):
         Raises:
             UnavailableError: the link is broken.
         """
+
+    def request_features(self, request: FeatureRequest) -> None:
+        """Queues a request of features, which then come as long as the link is not broken. Raises as `push`."""
 
 
 Connect = Callable[[str, ModelCard, Callable[[], None]], Awaitable[BlockLink]]
@@ -103,6 +113,8 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         capabilities = {FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS}
         if engine.drafts_ahead:
             capabilities.add(DRAFT_AHEAD)
+        if engine.need is not None:
+            capabilities.add(NEEDS_FEATURES)
         description = replace(loaded.card.description, capabilities=frozenset(capabilities))
         return replace(loaded.card, description=description), engine
 
@@ -112,6 +124,7 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
             max_draft_tokens=self.config.engine.max_draft_tokens,
             room=room,
             pacer=pacer,
+            need=self._engine.need,
         )
         self._engine.has_requests = lambda: scheduler.has_requests
         return scheduler
@@ -177,7 +190,36 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
             self._scheduler.calibrate(calibration)
         except DraftwireError as error:
             self._fail((calibration.fence.session_id, calibration.fence.epoch), error)
+        self._request_features((calibration.fence.session_id, calibration.fence.epoch))
         self._move_branches()
+        self._work.set()
+
+    @property
+    def need(self) -> FeatureNeed | None:
+        """The features that verifiers have to send; None if none are needed. The model is loaded."""
+        return self._engine.need
+
+    def _request_features(self, key: SessionKey) -> None:
+        """Asks a session's verifier for features that are needed, now or soon."""
+        request = self._scheduler.features_to_request(key)
+        if request is None:
+            return
+        try:
+            self._link_of(self._scheduler.sessions[key]).request_features(request)
+        except UnavailableError as error:
+            self._fail(key, error)
+
+    def feed(self, address: str, features: SessionFeatures) -> None:
+        """Takes features of a session of the verifier at an address; a message that was not asked for fails it."""
+        key = (features.session_id, features.epoch)
+        session = self._scheduler.sessions.get(key)
+        if session is None or session.spec.verifier_address != address:
+            return
+        try:
+            if self._scheduler.take_features(features):
+                self._torch.post(self._engine.feed, key, features)
+        except ProtocolViolationError as error:
+            self._fail(key, error)
         self._work.set()
 
     def learn(self, address: str, outcomes: Iterable[RoundOutcome]) -> None:
@@ -213,6 +255,8 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         for completed in all_completed:
             if completed.is_opened:
                 self._end_opening(completed.session.key)
+                if completed.session.calibration is not None:  # it came early
+                    self._request_features(completed.session.key)
             outcome = completed.outcome
             if isinstance(outcome, DraftBlock):
                 try:
@@ -226,12 +270,20 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         return all_completed
 
     def _push(self, session: DraftSession, block: DraftBlock) -> None:
-        link = self._links.get(session.spec.verifier_address)
-        if link is None:  # the gateway sent a calibration before the session was open
-            raise UnavailableError(f"verifier at {session.spec.verifier_address} is not reached yet")
-        link.push(block)
+        self._link_of(session).push(block)
         self.metrics.blocks_sent.inc()
         self.metrics.draft_tokens.inc(len(block.token_ids))
+
+    def _link_of(self, session: DraftSession) -> BlockLink:
+        """Returns the link to a session's verifier.
+
+        Raises:
+            UnavailableError: the gateway sent a calibration before the session was open.
+        """
+        link = self._links.get(session.spec.verifier_address)
+        if link is None:
+            raise UnavailableError(f"verifier at {session.spec.verifier_address} is not reached yet")
+        return link
 
     def _reply(self, session: DraftSession, number: int, attempt: int) -> None:
         """Tells the gateway that the block of a round is on its way."""

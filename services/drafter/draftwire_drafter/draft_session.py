@@ -9,6 +9,16 @@ from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
 from draftwire_drafter.ahead import GUESSES, Branch
 
 
+@dataclass(slots=True)
+class Fed:
+    """The features that a session was fed with."""
+
+    stop: int
+    """Position behind the last ones."""
+    limit: int
+    """Position behind the last ones that were asked for."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class DraftSession(EngineSession[DraftSessionSpec]):
     """State of a session at the drafter. Changed by the scheduler only."""
@@ -29,6 +39,8 @@ class DraftSession(EngineSession[DraftSessionSpec]):
     """Usual time from sending a block until it is known how its round ended, seconds; None before any round."""
     num_ahead: Counter[int] = field(default_factory=Counter)
     """By coming round, how many blocks the verifier holds or may come to hold, whatever became of their texts."""
+    fed: Fed | None = None
+    """None before features were asked for."""
     calibration: Calibration | None = None
     """The calibration whose block is drafted next."""
     queued: bool = True

@@ -11,6 +11,7 @@ from draftwire.drafting.strategy import (
     DraftingStrategy,
     DraftRequest,
     DraftSequence,
+    FedStrategy,
     ForkingStrategy,
     never,
 )
@@ -19,6 +20,7 @@ from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.engine.step_engine import StepEngine
 from draftwire.errors import DraftwireError, NoRoomError
 from draftwire.method.draw_key import DrawKey
+from draftwire.method.features import FeatureNeed, SessionFeatures
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import DraftBlock, DraftTimings
 from draftwire.requests.parameters import SamplingParams
@@ -34,6 +36,7 @@ class DraftEngine(StepEngine[Step, StepResult]):
         """Starts without sessions; `strategy` is loaded."""
         self.strategy = strategy
         self._forking = strategy if isinstance(strategy, ForkingStrategy) and strategy.can_fork else None
+        self._fed = strategy if isinstance(strategy, FedStrategy) else None
         self._sequences: dict[SessionKey, DraftSequence] = {}
         self._branches: dict[Branch, DraftSequence] = {}
         self.has_requests: Callable[[], bool] = never
@@ -44,9 +47,23 @@ class DraftEngine(StepEngine[Step, StepResult]):
         """Whether it can draft for several texts that a session may have next."""
         return self._forking is not None
 
+    @property
+    def need(self) -> FeatureNeed | None:
+        """The features that it has to be fed with; None if it needs none."""
+        return None if self._fed is None else self._fed.need
+
+    def feed(self, key: SessionKey, features: SessionFeatures) -> None:
+        """Adds features to a session's sequence, unless it was closed meanwhile."""
+        sequence = self._sequences.get(key)
+        if sequence is not None:
+            assert self._fed is not None, "only asked of engines with a need"
+            self._fed.feed(sequence, features)
+
     def _time_prompt(self, num_tokens: int) -> tuple[int, float]:
         request = DraftRequest(2, SamplingParams(), DrawKey(bytes(KEY_BYTES), 0, 0), vocab_size=2**31)
         sequence = self.strategy.open([0] * min(num_tokens, self.strategy.context_length - 2))
+        if self._fed is not None:
+            self._fed.rehearse(sequence)
         done = self.strategy.step([Drafting(sequence, request)])
         sequence.close()
         return done.num_read, done.calibration_s

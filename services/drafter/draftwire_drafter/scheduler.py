@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from draftwire.drafting.strategy import Draft
+from draftwire.engine.leases import SessionKey
 from draftwire.engine.session_book import SessionBook
 from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError
+from draftwire.method.features import FeatureNeed, FeatureRequest, SessionFeatures
 from draftwire.method.rounds import (
     Calibration,
     DraftBlock,
@@ -17,7 +19,7 @@ from draftwire.method.rounds import (
 )
 from draftwire.requests.automaton import Automaton
 from draftwire_drafter.ahead import Branch
-from draftwire_drafter.draft_session import DraftSession
+from draftwire_drafter.draft_session import DraftSession, Fed
 from draftwire_drafter.lookahead import Lookahead
 
 
@@ -123,6 +125,8 @@ class Completed:
 class Scheduler(SessionBook[DraftSession, Step]):
     """Queues prompts and calibrations and batches them into steps. One step runs at a time."""
 
+    need: FeatureNeed | None = None
+    """The features without which nothing is drafted; None if none are needed."""
     lookahead: Lookahead = field(default_factory=Lookahead)
     """What is drafted ahead."""
 
@@ -269,7 +273,8 @@ class Scheduler(SessionBook[DraftSession, Step]):
             session.is_reading = session.is_reading and num_unread > 0
             if session.calibration is item.calibration and outcome is not None:
                 session.calibration = None
-            session.queued = session.is_reading or session.calibration is not None
+            is_asked = session.calibration is not None and not self._awaits_features(session)
+            session.queued = session.is_reading or is_asked
             if session.queued:
                 self._ready.append(session)
             if isinstance(outcome, DraftBlock):
@@ -340,9 +345,60 @@ class Scheduler(SessionBook[DraftSession, Step]):
         if root.in_step and not root.calibration and calibration.attempt == 0:
             root.calibration = calibration
             session.queued = True
-        if not session.queued:
+        if not session.queued and not self._awaits_features(session):
             session.queued = True
             self._ready.append(session)
+
+    def _awaits_features(self, session: DraftSession) -> bool:
+        """Whether features of committed tokens are still to come."""
+        if self.need is None:
+            return False
+        return session.fed is None or session.fed.stop < len(session.committed) - 1
+
+    def features_to_request(self, key: SessionKey) -> FeatureRequest | None:
+        """Returns what to ask the verifier for, so that a session can be drafted for, now and in coming rounds; None if
+        nothing.
+
+        To be called when a session was calibrated: who is not asked for blocks asks for no features.
+        """
+        session = self.sessions.get(key)
+        if self.need is None or session is None or session.permit is None or session.is_reading:
+            return None
+        window, last = self.need.window, len(session.committed) - 1
+        first = None
+        if session.fed is None or last - session.fed.stop > window:
+            first = max(0, last - window)
+            session.fed = Fed(first, first)
+        if session.fed.limit - last > window // 2:
+            return None
+        session.fed.limit = last + window
+        return FeatureRequest(*key, session.permit, session.fed.limit, first)
+
+    def take_features(self, features: SessionFeatures) -> bool:
+        """Takes note of features that came, for which a block may have waited.
+
+        Returns:
+            Whether some of them are new: they are for the engine then.
+
+        Raises:
+            ProtocolViolationError: they were not asked for, or have other sizes. The session must be closed.
+        """
+        session = self.sessions.get((features.session_id, features.epoch))
+        if session is None:
+            self.dropped["unknown_session"] += 1
+            return False
+        if self.need is None or session.fed is None or not self.need.fits(features):
+            raise ProtocolViolationError("features that were not asked for, or of another size")
+        if features.stop <= session.fed.stop:  # sent before they were asked for from another place on
+            self.dropped["stale"] += 1
+            return False
+        if features.first_position > session.fed.stop or features.stop > session.fed.limit:
+            raise ProtocolViolationError("features of other positions than were asked for")
+        session.fed.stop = features.stop
+        if session.calibration is not None and not session.queued and not self._awaits_features(session):
+            session.queued = True
+            self._ready.append(session)
+        return True
 
     def _ahead_items(self, session: DraftSession) -> list[AheadItem]:
         """Returns what to draft for texts that a session may have next."""

@@ -114,8 +114,9 @@ def make_service(config: DrafterConfig, place: Place | None = None, followers: F
     identities: dict[str, DrafterIdentity] = {}  # those that verifiers gave, by address
 
     async def connect(address: str, card: ModelCard, on_lost: Callable[[], None]) -> BlockLink:
-        introduction = Introduction(card, core.instance_id, identities.get(address))
-        events = LinkEvents(on_lost, core.metrics.draft_bytes.inc, partial(core.learn, address))
+        introduction = Introduction(card, core.instance_id, identities.get(address), core.need)
+        on_outcomes, on_features = partial(core.learn, address), partial(core.feed, address)
+        events = LinkEvents(on_lost, core.metrics.draft_bytes.inc, on_outcomes, on_features)
         link = await GrpcBlockLink.connect(address, introduction, dialler, config.connect_timeout_s, events)
         if link.identity is not None:
             identities[address] = link.identity

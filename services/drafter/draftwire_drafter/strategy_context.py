@@ -1,7 +1,9 @@
 """Settings and model loading for a drafting strategy. Torch is imported where weights are loaded, and not before."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftwire.drafting.model_free.names import RETRIEVAL, SUFFIX
@@ -9,6 +11,7 @@ from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.model_settings import limited, refuse_settings_of_weights, size_without_memory
 from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.rank_config import RankConfig
+from draftwire.method.features import FeatureNeed
 from draftwire.method.quantization import Quantization
 from draftwire.models.card import ModelCard, load_card
 from draftwire.models.kv_cache import BLOCK_SIZE
@@ -18,7 +21,11 @@ from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.engine import DraftEngine
 
 if TYPE_CHECKING:
+    from draftwire.drafting.heads.draft_head import DraftHead
     from draftwire.models.cached_model import DraftModel
+
+LAST_ONLY = 32
+"""`feature_window` of heads that read the features of the last token alone: more than a round commits."""
 
 
 class ConfiguredContext:
@@ -92,6 +99,33 @@ class ConfiguredContext:
         trial = DraftEngine(LanguageModelDrafter(model, context_length, 0, self.quantization, self.calibrates))
         run_largest(partial(trial.run_largest, engine.max_sessions, engine.max_draft_tokens), engine)
         self._num_tokens = fit()
+
+    def load_head(self) -> "tuple[ModelCard, DraftHead, FeatureNeed]":
+        """Loads the head of the option `head`, with what it shares with the target, and what it has to be fed with."""
+        import torch
+
+        from draftwire.drafting.heads.head_loading import load_fusion, load_head
+        from draftwire.method.devices import prepare
+        from draftwire.models.card import path_of
+
+        config, loading = self._config, self._config.loading
+        require(not config.layers.is_parallel, "a head has no layers that could run at the same time")
+        assert config.heads.head is not None, "checked with the strategy"
+        torch.set_num_threads(loading.threads)
+        prepare(loading.device)
+        folder, target = Path(config.heads.head).expanduser(), Path(path_of(loading.model, loading.dtype))
+        card = self.limited(load_card(loading.model, loading.revision))
+        dtype = None if loading.dtype == "auto" else getattr(torch, loading.dtype)
+        if dtype is None and loading.device == "cpu":
+            dtype = torch.float32
+        head = load_head(folder, target, self.kv_cache_tokens, dtype, loading.device)
+        description = replace(card.description, name=folder.name, dtype=str(head.dtype).removeprefix("torch."))
+        window = (
+            config.heads.feature_window if head.config.reads_history else min(LAST_ONLY, config.heads.feature_window)
+        )
+        fingerprint = load_fusion(folder, target).fingerprint
+        need = FeatureNeed(fingerprint, config.heads.feature_encoding, head.config.hidden_size, window)
+        return replace(card, description=description), head, need
 
     def require_no_weights(self, what: str) -> None:
         """Refuses settings that have no effect without weights; `what` names the kind of model."""

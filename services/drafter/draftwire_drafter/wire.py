@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
-from draftwire.errors import DraftwireError, ProtocolViolationError, UnavailableError
+from draftwire.errors import DraftwireError, ModelMismatchError, ProtocolViolationError, UnavailableError
+from draftwire.method.features import FeatureNeed, FeatureRequest, SessionFeatures
 from draftwire.method.rounds import DraftBlock, DrafterIdentity, RoundOutcome
 from draftwire.models.card import ModelCard
-from draftwire.models.description import vocabulary_mismatch
+from draftwire.models.description import FEATURES, vocabulary_mismatch
 from draftwire.runtime import messages
 from draftwire.runtime.channels import FRAME_BYTES, require_room
 from draftwire.runtime.outbox import Outbox
@@ -36,6 +37,8 @@ class Introduction:
     instance_id: int
     identity: DrafterIdentity | None = None
     """What the verifier knows the drafter by since an earlier connection."""
+    need: FeatureNeed | None = None
+    """The features that the verifier has to send; None if none are needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,8 @@ class LinkEvents:
     """With the size of each message with blocks, bytes."""
     on_outcomes: Callable[[list[RoundOutcome]], None]
     """With what the verifier tells of rounds."""
+    on_features: Callable[[SessionFeatures], None]
+    """With each message of features, unchecked."""
 
 
 class GrpcBlockLink:
@@ -70,7 +75,7 @@ class GrpcBlockLink:
         self.drafter_id = 0
         """See `BlockLink.drafter_id`."""
         self._channel = channel
-        self._outbox = Outbox[DraftBlock]()
+        self._outbox = Outbox[DraftBlock | FeatureRequest]()
         self._lifetime: asyncio.Task[None] | None = None
 
     @classmethod
@@ -92,17 +97,19 @@ class GrpcBlockLink:
             events: what is called when something happens to the link.
 
         Raises:
-            ModelMismatchError: the verifier's vocabulary differs; names the first differing token.
+            ModelMismatchError: the verifier's vocabulary differs; names the first differing token. Or it sends no
+                features, and they are needed.
             InvalidRequestError: the identity that the verifier gives is none.
             UnavailableError: no welcome before the timeout.
         """
         channel = dialler.open(address, bulk=True)
         link = cls(address, channel, dialler.connections.max_message_bytes, events)
-        card = introduction.card
+        card, need = introduction.card, introduction.need
         hello = verifier_pb2.DrafterHello(
             model=messages.model_to_proto(card.description),
             instance_id=introduction.instance_id,
             identity=messages.identity_to_proto(introduction.identity) if introduction.identity is not None else None,
+            features=messages.feature_source_to_proto(need.fingerprint, need.encoding) if need is not None else None,
         )
         push = channel.stream_stream(
             PUSH_METHOD,
@@ -116,6 +123,8 @@ class GrpcBlockLink:
                 response = await call.read()
             if not isinstance(response, verifier_pb2.PushDraftBlocksResponse):
                 raise UnavailableError(f"verifier at {address} ended the stream")
+            if need is not None and FEATURES not in response.welcome.capabilities:
+                raise ModelMismatchError(f"verifier at {address} keeps no features of heads: set its feature_head")
             link._take_identity(response, introduction)
             is_welcome = True
         except TimeoutError:
@@ -141,9 +150,20 @@ class GrpcBlockLink:
             raise UnavailableError(f"verifier at {self.address} was lost")
         self._outbox.put(block)
 
+    def request_features(self, request: FeatureRequest) -> None:
+        """Queues a request of features; see `BlockLink.request_features`."""
+        if self.broken:
+            raise UnavailableError(f"verifier at {self.address} was lost")
+        self._outbox.put(request)
+
     async def _requests(self, hello: verifier_pb2.DrafterHello) -> AsyncIterator[verifier_pb2.PushDraftBlocksRequest]:
         yield verifier_pb2.PushDraftBlocksRequest(hello=hello)
-        while blocks := await self._outbox.take_all():
+        while queued := await self._outbox.take_all():
+            blocks = [each for each in queued if isinstance(each, DraftBlock)]
+            wanted = [each for each in queued if isinstance(each, FeatureRequest)]
+            for start in range(0, len(wanted), messages.MAX_BLOCKS):
+                some = messages.feature_requests_to_proto(wanted[start : start + messages.MAX_BLOCKS])
+                yield verifier_pb2.PushDraftBlocksRequest(feature_requests=some)
             for part in in_parts(blocks, self._max_message_bytes // 2):
                 request = verifier_pb2.PushDraftBlocksRequest(
                     blocks=verifier_pb2.DraftBlocks(blocks=[messages.block_to_proto(block) for block in part])
@@ -166,6 +186,8 @@ class GrpcBlockLink:
             while isinstance(response := await call.read(), verifier_pb2.PushDraftBlocksResponse):
                 if response.HasField("outcomes"):
                     self._events.on_outcomes(messages.outcomes_from_proto(response.outcomes))
+                elif response.HasField("features"):
+                    self._events.on_features(messages.features_from_proto(response.features))
             reason = await call.details()
         except grpc.aio.AioRpcError as error:
             reason = error.details()

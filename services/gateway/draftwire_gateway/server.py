@@ -33,8 +33,8 @@ from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
 from draftwire_gateway.access_log import log_call
 from draftwire_gateway.auth.access import Access, payer
 from draftwire_gateway.body_budget import BodyBudget
-from draftwire_gateway.config import GatewayConfig
-from draftwire_gateway.core import MAX_IDS_ON_LOOP, GatewayCore
+from draftwire_gateway.config import AUTO_LOCAL_DRAFTS, GatewayConfig
+from draftwire_gateway.core import MAX_IDS_ON_LOOP, GatewayCore, local_strategies
 from draftwire_gateway.http.app import make_app
 from draftwire_gateway.peers.pool import Pool
 from draftwire_gateway.peers.roster import Roster
@@ -395,7 +395,8 @@ def _load_to_proto(load: LoadExplanation, drafters: Mapping[DraftSource, str]) -
             gateway_pb2.DraftLengthEstimate(
                 num_draft_tokens=estimate.length,
                 tokens_per_round=estimate.tokens_per_round,
-                round_s=estimate.round_s / estimate.share,
+                round_s=estimate.round_s,
+                session_share=estimate.share,
                 num_windows=estimate.num_windows,
             )
             for estimate in load.estimates
@@ -431,6 +432,7 @@ async def make_service(config: GatewayConfig) -> Service:
         config.connections.max_message_bytes,
         config.discovery.near_drafter_sessions,
         config.rejection_sample_method,
+        () if config.local_drafts == AUTO_LOCAL_DRAFTS else local_strategies(config.local_drafts),
     )
     core = GatewayCore(config, pool)
     core.metrics.watch((verifiers, drafters))

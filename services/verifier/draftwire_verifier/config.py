@@ -76,11 +76,24 @@ class TargetEngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
-    """A head that drafts inside the verifier, beside the target; see docs/heads.md."""
+    """A head that drafts from the target's hidden states, inside the verifier or elsewhere; see docs/heads.md."""
 
     draft_head: str | None = None
     """Folder of an EAGLE-1, EAGLE-3, Medusa or Hydra head that was trained for the model, as its authors or speculators
     save it: it drafts inside the verifier, from the model's own hidden states."""
+    feature_head: str | None = None
+    """Folder of such a head that drafters draft with (their option head): the verifier keeps what its first layer makes
+    of the hidden states, and sends it to them. With draft_head, drafters with the same head are sent it anyway."""
+
+    def __post_init__(self) -> None:
+        require(
+            None in (self.draft_head, self.feature_head), "set draft_head or feature_head: features of one are kept"
+        )
+
+    @property
+    def folder(self) -> str | None:
+        """Of the head whose features are kept; None if none are."""
+        return self.draft_head or self.feature_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +125,9 @@ class VerifierConfig:
 
     def _check_vllm(self) -> None:
         """Refuses settings that set nothing for vLLM."""
-        require(self.heads.draft_head is None, "draft_head needs the hidden states of engine draftwire, not of vllm")
+        for name in ("draft_head", "feature_head"):
+            is_unset = getattr(self.heads, name) is None
+            require(is_unset, f"{name} needs the hidden states of engine draftwire, not of vllm")
         loading, unset = self.loading, ModelSettings(self.loading.model)
         for name, instead in (
             ("decoder", "vLLM has its own"),

@@ -10,14 +10,14 @@ import structlog
 import torch
 
 from draftwire.audit import AuditSums, FirstUses
-from draftwire.drafting.heads.draft_head import DraftHead
+from draftwire.drafting.heads.draft_head import DraftHead, FeatureUser
 from draftwire.drafting.heads.head_drafter import HeadDrafter
-from draftwire.drafting.heads.head_loading import load_head
+from draftwire.drafting.heads.head_loading import load_fusion, load_head, read_shape
 from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.admission import Room
 from draftwire.engine.cache_sizing import run_largest, size_while_loading
 from draftwire.engine.engine_service import EngineService
-from draftwire.engine.leases import SessionFailed
+from draftwire.engine.leases import SessionFailed, SessionKey
 from draftwire.engine.model_loading import LoadedTarget, load_target
 from draftwire.engine.model_settings import limited
 from draftwire.engine.prefill import PrefillPacer
@@ -32,6 +32,8 @@ from draftwire.errors import (
     UnavailableError,
     Violation,
 )
+from draftwire.method.feature_format import FeatureEncoding
+from draftwire.method.features import FeatureRequest, SessionFeatures
 from draftwire.method.quantization import Quantization
 from draftwire.method.rounds import (
     FenceVerdict,
@@ -45,16 +47,17 @@ from draftwire.method.rounds import (
 from draftwire.models.cached_model import FeatureModel
 from draftwire.models.card import ModelCard, path_of
 from draftwire.models.decoder import Decoder
-from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ISSUED_IDENTITIES, ModelDescription
+from draftwire.models.description import DRAFT_AHEAD, FEATURES, HELD_BLOCKS, ISSUED_IDENTITIES, ModelDescription
 from draftwire.models.kv_cache import BLOCK_SIZE
+from draftwire.models.script import is_scripted
 from draftwire.models.taps import check_taps
 from draftwire.requests.automaton import Automaton
-from draftwire.runtime.outbox import Outbox
 from draftwire.verification.rule import VerificationRule, facts_of
 from draftwire.verification.rule_loading import served_rules
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.drafters import Drafter, DrafterOrigin, Drafters, Greeting
 from draftwire_verifier.engine import TargetEngine
+from draftwire_verifier.feeding import DrafterStream
 from draftwire_verifier.metrics import VerifierMetrics
 from draftwire_verifier.progress import LoadProgress
 from draftwire_verifier.scheduler import Completed, Scheduler, Step, StepResult, TargetSession
@@ -65,9 +68,6 @@ LOCAL_ORIGIN = "verifier"
 """Origin of the verifier's own head, in the records of drafters: no connection has such a name."""
 HEAD_QUANTIZATION = Quantization(mass=0.99, max_support=512)
 """Of the drafts of a head in the verifier: they travel nowhere, and the mass that is left out costs acceptance."""
-
-MAX_OUTCOMES = 4096
-"""Outcomes that wait for a drafter's stream at most; further ones are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +111,14 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         """Of the target's head, if there is one."""
         self._head: Drafter | None = None
         """Its record; None if there is none."""
+        self._own_head: DraftHead | None = None
+        self._features_of: bytes | None = None
+        """Fingerprint of the head whose features are kept; None if none are."""
+        self._feature_size = 0
+        """Numbers that are kept of a token."""
         self._first_uses = FirstUses()
-        self._outcomes: dict[int | None, Outbox[RoundOutcome]] = {}
-        """By id of the drafter that reads them."""
+        self._streams: dict[int | None, DrafterStream] = {}
+        """The latest stream to each drafter, by its id."""
 
     async def _load(self) -> None:
         await super()._load()
@@ -132,36 +137,51 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         self._text_drafters = TextDrafters.load(texts.retrieval_store, texts.shared_tokens, fingerprint)
         description = replace(
             card.description,
-            capabilities=frozenset({HELD_BLOCKS, ISSUED_IDENTITIES}),
+            capabilities=frozenset({HELD_BLOCKS, ISSUED_IDENTITIES, *([FEATURES] if self._features_of else [])}),
             rules=tuple(map(facts_of, self._rules.values())),
             local_strategies=(*self._head_names, *self._text_drafters.names),
         )
         return replace(card, description=description), engine
 
     def _load_own(self) -> tuple[ModelCard, StepEngine[Step, StepResult]]:
+        self._check_head()
         target = self._load_target()
         self.kv_cache_tokens = self._size_cache(target)
         card = limited(target.card, self.kv_cache_tokens)
-        if target.head is not None:
-            target.head.resize(self.kv_cache_tokens)  # a text has fewer pairs than tokens
-            self._head_names = (target.head.config.kind.value,)
+        if self._own_head is not None:
+            self._own_head.resize(self.kv_cache_tokens)  # a text has fewer pairs than tokens
+            self._head_names = (self._own_head.config.kind.value,)
         return card, self._engine_of(target, card)
 
-    def _make_head(self, card: ModelCard, decoder: Decoder) -> DraftHead:
-        """Loads the head of the option `draft_head` in the target's type, onto its device."""
-        assert self.config.heads.draft_head is not None, "asked for only if there is one"
+    def _check_head(self) -> None:
+        """Refuses a head that does not fit before the target's weights are loaded, which may take minutes."""
+        if self.config.heads.folder is not None and not is_scripted(self.config.loading.model):
+            read_shape(*self._head_folders)
+
+    @property
+    def _head_folders(self) -> tuple[Path, Path]:
+        """Folders of the head whose features are kept, and of its target."""
+        assert self.config.heads.folder is not None, "asked for only if there is one"
         loading = self.config.loading
-        folder, target = Path(self.config.heads.draft_head).expanduser(), Path(path_of(loading.model, loading.dtype))
+        return Path(self.config.heads.folder).expanduser(), Path(path_of(loading.model, loading.dtype))
+
+    def _make_head(self, card: ModelCard, decoder: Decoder) -> FeatureUser:
+        """Loads the head, or only what makes its features, in the target's type and onto its device."""
         dtype = getattr(torch, card.description.dtype)
-        head = load_head(folder, target, size_while_loading(self.config.engine), dtype, str(decoder.device))
-        check_taps(head.config.taps, decoder.num_layers)
-        return head
+        user: FeatureUser
+        user = fusion = load_fusion(*self._head_folders, dtype, decoder.device)
+        self._features_of, self._feature_size = fusion.fingerprint, fusion.config.hidden_size
+        if self.config.heads.draft_head is not None:
+            cache_tokens = size_while_loading(self.config.engine)
+            user = self._own_head = load_head(*self._head_folders, cache_tokens, dtype, str(decoder.device))
+        check_taps(user.config.taps, decoder.num_layers)
+        return user
 
     def _engine_of(self, target: LoadedTarget, card: ModelCard) -> TargetEngine:
         head = None
-        if target.head is not None:
+        if self._own_head is not None:
             assert isinstance(target.model, FeatureModel), "it was loaded with a head"
-            head = HeadDrafter(target.head, target.model, HEAD_QUANTIZATION)
+            head = HeadDrafter(self._own_head, target.model, HEAD_QUANTIZATION)
         return TargetEngine(target.model, card.description.context_length, head)
 
     def _load_vllm(self) -> tuple[ModelCard, StepEngine[Step, StepResult]]:
@@ -182,7 +202,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         return target.fit()
 
     def _load_target(self) -> LoadedTarget:
-        make_head = self._make_head if self.config.heads.draft_head is not None else None
+        make_head = self._make_head if self.config.heads.folder is not None else None
         if self.group.place.size == 1:
             return load_target(self.config.loading, self.config.engine, make_head)
         from draftwire.engine.ranks.group_model import GroupModel, load_target_rank
@@ -248,12 +268,20 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             self._fail((run.fence.session_id, run.fence.epoch), error)
         self._work.set()
 
-    def welcome_drafter(self, greeting: Greeting, model: ModelDescription) -> Drafter:
+    def welcome_drafter(self, greeting: Greeting, model: ModelDescription, features_of: bytes | None = None) -> Drafter:
         """Checks that a drafter has the target's vocabulary, and returns its record with its identity.
 
+        Args:
+            greeting: what it says of itself.
+            model: of the drafter.
+            features_of: fingerprint of the head that it needs features for; None if it needs none.
+
         Raises:
-            ProtocolViolationError: the vocabularies differ. (The drafter then compares them and reports the token.)
+            ProtocolViolationError: the vocabularies differ, and the drafter then compares them and reports the token;
+                or features of another head, or of none, are kept here.
         """
+        if features_of is not None and features_of != self._features_of:
+            raise ProtocolViolationError(f"no features are kept here for the head of drafter {model.name}")
         if model.vocabulary_fingerprint != self.description.vocabulary_fingerprint:
             raise ProtocolViolationError(f"vocabulary of drafter {model.name} differs from {self.description.name}'s")
         drafter = self.drafters.connect(greeting, {session.drafter_id for session in self._scheduler.sessions.values()})
@@ -280,28 +308,73 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
                 self._set_aside_unless_trusted(session)
         self._work.set()
 
-    def take_outcomes(self, drafter: Drafter, model: ModelDescription) -> Outbox[RoundOutcome]:
-        """Returns an outbox that receives how rounds ended whose blocks a drafter sent; nothing if it could do nothing
-        with it. A drafter with several streams gets it on the latest.
+    def open_stream(
+        self, drafter: Drafter, model: ModelDescription, encoding: FeatureEncoding | None = None
+    ) -> DrafterStream:
+        """Returns what a drafter is told: how rounds ended whose blocks it sent, and features, as far as it can do
+        anything with them. A drafter with several streams is told on the latest.
         """
-        outbox = Outbox[RoundOutcome](MAX_OUTCOMES)
-        if DRAFT_AHEAD in model.capabilities:
-            self._outcomes[drafter.id] = outbox
-        return outbox
+        stream = DrafterStream(drafter, DRAFT_AHEAD in model.capabilities, encoding)
+        self._streams[drafter.id] = stream
+        return stream
 
-    def end_outcomes(self, drafter: Drafter, outbox: Outbox[RoundOutcome]) -> None:
-        """Ends what `take_outcomes` began."""
-        if self._outcomes.get(drafter.id) is outbox:
-            del self._outcomes[drafter.id]
+    def end_stream(self, stream: DrafterStream) -> None:
+        """Ends what `open_stream` began."""
+        if self._streams.get(stream.drafter.id) is stream:
+            del self._streams[stream.drafter.id]
+
+    def request_features(self, stream: DrafterStream, requests: Iterable[FeatureRequest]) -> None:
+        """Takes requests of a drafter. Those without a permit, or for sessions that are not here, are dropped."""
+        for request in requests:
+            session = None if stream.drafter.is_quarantined else self._scheduler.feed(request, stream.drafter.id)
+            if session is not None:
+                self._offer_features(session)
+
+    def _offer_features(self, session: TargetSession) -> None:
+        """Has features sent that a session's drafter has asked for and the target has read, if there are any."""
+        feed = session.feed
+        stream = None if feed is None else self._streams.get(feed.drafter_id)
+        if feed is None or stream is None or stream.encoding is None or feed.is_due or not session.num_feedable:
+            return
+        with suppress(UnavailableError):  # it reads too slowly: the next round offers them again
+            stream.outbox.put(session.key)
+            feed.is_due = True
+
+    async def take_features(self, stream: DrafterStream, key: SessionKey) -> SessionFeatures | None:
+        """Returns the next features of a session that are to be sent, as many as fit into a message; None if there are
+        none any more. They are read when the stream has room for them: nothing is kept for a drafter.
+        """
+        session = self._scheduler.sessions.get(key)
+        if session is None or session.feed is None or session.feed.drafter_id != stream.drafter.id:
+            return None
+        feed = session.feed
+        feed.is_due = False
+        assert stream.encoding is not None, "features are offered to streams that want them"
+        assert isinstance(self._engine, TargetEngine), "of the only engine that keeps them"
+        start, count = feed.next_position, min(session.num_feedable, stream.most_positions(self._feature_size))
+        if not count:
+            return None
+        try:
+            encoded = await self._torch.run(self._engine.features, key, start, start + count, stream.encoding)
+        except Exception:
+            log.exception("verifier.features_failed", session_id=key[0])
+            return None
+        if encoded is None or session.feed is not feed or feed.next_position != start:  # closed, or begun anew
+            return None
+        feed.next_position += count
+        self._offer_features(session)
+        self.metrics.feature_bytes.inc(sum(map(len, encoded)))
+        return SessionFeatures(*key, start, count, *encoded)
 
     def _tell(self, session: TargetSession, verdict: Verdict) -> None:
         """Tells the drafter of a round's block how the round ended, if its session holds blocks. One that reads too
         slowly hears of it from the gateway alone.
         """
         is_drafters = bool(verdict.num_draft_tokens) and not verdict.local_strategy
-        if session.spec.max_held_blocks and is_drafters and session.drafter_id in self._outcomes:
+        stream = self._streams.get(session.drafter_id)
+        if session.spec.max_held_blocks and is_drafters and stream is not None and stream.takes_outcomes:
             with suppress(UnavailableError):
-                self._outcomes[session.drafter_id].put(RoundOutcome(session.fence, verdict.token_ids))
+                stream.outbox.put(RoundOutcome(session.fence, verdict.token_ids))
 
     def _set_aside_unless_trusted(self, session: TargetSession) -> None:
         """Has a queued block audited alone if its tokens may not enter the text."""
@@ -413,6 +486,8 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
                 self.metrics.count(event, is_first=event.fence.round == session.spec.first_round)
                 self._tell(session, event)
                 self._set_aside_unless_trusted(session)
+        for item in step.items:
+            self._offer_features(item.session)
         self._audit(step, result)
         return deliveries
 

@@ -11,10 +11,12 @@ from draftwire.engine.step_engine import StepEngine
 from draftwire.errors import BlockViolationError
 from draftwire.method.distributions import DenseRows, rows_of
 from draftwire.method.draw_key import DrawKey
+from draftwire.method.feature_format import FeatureEncoding
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import ReceivedBlock
 from draftwire.method.sampling import TokenEdits
-from draftwire.models.cached_model import SequenceModel
+from draftwire.models.cached_model import FeatureModel, FeatureSpan, SequenceModel
+from draftwire.models.feature_encoding import encode_rows
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import VerificationRule, rule_named
@@ -22,14 +24,16 @@ from draftwire.verification.deciding import Judgement
 from draftwire.verification.rule import UndraftedRule
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.auditing import audits_of
-from draftwire_verifier.head_drafts import HeadDrafts
+from draftwire_verifier.head_drafts import HeadDrafts, HeadStep
 from draftwire_verifier.scheduler import Step, StepItem, StepResult
 
 
 class TargetEngine(StepEngine[Step, StepResult]):
     """The target model with one cached sequence per session."""
 
-    def __init__(self, model: SequenceModel, context_length: int, head: HeadDrafter | None = None) -> None:
+    def __init__(
+        self, model: SequenceModel, context_length: int, head: HeadDrafter[CachedSequence] | None = None
+    ) -> None:
         """Starts without sessions.
 
         Args:
@@ -52,7 +56,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
         judge(self.model, [Judging(sequence, [0] * num_tokens, [], None, SamplingParams(), rule, key)])
         seconds = time.perf_counter() - started
         if self._head is not None:
-            self._head.rehearse([sequence], 1)
+            self._head.rehearse([sequence], 1, self._context_length)
         self.model.cache.close(sequence)
         return num_tokens, seconds
 
@@ -72,15 +76,16 @@ class TargetEngine(StepEngine[Step, StepResult]):
         blocks = [Judging(one, [0], drafted, rows, sampling, rule, key) for one in sequences[:-1]]
         judge(model, [*blocks, Judging(sequences[-1], prompt, [], None, sampling, rule, key)])
         if self._head is not None:
-            self._head.rehearse(sequences, len(drafted))
+            self._head.rehearse(sequences, len(drafted), self._context_length)
         for sequence in sequences:
             model.cache.close(sequence)
 
     def step(self, step: Step) -> StepResult:
         """Runs a step: verification of blocks, plain decoding, prefill."""
         started = time.perf_counter()
-        drafted, draft_s = self._head.draft(step.items, self._sequences) if self._head is not None else ([], 0.0)
-        blocks = [own or item.block for own, item in zip(drafted or [None] * len(step.items), step.items, strict=True)]
+        own = self._head.draft(step.items, self._sequences) if self._head is not None else HeadStep()
+        drafted = own.blocks or [None] * len(step.items)
+        blocks = [block or item.block for block, item in zip(drafted, step.items, strict=True)]
         judgings = [self._judging(item, block) for item, block in zip(step.items, blocks, strict=True)]
         done = judge(self.model, judgings)
         num_unread = [
@@ -94,9 +99,20 @@ class TargetEngine(StepEngine[Step, StepResult]):
             num_tokens=done.num_tokens,
             verify_us=int((time.perf_counter() - started) * 1e6),
             audits=audits_of(done.decided, [judging.rule for judging in judgings]),
-            drafted=drafted,
-            head_s=draft_s,
+            drafted=own.blocks,
+            has_head_failed=own.has_failed,
+            head_s=own.seconds,
         )
+
+    def features(self, key: SessionKey, start: int, stop: int, encoding: FeatureEncoding) -> tuple[bytes, bytes] | None:
+        """Returns the features of a session's tokens from `start` to `stop`, encoded, and their scales; None if it was
+        closed meanwhile.
+        """
+        sequence = self._sequences.get(key)
+        if sequence is None or sequence.length < stop:
+            return None
+        assert isinstance(self.model, FeatureModel), "features are asked for where they are kept"
+        return encode_rows(self.model.features([FeatureSpan(sequence, start, stop)]), encoding)
 
     def forget(self, key: SessionKey) -> None:
         """Frees a session's KV cache, and what the head keeps of it."""

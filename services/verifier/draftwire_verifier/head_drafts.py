@@ -6,6 +6,7 @@ not when a session is queued.
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import structlog
 
@@ -24,10 +25,22 @@ from draftwire_verifier.scheduler import StepItem, TargetSession
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class HeadStep:
+    """What a head has drafted for a step. Sequences hold one entry for each item."""
+
+    blocks: Sequence[ReceivedBlock | None] = ()
+    """None where there is none."""
+    has_failed: Sequence[bool] = ()
+    """Whether a block was to be there: not where the head, or the target, still reads the text."""
+    seconds: float = 0.0
+    """How long it took."""
+
+
 class HeadDrafts:
     """A head with one sequence per session that it has drafted for."""
 
-    def __init__(self, drafter: HeadDrafter, vocab_size: int) -> None:
+    def __init__(self, drafter: HeadDrafter[CachedSequence], vocab_size: int) -> None:
         """Starts without sessions.
 
         Args:
@@ -38,22 +51,18 @@ class HeadDrafts:
         self._vocab_size = vocab_size
         self._sequences: dict[SessionKey, HeadSequence] = {}
 
-    def draft(
-        self, items: Sequence[StepItem], targets: Mapping[SessionKey, CachedSequence]
-    ) -> tuple[list[ReceivedBlock | None], float]:
+    def draft(self, items: Sequence[StepItem], targets: Mapping[SessionKey, CachedSequence]) -> HeadStep:
         """Drafts for the sessions of a step that are to be drafted for and whose committed tokens but the last are in
         the target's cache. A round for which the head has nothing, or in which it fails, is decided without a draft.
 
         Args:
             items: of the step.
             targets: sequences of the sessions in the target's cache.
-
-        Returns:
-            A block for each item, None where there is none; and how long it took, seconds.
         """
         started = time.perf_counter()
         blocks: list[ReceivedBlock | None] = [None] * len(items)
-        draftings: dict[int, HeadDrafting] = {}
+        has_failed = [False] * len(items)
+        draftings: dict[int, HeadDrafting[CachedSequence]] = {}
         for index, item in enumerate(items):
             target, committed = targets.get(item.session.key), item.session.committed.ids
             if item.num_head_tokens and target is not None and target.length == len(committed) - 1 > 0:
@@ -62,7 +71,7 @@ class HeadDrafts:
                     sequence = self._sequences[item.session.key] = self._drafter.open()
                 draftings[index] = HeadDrafting(sequence, target, committed, _request(item, self._vocab_size))
         if not draftings:
-            return blocks, 0.0
+            return HeadStep(blocks, has_failed)
         try:
             drafts = self._drafter.draft(list(draftings.values()))
         except (
@@ -70,26 +79,31 @@ class HeadDrafts:
         ):  # of the device, say: rounds go on without drafts, and the target's own pass shows what is lost
             log.exception("verifier.head_failed", num_sessions=len(draftings))
             for index in draftings:
+                has_failed[index] = True
                 self.forget(items[index].session.key)
-            return blocks, time.perf_counter() - started
+            return HeadStep(blocks, has_failed, time.perf_counter() - started)
         seconds = time.perf_counter() - started
         timings = DraftTimings(draft_us=int(seconds * 1e6))
         for index, draft in zip(draftings, drafts, strict=True):
             if isinstance(draft, Draft):
                 blocks[index] = self._block(items[index].session, draft, timings)
-        return blocks, seconds
+            has_failed[index] = draft is not None and blocks[index] is None
+        return HeadStep(blocks, has_failed, seconds)
 
-    def rehearse(self, targets: Sequence[CachedSequence], num_tokens: int) -> None:
+    def rehearse(self, targets: Sequence[CachedSequence], num_tokens: int, context_length: int) -> None:
         """Drafts for all sequences at once, as if their tokens were all 0, and forgets that.
 
         Args:
             targets: in the target's cache, which has read at least one token of each.
-            num_tokens: of each block.
+            num_tokens: of each block; fewer than the context.
+            context_length: in tokens: blocks end before it.
         """
         sampling, key = SamplingParams(temperature=1.0, top_p=0.95), DrawKey(bytes(KEY_BYTES), 0, 0)
         request = DraftRequest(num_tokens, sampling, key, self._vocab_size)
+        room = context_length - num_tokens
         draftings = [
-            HeadDrafting(self._drafter.open(), target, [0] * (target.length + 1), request) for target in targets
+            HeadDrafting(self._drafter.open(), target, [0] * (min(target.length, room) + 1), request)
+            for target in targets
         ]
         self._drafter.draft(draftings)
         for drafting in draftings:

@@ -83,7 +83,7 @@ class LocalText:
         self, committed: Sequence[int], token_ids: Sequence[int], spec: TargetSessionSpec, vocab_size: int
     ) -> WatchedGuess | None:
         """Returns how a draft would have fared in a round without one; None if the text was not read yet, or is longer
-        than `MAX_WATCHED`.
+        than `MAX_WATCHED` and was to be drafted for by somebody else.
 
         Args:
             committed: all tokens before the round.
@@ -91,7 +91,9 @@ class LocalText:
             spec: of the session, which says what is watched.
             vocab_size: of the target.
         """
-        if spec.watched is None or spec.watched.strategy != self.strategy or len(committed) > MAX_WATCHED:
+        if spec.watched is None or self.strategy not in (spec.watched.strategy, spec.watched.instead):
+            return None
+        if not self.num_draft_tokens and len(committed) > MAX_WATCHED:
             return None
         if not self._reads(committed):
             return None
@@ -134,10 +136,11 @@ def check_local(draft: LocalDraft, spec: TargetSessionSpec, drafters: TextDrafte
         head: name of the verifier's own head; empty if it has none.
 
     Raises:
-        InvalidRequestError: the strategy is unknown, or the number is out of range.
+        InvalidRequestError: a strategy is unknown, or the number is out of range.
     """
-    if not head or draft.strategy != head:
-        drafters.named(draft.strategy)
+    for strategy in filter(None, (draft.strategy, draft.instead)):
+        if not head or strategy != head:
+            drafters.named(strategy)
     most = spec.parameters.max_draft_tokens
     if not 1 <= draft.num_draft_tokens <= most:
         raise InvalidRequestError(f"a local draft has 1 to {most} tokens here, not {draft.num_draft_tokens}")

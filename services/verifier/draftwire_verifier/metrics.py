@@ -59,6 +59,7 @@ class VerifierMetrics(EngineMetrics):
         self.local_accepted = self.counter(
             "local_accepted_tokens", "Draft tokens accepted that the verifier drafted by itself, by how.", ("strategy",)
         )
+        self.feature_bytes = self.counter("feature_bytes", "Bytes of features that were sent to drafters with heads.")
         self.near_ties = self.counter("near_ties", "Tokens that rounding could have changed, under the rule coupled.")
         self.drafted_per_position = self.counter(
             "spec_decode_num_draft_tokens_per_pos",

@@ -15,16 +15,19 @@ from draftwire.engine.session_book import EngineSession, SessionBook
 from draftwire.errors import BlockViolationError, DraftwireError, InvalidRequestError, Violation
 from draftwire.method.ahead_limits import MAX_ROUNDS_AHEAD
 from draftwire.method.encoding import log_probs
+from draftwire.method.features import FeatureRequest
 from draftwire.method.rounds import (
     DraftTimings,
     Fence,
     FenceVerdict,
     LocalDraft,
+    Permit,
     PlainRun,
     PromptRead,
     ReceivedBlock,
     TargetSessionSpec,
     Verdict,
+    WatchedGuess,
     judge_fence,
 )
 from draftwire.method.token_source import TokenSource
@@ -33,6 +36,7 @@ from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
 from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
+from draftwire_verifier.feeding import Feed
 from draftwire_verifier.gathering import Gathering, Ready, UsualWait
 from draftwire_verifier.held_blocks import HeldBlocks, HeldFate, HeldTally
 from draftwire_verifier.idle import IdleWatch
@@ -70,6 +74,11 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     """What drafts the rounds of its runs, or could; None if nothing ever did and nothing is watched."""
     num_head_tokens: int = 0
     """Most tokens that the verifier's head drafts for each round of its run; 0 if it does not."""
+    watches_head: bool = False
+    """Whether rounds that the head was to draft, and for which it had nothing, are reported as such. No others: what it
+    would have drafted costs what drafting costs."""
+    feed: Feed | None = None
+    """None if its drafter needs no features, or has not asked yet."""
     waits_since: float | None = None
     """Since when it waits for its next block or run, by the scheduler's clock; None if it does not."""
     usual_wait: UsualWait = field(default_factory=UsualWait)
@@ -101,6 +110,13 @@ class TargetSession(EngineSession[TargetSessionSpec]):
         if not self.plain_rounds_left or self.block is not None or self.is_reading:
             return 0
         return max(0, min(self.num_head_tokens, self.spec.max_len - len(self.committed) - 1))
+
+    @property
+    def num_feedable(self) -> int:
+        """Tokens whose features its drafter has asked for, that the target has read, and that were not sent."""
+        if self.feed is None:
+            return 0
+        return max(0, min(self.feed.limit, len(self.committed) - self.num_unread) - self.feed.next_position)
 
     @property
     def num_rows(self) -> int:
@@ -158,6 +174,8 @@ class StepResult:
     """Audit sums of the draft tokens; None if the item has no distributions to audit."""
     drafted: Sequence[ReceivedBlock | None] = ()
     """Blocks that the verifier's head has drafted, and that were verified; empty if there is no head."""
+    has_head_failed: Sequence[bool] = ()
+    """Whether the head had no block where it was to draft and had read the text; empty if there is no head."""
     head_s: float = 0.0
     """How long the head drafted, seconds."""
 
@@ -219,7 +237,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
             plain_rounds_left=spec.plain_rounds,
             held=HeldBlocks(self.held),
         )
-        if spec.watched is not None and spec.watched.strategy != self.head:
+        session.watches_head = spec.watched is not None and spec.watched.strategy == self.head
+        if spec.watched is not None and not session.watches_head:
             session.local = LocalText.open(spec.watched.strategy, self.text_drafters, spec.parameters)
         self._admit(session)
         if session.plain_rounds_left:
@@ -244,13 +263,41 @@ class Scheduler(SessionBook[TargetSession, Step]):
             raise BlockViolationError(Violation.PEER, "block with a permit for another session or another drafter")
         if permit.number <= session.permit_number:
             return None
-        session.drafter_id, session.permit_number = block.drafter_id, permit.number
+        self._seat(session, permit, block.drafter_id)
+        return session
+
+    def _seat(self, session: TargetSession, permit: Permit, drafter_id: int) -> None:
+        """Makes the holder of a permit the drafter of a session."""
+        session.drafter_id, session.permit_number, session.feed = drafter_id, permit.number, None
         session.held.clear()
+
+    def feed(self, request: FeatureRequest, drafter_id: int) -> TargetSession | None:
+        """Takes a request of features, which may be the first that a drafter sends of a session.
+
+        Returns:
+            The session, if it is open and the permit is its drafter's; other requests are dropped.
+        """
+        session, permit = self.sessions.get((request.session_id, request.epoch)), request.permit
+        if session is None or not permit.is_made_with(session.spec.permit_key, drafter_id):
+            self.dropped["unknown_session" if session is None else "no_speculation"] += 1
+            return None
+        if permit.number > session.permit_number:
+            self._seat(session, permit, drafter_id)
+        if session.drafter_id != drafter_id:  # it was replaced, or refused
+            self.dropped["no_speculation"] += 1
+            return None
+        limit = min(request.limit, session.spec.max_len)
+        if request.first_position is not None:
+            is_due = session.feed is not None and session.feed.is_due
+            session.feed = Feed(drafter_id, request.first_position, limit, is_due)
+        elif session.feed is not None:
+            session.feed.limit = limit
         return session
 
     def end_speculation(self, session: TargetSession) -> None:
         """Refuses further blocks for a session, until another drafter sends a permit with a higher number."""
         session.drafter_id = None
+        session.feed = None
         session.held.clear()
 
     def offer_block(self, block: ReceivedBlock) -> TargetSession | None:
@@ -387,7 +434,9 @@ class Scheduler(SessionBook[TargetSession, Step]):
         deliveries: list[Completed] = []
         drafted = result.drafted or [None] * len(step.items)
         verify_us = result.verify_us - int(result.head_s * 1e6)  # which is told apart
-        for item, outcome, num_unread, own in zip(step.items, result.outcomes, result.num_unread, drafted, strict=True):
+        has_failed = result.has_head_failed or [False] * len(step.items)
+        parts = zip(step.items, result.outcomes, result.num_unread, drafted, has_failed, strict=True)
+        for item, outcome, num_unread, own, lacks_draft in parts:
             session, block = item.session, own or item.block
             session.num_unread = num_unread
             if not self.is_open(session):
@@ -395,7 +444,10 @@ class Scheduler(SessionBook[TargetSession, Step]):
             if isinstance(outcome, Judgement | StillReading) and outcome.prompt is not None:
                 deliveries.append((session, PromptRead(*session.key, outcome.prompt)))
             if isinstance(outcome, Judgement):
-                deliveries.append((session, self._commit(session, block, outcome, step.started_at, verify_us)))
+                verdict = self._commit(session, block, outcome, step.started_at, verify_us)
+                if lacks_draft and session.watches_head:
+                    verdict = replace(verdict, watched=WatchedGuess(has_guess=False))
+                deliveries.append((session, verdict))
             elif isinstance(outcome, StillReading):
                 self._ready.append(session)
             else:
@@ -496,6 +548,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
 
     def _draft_by(self, session: TargetSession, draft: LocalDraft | None) -> None:
         """Sets what drafts the rounds of a session's run. What was read of the text is kept through plain runs."""
+        if draft is not None and draft.strategy == self.head and not self.is_head_trusted:
+            draft = replace(draft, strategy=draft.instead, instead="") if draft.instead else None
         is_head = draft is not None and draft.strategy == self.head
         of_text = None if is_head else draft
         session.num_head_tokens = draft.num_draft_tokens if draft is not None and is_head else 0

@@ -13,7 +13,7 @@ from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.guard import end_if_lost
 from draftwire.engine.ranks.place import Place
 from draftwire.errors import ProtocolViolationError
-from draftwire.method.rounds import PromptRead, Verdict
+from draftwire.method.rounds import PromptRead, RoundOutcome, Verdict
 from draftwire.models.description import ISSUED_IDENTITIES, ModelDescription
 from draftwire.runtime import messages
 from draftwire.runtime.call_limits import SPARE_CALLS, CallLimits
@@ -31,9 +31,10 @@ from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.core import BlockRefused, TargetEvent, VerifierCore
 from draftwire_verifier.drafters import Drafter, Greeting
+from draftwire_verifier.feeding import DrafterStream
 from draftwire_verifier.spans import VerifierSpans
 
-_ORDER = "a drafter says hello once, first, and then sends blocks"
+_ORDER = "a drafter says hello once, first, and then sends blocks, or requests of features if its hello names some"
 
 OFF_LOOP_BYTES = 2**18
 """Larger messages (dense distributions) are decoded on another thread than the event loop's."""
@@ -95,12 +96,23 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         if first.WhichOneof("message") != "hello":
             raise ProtocolViolationError(_ORDER)
         model = messages.model_from_proto(first.hello.model)
-        drafter = self._core.welcome_drafter(_greeting(first.hello, model, origin_of(context)), model)
-        outcomes = self._core.take_outcomes(drafter, model)
+        source = first.hello.features if first.hello.HasField("features") else None
+        encoding = None if source is None else messages.feature_encoding_from_proto(source)
+        greeting = _greeting(first.hello, model, origin_of(context))
+        drafter = self._core.welcome_drafter(greeting, model, None if source is None else source.fingerprint)
+        stream = self._core.open_stream(drafter, model, encoding)
 
-        async def write_outcomes() -> None:
-            while some := await outcomes.take_all():
-                await context.write(verifier_pb2.PushDraftBlocksResponse(outcomes=messages.outcomes_to_proto(some)))
+        async def write() -> None:
+            while some := await stream.outbox.take_all():
+                outcomes = [each for each in some if isinstance(each, RoundOutcome)]
+                if outcomes:
+                    told = messages.outcomes_to_proto(outcomes)
+                    await context.write(verifier_pb2.PushDraftBlocksResponse(outcomes=told))
+                for key in some:
+                    features = None if isinstance(key, RoundOutcome) else await self._core.take_features(stream, key)
+                    if features is not None:
+                        part = messages.features_to_proto(features)
+                        await context.write(verifier_pb2.PushDraftBlocksResponse(features=part))
 
         writing: asyncio.Future[None] | None = None
         try:
@@ -109,24 +121,37 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 identity=messages.identity_to_proto(drafter.identity),
             )
             await context.write(response)
-            writing = asyncio.ensure_future(write_outcomes())
+            writing = asyncio.ensure_future(write())
             async for request in requests:
-                if request.WhichOneof("message") != "blocks":
-                    raise ProtocolViolationError(_ORDER)
-                await self._push_blocks(request, drafter)
+                match request.WhichOneof("message"):
+                    case "blocks":
+                        await self._push_blocks(request, drafter)
+                    case "feature_requests" if encoding is not None:
+                        self._request_features(request, stream)
+                    case _:
+                        raise ProtocolViolationError(_ORDER)
         finally:
-            self._core.end_outcomes(drafter, outcomes)
+            self._core.end_stream(stream)
             drafter.num_streams -= 1
             if writing is not None:  # a write that is cancelled would leave the call without a status
-                outcomes.close()
+                stream.outbox.close()
                 await asyncio.gather(writing, return_exceptions=True)
+
+    def _request_features(self, request: verifier_pb2.PushDraftBlocksRequest, stream: DrafterStream) -> None:
+        if len(request.feature_requests.requests) > self._most_items:
+            raise ProtocolViolationError(f"a message holds at most {self._most_items} requests")
+        self._core.request_features(stream, messages.feature_requests_from_proto(request.feature_requests))
+
+    @property
+    def _most_items(self) -> int:
+        """Blocks, or requests, in a message, at most: a session waits for one."""
+        return max(messages.MAX_BLOCKS, self._core.config.engine.max_sessions)
 
     async def _push_blocks(self, request: verifier_pb2.PushDraftBlocksRequest, drafter: Drafter) -> None:
         core, num_bytes = self._core, num_received_bytes.get()
         core.metrics.count_bytes(num_bytes + FRAME_BYTES)
-        most_blocks = max(messages.MAX_BLOCKS, core.config.engine.max_sessions)  # a session waits for one at most
-        if len(request.blocks.blocks) > most_blocks:
-            raise ProtocolViolationError(f"a message holds at most {most_blocks} blocks")
+        if len(request.blocks.blocks) > self._most_items:
+            raise ProtocolViolationError(f"a message holds at most {self._most_items} blocks")
         limits = (core.description.vocab_size, core.config.engine.max_draft_tokens)
         if num_bytes > OFF_LOOP_BYTES:
             blocks = await asyncio.to_thread(messages.blocks_from_proto, request.blocks.blocks, drafter.id, *limits)

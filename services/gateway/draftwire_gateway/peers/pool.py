@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
+import structlog
+
 from draftwire.errors import InvalidRequestError, ModelMismatchError, UnavailableError
 from draftwire.models.description import ModelDescription, can_take_over
 from draftwire.runtime.channels import check_prompt_fits
@@ -11,6 +13,8 @@ from draftwire.runtime.peers import ModelPeer, check_vocabularies
 from draftwire_gateway.peers.roster import Roster
 from draftwire_gateway.peers.wire import DrafterLink, SessionLink, VerifierLink
 from draftwire_gateway.session.ports import TargetPort
+
+log = structlog.get_logger()
 
 POLL_SECONDS = 0.02
 
@@ -29,6 +33,7 @@ class Pool:
         largest_bytes: int,
         near_drafter_sessions: int,
         default_rule: str,
+        wanted_drafts: Sequence[str] = (),
     ) -> None:
         """Connects nothing before `maintain`.
 
@@ -39,12 +44,15 @@ class Pool:
             near_drafter_sessions: how many more sessions a drafter in the verifier's zone may have than one in another
                 zone.
             default_rule: the rule that every verifier has to offer.
+            wanted_drafts: strategies by which verifiers are to draft by themselves; of one that lacks some, texts are
+                drafted for without, which is logged.
         """
         self.verifiers = verifiers
         self.drafters = drafters
         self._largest_bytes = largest_bytes
         self._near_drafter_sessions = near_drafter_sessions
         self._default_rule = default_rule
+        self._wanted_drafts = wanted_drafts
         self.description: ModelDescription
         """The target model; set when `meet` has returned."""
         self._reference: SessionLink[Any, Any] | None = None
@@ -130,6 +138,9 @@ class Pool:
         rule = model.rule_named(self._default_rule)
         if not rule.is_lossless:
             raise InvalidRequestError(f"{rule.name} is lossy: requests may ask for it, but it cannot be the default")
+        missing = [strategy for strategy in self._wanted_drafts if strategy not in model.local_strategies]
+        if missing:
+            log.warning("gateway.local_drafts_missing", address=link.address, missing=missing)
         if self._reference is None:
             self.description, self._reference = model, link
             self._met.set()

@@ -8,7 +8,7 @@ it replies. A drafter that has replied is never blamed for the verifier's silenc
 import asyncio
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -26,9 +26,11 @@ from draftwire.method.rounds import (
 )
 from draftwire.models.description import (
     DRAFT_AHEAD,
+    FEATURES,
     FLUSH_REPLIES,
     HELD_BLOCKS,
     ISSUED_IDENTITIES,
+    NEEDS_FEATURES,
     PARTIAL_BLOCKS,
     ModelDescription,
 )
@@ -93,8 +95,8 @@ class DrafterSeat:
         self._pairs = pairs
         self._pair = PairSeat(pairs)
         """Of drafter and verifier; none where lengths are given, or nobody could draft."""
-        self._local_strategy = ""
-        """By which the session's verifier drafts by itself; empty if it does not."""
+        self._local: LocalDraft | None = None
+        """What the session's verifier may draft by itself; None if it does not."""
         self.permit_number = -1
         """Permit number of the latest drafter; each drafter has a higher one."""
         self.is_ready = False
@@ -167,16 +169,16 @@ class DrafterSeat:
         """Returns rounds in which the verifier drafts by itself, if it does and that pays; else plain ones."""
         length, now = self._pair.length, time.perf_counter()
         num_draft_tokens = min(self._session.generation.num_speculative_tokens, self._session.num_left - 1)
-        can_draft = bool(self._local_strategy) and num_draft_tokens >= 1
+        can_draft = self._local is not None and num_draft_tokens >= 1
         if length is not None and (can_draft or why is WhyPlain.DOES_NOT_PAY):
             most = length.num_plain_rounds(most, now)
-        if not can_draft:
+        if self._local is None or not can_draft:
             return RunRequest(why, most)
         if length is not None:
             num_draft_tokens = length.next_own_length(self._session.round, num_draft_tokens, now)
             if num_draft_tokens < 1:
                 return RunRequest(WhyPlain.DOES_NOT_PAY if why is WhyPlain.NO_DRAFTER else why, most)
-        return RunRequest(WhyPlain.NO_GUESS, most, LocalDraft(self._local_strategy, num_draft_tokens))
+        return RunRequest(WhyPlain.NO_GUESS, most, replace(self._local, num_draft_tokens=num_draft_tokens))
 
     def observe(self, times: RoundTimes) -> None:
         """Takes note of a committed round; a `RoundObserver`."""
@@ -382,8 +384,9 @@ class DrafterSeat:
     def _join(self, target: TargetPort, drafter: DrafterPort | None) -> None:
         """Counts the session in to its pair, if it adapts lengths and somebody could draft."""
         pair = self._pair_of(target, None if drafter is None else drafter.description)
-        self._local_strategy = pair.local_strategy
-        if self._session.generation.adapts_length:
+        generation = self._session.generation
+        self._local = generation.local_draft(target.description, generation.num_speculative_tokens)
+        if generation.adapts_length:
             self._pair.join(pair if pair.drafters else None)
 
     def _pair_of(self, target: TargetPort, drafter: ModelDescription | None) -> PairName:
@@ -435,7 +438,7 @@ class DrafterSeat:
         found: dict[str, DrafterPort] = {}
         for drafter in self._peers.drafters_for(target, self._tried) if generation.num_speculative_tokens else ():
             model = drafter.description
-            if model.name in found or not self._is_wanted(model.name, target):
+            if model.name in found or not self._is_wanted(model, target):
                 continue
             if len(self._session.committed) < model.context_length:
                 found[model.name] = drafter
@@ -451,8 +454,13 @@ class DrafterSeat:
             self.error = f"the text is longer than the drafter's context of {longest}"
         return None
 
-    def _is_wanted(self, model: str, target: TargetPort) -> bool:
-        """Whether the drafters of a model may draft. None does what the verifier can do by itself."""
+    def _is_wanted(self, drafter: ModelDescription, target: TargetPort) -> bool:
+        """Whether the drafters of a model may draft: not those that do what the verifier can do by itself, or that need
+        features which it does not send.
+        """
+        model = drafter.name
+        if NEEDS_FEATURES in drafter.capabilities and FEATURES not in target.description.capabilities:
+            return False
         generation, offered = self._session.generation, target.description.local_strategies
         is_local = all(part in generation.local_strategies and part in offered for part in parts_of(model))
         return not is_local and (generation.draft_models is None or model in generation.draft_models)

@@ -59,7 +59,9 @@ class ExpectedVerdict:
         """
         num_tokens, prefix_len = len(verdict.token_ids), verdict.fence.prefix_len
         local = self._local if verdict.local_strategy else None
-        names_local = not verdict.local_strategy or (local is not None and local.strategy == verdict.local_strategy)
+        names_local = not verdict.local_strategy or (
+            local is not None and verdict.local_strategy in (local.strategy, local.instead)
+        )
         _require(names_local, "has drafts of the verifier that were not requested")
         most_drafted = self._num_draft_tokens if local is None else local.num_draft_tokens
         _require(verdict.num_draft_tokens <= most_drafted, "judges more draft tokens than were requested")

@@ -9,6 +9,7 @@ from draftwire.drafting.model_free.names import JOINT, TEXT_DRAFTER_NAMES, parts
 from draftwire.errors import ContextLengthError, InvalidRequestError
 from draftwire.method.ahead_limits import held_blocks
 from draftwire.method.keys import MAX_SEED, new_seed
+from draftwire.method.rounds import LocalDraft
 from draftwire.models.description import ModelDescription
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
@@ -170,6 +171,14 @@ class Generation:
         """
         offered = [strategy for strategy in self.local_strategies if strategy in target.local_strategies]
         return next((strategy for strategy in offered if strategy in HEAD_NAMES), JOINT.join(offered))
+
+    def local_draft(self, target: ModelDescription, num_draft_tokens: int) -> LocalDraft | None:
+        """Returns what a verifier may draft by itself, of at most so many tokens; None if nothing."""
+        strategy = self.local_strategy(target)
+        if strategy not in HEAD_NAMES:
+            return LocalDraft(strategy, num_draft_tokens) if strategy else None
+        others = [name for name in self.local_strategies if name in target.local_strategies and name not in HEAD_NAMES]
+        return LocalDraft(strategy, num_draft_tokens, JOINT.join(others))
 
     @property
     def max_held_blocks(self) -> int:

@@ -32,7 +32,7 @@ class WhyPlain(Enum):
     EMPTY_BLOCK = "empty_block"
     """The drafter drew nothing."""
     NO_GUESS = "no_guess"
-    """The verifier drafts by itself, and the text has no earlier place like its end."""
+    """The verifier drafts by itself, and the text has no earlier place like its end, or its head still reads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ class VerifierSeat:
 
     def _spec(self, target: TargetPort, plain_rounds: int) -> TargetSessionSpec:
         session, generation = self._session, self._session.generation
-        strategy = generation.local_strategy(target.description) if generation.adapts_length else ""
+        most = generation.num_speculative_tokens
         return TargetSessionSpec(
             session_id=session.session_id,
             epoch=session.epoch,
@@ -199,6 +199,6 @@ class VerifierSeat:
             if session.prompt.is_missing
             else replace(generation.logprobs, prompt_logprobs=None),
             reports_draft_logprobs=generation.token_details,
-            watched=LocalDraft(strategy, generation.num_speculative_tokens) if strategy else None,
+            watched=generation.local_draft(target.description, most) if generation.adapts_length else None,
             max_held_blocks=generation.max_held_blocks if HELD_BLOCKS in target.description.capabilities else 0,
         )

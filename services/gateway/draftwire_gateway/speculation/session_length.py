@@ -106,7 +106,7 @@ class SessionLength:
             if source is not DraftSource.AHEAD:  # shares the drafter's
                 for known in (own, self._pair.acceptance[source]):
                     _learn(known, times, source, arm)
-        is_whole = arm == window.arm and not times.is_first and not times.lost_s
+        is_whole = arm == window.arm and not times.is_first and not times.lost_s and not _reads_for_drafts(times)
         was_fresh, self._is_fresh = self._is_fresh, not times.num_draft_tokens or _is_verifiers(times)
         if arm.uses_drafter:
             is_whole = is_whole and not was_fresh and times.why_plain not in _NOT_OF_THE_LENGTH
@@ -163,6 +163,11 @@ def _learn(acceptance: AcceptanceEstimate, times: RoundTimes, source: DraftSourc
             acceptance.add(min(times.num_tokens, MAX_CHOSEN_LENGTH), times.watched.num_right)
         else:
             acceptance.add_missing()
+
+
+def _reads_for_drafts(times: RoundTimes) -> bool:
+    """Whether what drafts at the verifier still reads the text, which takes time and drafts nothing yet."""
+    return times.why_plain is WhyPlain.NO_GUESS and times.watched is None
 
 
 def _is_verifiers(times: RoundTimes) -> bool:

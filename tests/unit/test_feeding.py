@@ -1,0 +1,262 @@
+"""Features that a verifier sends to a drafter with a head: of which tokens, to whom, and what it keeps for that."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from session_specs import target_spec
+from tiny_heads import EAGLE3, MEDUSA, save_tiny_head
+from tiny_models import save_spelling_model
+
+from draftwire.drafting.heads.head_loading import load_fusion
+from draftwire.errors import InvalidRequestError, ProtocolViolationError
+from draftwire.method.feature_format import FeatureEncoding
+from draftwire.method.features import FeatureRequest
+from draftwire.method.keys import KEY_BYTES
+from draftwire.method.rounds import Permit, PlainRun
+from draftwire.models.cached_model import FeatureSpan
+from draftwire.models.description import FEATURES
+from draftwire.models.feature_encoding import decode_rows
+from draftwire.models.kv_cache import BLOCK_SIZE
+from draftwire.runtime.settings import EngineSettings, ModelSettings
+from draftwire_verifier.config import HeadSettings, TargetEngineSettings, VerifierConfig
+from draftwire_verifier.core import VerifierCore
+from draftwire_verifier.drafters import Greeting
+from draftwire_verifier.feeding import MAX_TOLD, DrafterStream
+from draftwire_verifier.scheduler import TargetSession
+
+TOKENS = ["a", "b", "ab", "c", "<e>"]
+PROMPT = [(3 * place) % 4 for place in range(3 * BLOCK_SIZE + 2)]
+KEY = bytes(range(KEY_BYTES))
+"""Of the session's permits."""
+SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_spelling_model(tmp_path_factory.mktemp("target"), TOKENS, 4, seed=1, context_length=128)
+
+
+@pytest.fixture(scope="module")
+def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_head(tmp_path_factory.mktemp("heads") / EAGLE3, target)
+
+
+def config_of(target: Path, heads: HeadSettings) -> VerifierConfig:
+    return VerifierConfig(
+        ModelSettings(str(target), threads=1), engine=EngineSettings(kv_cache_tokens=512), heads=heads
+    )
+
+
+@pytest.fixture
+async def core(target: Path, head: Path) -> AsyncIterator[VerifierCore]:
+    core = VerifierCore(config_of(target, HeadSettings(feature_head=str(head))))
+    await core.start()
+    yield core
+    core.stop()
+
+
+def open_stream(core: VerifierCore, encoding: FeatureEncoding = FeatureEncoding.FLOAT32) -> DrafterStream:
+    drafter = core.welcome_drafter(Greeting("small", "host", 1), core.description, core._features_of)
+    return core.open_stream(drafter, replace(core.description, capabilities=frozenset()), encoding)
+
+
+def open_session(core: VerifierCore, session_id: int = 1, **changes: Any) -> TargetSession:
+    lease_id, _ = core.open_lease()
+    given = {"token_ids": PROMPT, "plain_rounds": 1, "max_len": 120, "permit_key": KEY, "stop_token_ids": frozenset()}
+    core.open_session(target_spec(session_id=session_id, **given | changes), lease_id)
+    return core._scheduler.sessions[session_id, 0]
+
+
+def advance(core: VerifierCore) -> int:
+    """Runs steps until nothing is left to do, and returns how many tokens the target has read."""
+    num_tokens = 0
+    while (step := core._scheduler.next_step()) is not None:
+        result = core._engine.step(step)
+        num_tokens += result.num_tokens
+        core._complete(step, result)
+    return num_tokens
+
+
+def ask(core: VerifierCore, stream: DrafterStream, number: int = 0, **changes: Any) -> None:
+    permit = Permit.make(KEY, number, stream.drafter.id)
+    core.request_features(stream, [FeatureRequest(**{"session_id": 1, "epoch": 0, "permit": permit, **changes})])
+
+
+async def sent(core: VerifierCore, stream: DrafterStream) -> dict[int, torch.Tensor]:
+    """Does what the writer of a stream does until nothing is due; returns the rows by position."""
+    rows: dict[int, torch.Tensor] = {}
+    while stream.outbox._items:
+        for key in await asyncio.wait_for(stream.outbox.take_all(), 5.0):
+            features = await core.take_features(stream, key)  # type: ignore[arg-type]
+            if features is not None:
+                assert stream.encoding is not None
+                part = decode_rows(features.rows, features.scales, features.num_positions, stream.encoding)
+                assert not rows or features.first_position == max(rows) + 1, "in order, none twice"
+                rows |= dict(enumerate(part, features.first_position))
+    return rows
+
+
+def kept(core: VerifierCore, session: TargetSession, start: int, stop: int) -> list[torch.Tensor]:
+    sequence = core._engine._sequences[session.key]  # type: ignore[attr-defined]
+    return list(core._engine.model.features([FeatureSpan(sequence, start, stop)]))  # type: ignore[attr-defined]
+
+
+async def test_features_are_sent_as_the_target_reads_and_as_far_as_they_were_asked_for(core: VerifierCore) -> None:
+    assert FEATURES in core.description.capabilities
+    assert core.description.local_strategies == ("suffix", "lookup"), "it does not draft itself"
+    stream, session = open_stream(core), open_session(core)
+    ask(core, stream, limit=len(PROMPT) + 3, first_position=10)
+    assert await sent(core, stream) == {}, "nothing was read yet"
+    advance(core)
+    rows = await sent(core, stream)
+    assert list(rows) == list(range(10, len(PROMPT))), "of all committed tokens but the last"
+    assert all(map(torch.equal, rows.values(), kept(core, session, 10, len(PROMPT))))
+    core.run_plain(PlainRun(session.fence, 6))
+    advance(core)
+    assert list(await sent(core, stream)) == list(range(len(PROMPT), len(PROMPT) + 3)), "and no further"
+    ask(core, stream, limit=10**6)
+    assert list(await sent(core, stream)) == list(range(len(PROMPT) + 3, len(PROMPT) + 6))
+    ask(core, stream, limit=50, first_position=40)
+    rows = await sent(core, stream)
+    assert list(rows) == list(range(40, 50)), "once more"
+    assert all(map(torch.equal, rows.values(), kept(core, session, 40, 50)))
+
+
+async def test_long_texts_are_sent_in_parts(core: VerifierCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftwire_verifier.feeding.MOST_BYTES", 7 * SIZE * 4)
+    stream, session = open_stream(core), open_session(core)
+    advance(core)
+    ask(core, stream, limit=999, first_position=0)
+    features = await core.take_features(stream, session.key)
+    assert features is not None
+    assert (features.first_position, features.num_positions) == (0, 7)
+    assert list(await sent(core, stream)) == list(range(7, len(PROMPT)))
+
+
+async def test_prompt_from_the_prefix_cache_has_the_features_of_a_cold_one(core: VerifierCore) -> None:
+    both = []
+    for number in (1, 2):
+        stream, session = open_stream(core), open_session(core, number)
+        advance(core)
+        assert (session.num_reused == 3 * BLOCK_SIZE) is (number == 2)
+        permit = Permit.make(KEY, 0, stream.drafter.id)
+        core.request_features(stream, [FeatureRequest(number, 0, permit, 999, 0)])
+        both.append(await sent(core, stream))
+    cold, warm = both
+    assert list(cold) == list(warm) == list(range(len(PROMPT)))
+    assert all(torch.equal(cold[place], warm[place]) for place in range(3 * BLOCK_SIZE))
+    torch.testing.assert_close(torch.stack([*cold.values()]), torch.stack([*warm.values()]))  # others were read anew
+
+
+async def test_another_drafter_gets_all_of_them_without_a_pass_of_the_target(core: VerifierCore) -> None:
+    first, second, session = open_stream(core), open_stream(core), open_session(core)
+    advance(core)
+    ask(core, first, limit=999, first_position=0)
+    before = await sent(core, first)
+    core.end_stream(first)
+    ask(core, second, number=1, limit=999, first_position=0)
+    assert advance(core) == 0
+    after = await sent(core, second)
+    assert session.drafter_id == second.drafter.id
+    assert all(map(torch.equal, before.values(), after.values()))
+    assert len(before) == len(after) > 0
+    ask(core, first, limit=999, first_position=0)
+    core.run_plain(PlainRun(session.fence, 1))
+    advance(core)
+    assert not first.outbox._items, "the permit of the one before is worth nothing any more"
+    assert len(await sent(core, second)) == 1
+
+
+async def test_nobody_without_a_permit_gets_features(core: VerifierCore) -> None:
+    """They are the prompt in another form."""
+    stream, other, session = open_stream(core), open_stream(core), open_session(core)
+    advance(core)
+    named = Permit.make(KEY, 0, other.drafter.id)
+    for request in (
+        FeatureRequest(1, 0, Permit(0, bytes(KEY_BYTES)), 999, 0),
+        FeatureRequest(1, 0, named, 999, 0),
+        FeatureRequest(2, 0, Permit.make(KEY, 0, stream.drafter.id), 999, 0),
+        FeatureRequest(1, 0, Permit.make(KEY, 0, stream.drafter.id), 999),
+    ):
+        core.request_features(stream, [request])
+        assert await sent(core, stream) == {}
+    ask(core, stream, limit=999, first_position=0)
+    core._scheduler.end_speculation(session)
+    assert await sent(core, stream) == {}, "it was refused meanwhile"
+    ask(core, stream, limit=999, first_position=0)
+    assert await sent(core, stream) == {}
+    stream.drafter.audit.alarm = object()  # type: ignore[assignment,misc]
+    ask(core, stream, number=1, limit=999, first_position=0)
+    assert session.feed is None, "who is in quarantine gets nothing"
+
+
+async def test_nothing_is_kept_for_a_drafter_that_reads_slowly(core: VerifierCore) -> None:
+    """A session is due once, whatever is read meanwhile, and its features are in the target's cache."""
+    stream, session = open_stream(core), open_session(core)
+    advance(core)
+    for number in range(40):
+        ask(core, stream, limit=999, first_position=number % 3)
+        core.run_plain(PlainRun(session.fence, 1))
+        advance(core)
+    assert stream.outbox._items == [session.key]
+    assert list(await sent(core, stream)) == list(range(0, len(session.committed) - 1))
+    for key in range(MAX_TOLD):
+        stream.outbox.put((key, 0))
+    ask(core, stream, limit=999, first_position=0)
+    assert session.feed is not None
+    assert not session.feed.is_due, "there is no room: it is offered again"
+    stream.outbox._items.clear()
+    core._offer_features(session)
+    assert stream.outbox._items == [session.key]
+
+
+async def test_session_that_closes_or_begins_anew_while_rows_are_taken_sends_none_of_them(core: VerifierCore) -> None:
+    stream, session = open_stream(core), open_session(core)
+    advance(core)
+    ask(core, stream, limit=999, first_position=0)
+    taking = asyncio.create_task(core.take_features(stream, session.key))
+    await asyncio.sleep(0)
+    ask(core, stream, limit=999, first_position=20)
+    assert await taking is None
+    assert min(await sent(core, stream)) == 20
+    ask(core, stream, limit=999, first_position=0)
+    core.close_session(*session.key)
+    assert await sent(core, stream) == {}
+
+
+async def test_verifier_with_a_head_of_its_own_sends_its_features_too(target: Path, head: Path) -> None:
+    core = VerifierCore(config_of(target, HeadSettings(draft_head=str(head))))
+    await core.start()
+    assert core.description.local_strategies[0] == EAGLE3
+    assert FEATURES in core.description.capabilities
+    stream = open_stream(core, FeatureEncoding.FLOAT8)
+    open_session(core)
+    advance(core)
+    ask(core, stream, limit=999, first_position=0)
+    assert len(await sent(core, stream)) == len(PROMPT)
+    assert core.metrics.registry.get_sample_value("draftwire:feature_bytes_total") == len(PROMPT) * (SIZE + 4)
+    core.stop()
+
+
+async def test_drafter_with_another_head_is_refused_in_words(
+    core: VerifierCore, target: Path, head: Path, tmp_path: Path
+) -> None:
+    other = load_fusion(save_tiny_head(tmp_path / "other", target, seed=1), target)
+    assert load_fusion(head, target).fingerprint == core._features_of != other.fingerprint
+    with pytest.raises(ProtocolViolationError, match="no features are kept here for the head of drafter"):
+        core.welcome_drafter(Greeting("small", "host", 1), core.description, other.fingerprint)
+    medusa = [load_fusion(save_tiny_head(tmp_path / str(seed), target, MEDUSA, seed), target) for seed in (0, 1)]
+    assert medusa[0].fingerprint == medusa[1].fingerprint, "both read the target's own last states"
+
+
+def test_settings_of_heads_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="set draft_head or feature_head"):
+        HeadSettings("a", "b")
+    vllm = TargetEngineSettings(engine="vllm")
+    with pytest.raises(InvalidRequestError, match="feature_head needs the hidden states"):
+        VerifierConfig(ModelSettings("x"), heads=HeadSettings(feature_head="y"), target=vllm)
