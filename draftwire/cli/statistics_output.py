@@ -81,6 +81,8 @@ def _numbers(completion: "Completion") -> Iterator[tuple[str, str]]:
     accepted = f"{statistics.num_accepted_tokens} of {statistics.num_draft_tokens}"
     yield "draft tokens accepted", accepted
     yield "acceptance rate", f"{completion.acceptance_rate:.3f}"
+    if statistics.num_trees:
+        yield "token trees", f"{statistics.num_trees} of {statistics.num_drafts} drafts"
     if num_ahead := statistics.num_ahead_hits + statistics.num_ahead_misses:
         yield "blocks drafted ahead", f"{statistics.num_ahead_hits} of {num_ahead}"
     yield "cached prompt tokens", f"{statistics.num_cached_prompt_tokens} of {statistics.num_prompt_tokens}"

@@ -12,6 +12,7 @@ from draftwire.errors import BlockViolationError
 from draftwire.method.encoding import Decoded, DraftDistributions
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.token_source import TokenSource
+from draftwire.method.token_tree import CHAIN, TokenTree
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.session_parameters import SessionParameters
 
@@ -131,6 +132,8 @@ class DraftBlock:
     timings: DraftTimings = field(default_factory=DraftTimings)
     permit: Permit | None = None
     """Sent with the first block of a drafter for a session."""
+    parents: tuple[int, ...] = CHAIN
+    """Of a token tree, as `TokenTree.parents`; `distributions` then has a row for each token with children."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,13 @@ class ReceivedBlock:
     """Whether its tokens may enter the text. If not, they are audited, and the round is decided without them."""
     local_strategy: str = ""
     """Strategy of the verifier that drafted it; empty if a drafter did."""
+    tree: TokenTree | None = None
+    """Its shape, if it is no chain."""
+
+    @property
+    def depth(self) -> int:
+        """Draft tokens on its longest path."""
+        return len(self.token_ids) if self.tree is None else self.tree.depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +196,13 @@ class Verdict:
     """How what the verifier could have drafted would have fared; None if that is not known."""
     next_is_held: bool = False
     """Whether the block of the next round was there already, drafted ahead for just these tokens."""
+    draft_depth: int = 0
+    """Draft tokens on the longest path of the token tree that was judged; 0 if it was none."""
+
+    @property
+    def num_draft_positions(self) -> int:
+        """Draft tokens that could all have been accepted."""
+        return self.draft_depth or self.num_draft_tokens
 
     @property
     def sources(self) -> list[TokenSource]:
@@ -232,6 +249,16 @@ class PlainRun:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTree:
+    """A token tree to draft."""
+
+    num_nodes: int
+    """Draft tokens at most, 1 or more."""
+    shape: TokenTree | None = None
+    """Of so many nodes, depth by depth; None where the drafter looks for the best nodes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """Sends the drafter the tokens committed since `base_len` and requests the next block."""
 
@@ -240,11 +267,14 @@ class Calibration:
     base_len: int
     token_ids: list[int]
     num_draft_tokens: int
+    """With `tree`, on each path at most."""
     attempt: int = 0
     permit: Permit | None = None
     """With the first one, unless the session was opened with it."""
     max_rounds_ahead: int = 0
     """Rounds beyond this one to draft for before their calibrations come."""
+    tree: DraftTree | None = None
+    """None is a chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +332,8 @@ class TargetSessionSpec:
     """What the verifier could draft: verdicts of rounds in which it does not report how that would have fared."""
     max_held_blocks: int = 0
     """Blocks of coming rounds that it holds at most; 0 refuses them."""
+    max_tree_nodes: int = 0
+    """Draft tokens of a token tree at most; 0 refuses trees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,3 +355,5 @@ class DraftSessionSpec:
     """None if it comes with the first calibration."""
     max_branches: int = 0
     """Texts to draft ahead for at once at most."""
+    max_tree_nodes: int = 0
+    """Draft tokens of a token tree at most; 0: none is requested."""

@@ -26,7 +26,7 @@ from draftwire.v1 import model_pb2 as draftwire_dot_v1_dot_model__pb2
 from draftwire.v1 import session_pb2 as draftwire_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64raftwire/v1/verifier.proto\x12\x0c\x64raftwire.v1\x1a\x18\x64raftwire/v1/model.proto\x1a\x1a\x64raftwire/v1/session.proto\"\xfb\x04\n\x18OpenTargetSessionRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x12\n\nsession_id\x18\x02 \x01(\x06\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_round\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\x15\n\rverifying_key\x18\n \x01(\x0c\x12\x14\n\x0cplain_rounds\x18\x0c \x01(\r\x12\x0f\n\x07max_len\x18\x0e \x01(\r\x12\x12\n\npermit_key\x18\x11 \x01(\x0c\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x01\x88\x01\x01\x12\x15\n\rlogprobs_mode\x18\x14 \x01(\t\x12\x16\n\x0e\x64raft_logprobs\x18\x15 \x01(\x08\x12\x33\n\nparameters\x18\x17 \x01(\x0b\x32\x1f.draftwire.v1.SessionParameters\x12)\n\x07watched\x18\x18 \x01(\x0b\x32\x18.draftwire.v1.LocalDraft\x12\x17\n\x0fmax_held_blocks\x18\x19 \x01(\rB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsJ\x04\x08\x05\x10\x06J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tJ\x04\x08\t\x10\nJ\x04\x08\x0b\x10\x0cJ\x04\x08\r\x10\x0eJ\x04\x08\x0f\x10\x10J\x04\x08\x10\x10\x11J\x04\x08\x16\x10\x17R\ndrafter_idR\x06\x63hoiceR\nprompt_lenR\x08samplingR\x17rejection_sample_methodR\x10max_draft_tokensR\x0estop_token_idsR\ncache_saltR\x0btraceparent\"\x1b\n\x19OpenTargetSessionResponse\"8\n\nLocalDraft\x12\x10\n\x08strategy\x18\x01 \x01(\t\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\"k\n\x08PlainRun\x12\"\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.Fence\x12\x12\n\nnum_rounds\x18\x02 \x01(\r\x12\'\n\x05\x64raft\x18\x03 \x01(\x0b\x32\x18.draftwire.v1.LocalDraft\"|\n\rTargetCommand\x12+\n\tplain_run\x18\x01 \x01(\x0b\x32\x16.draftwire.v1.PlainRunH\x00\x12\x33\n\rclose_session\x18\x02 \x01(\x0b\x32\x1a.draftwire.v1.CloseSessionH\x00\x42\t\n\x07\x63ommand\"I\n\x18RunTargetSessionsRequest\x12-\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x1b.draftwire.v1.TargetCommand\"\xa8\x01\n\x0c\x42lockRefusal\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12#\n\x16quarantined_drafter_id\x18\x05 \x01(\x06H\x00\x88\x01\x01\x12\x15\n\rpermit_number\x18\x06 \x01(\rB\x19\n\x17_quarantined_drafter_id\"\x9d\x01\n\nPromptRead\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12/\n\x0ctop_logprobs\x18\x06 \x01(\x0b\x32\x19.draftwire.v1.TopLogprobs\"\xf7\x01\n\x0bTargetEvent\x12$\n\x05lease\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.LeaseH\x00\x12(\n\x07verdict\x18\x02 \x01(\x0b\x32\x15.draftwire.v1.VerdictH\x00\x12/\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1c.draftwire.v1.SessionFailureH\x00\x12-\n\x07refusal\x18\x04 \x01(\x0b\x32\x1a.draftwire.v1.BlockRefusalH\x00\x12/\n\x0bprompt_read\x18\x05 \x01(\x0b\x32\x18.draftwire.v1.PromptReadH\x00\x42\x07\n\x05\x65vent\"F\n\x19RunTargetSessionsResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.draftwire.v1.TargetEvent\"4\n\x0f\x44rafterIdentity\x12\x12\n\ndrafter_id\x18\x01 \x01(\x06\x12\r\n\x05token\x18\x02 \x01(\x0c\"\x83\x01\n\x0c\x44rafterHello\x12-\n\x05model\x18\x01 \x01(\x0b\x32\x1e.draftwire.v1.ModelDescription\x12\x13\n\x0binstance_id\x18\x02 \x01(\x06\x12/\n\x08identity\x18\x03 \x01(\x0b\x32\x1d.draftwire.v1.DrafterIdentity\"7\n\x0b\x44raftBlocks\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.draftwire.v1.DraftBlock\"}\n\x16PushDraftBlocksRequest\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.draftwire.v1.DrafterHelloH\x00\x12+\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x19.draftwire.v1.DraftBlocksH\x00\x42\t\n\x07message\"E\n\x0cRoundOutcome\x12\"\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.Fence\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"=\n\rRoundOutcomes\x12,\n\x08outcomes\x18\x01 \x03(\x0b\x32\x1a.draftwire.v1.RoundOutcome\"\xb9\x01\n\x17PushDraftBlocksResponse\x12\x31\n\x07welcome\x18\x01 \x01(\x0b\x32\x1e.draftwire.v1.ModelDescriptionH\x00\x12/\n\x08outcomes\x18\x03 \x01(\x0b\x32\x1b.draftwire.v1.RoundOutcomesH\x00\x12/\n\x08identity\x18\x02 \x01(\x0b\x32\x1d.draftwire.v1.DrafterIdentityB\t\n\x07message2\xc5\x02\n\x0fVerifierService\x12h\n\x11RunTargetSessions\x12&.draftwire.v1.RunTargetSessionsRequest\x1a\'.draftwire.v1.RunTargetSessionsResponse(\x01\x30\x01\x12\x64\n\x11OpenTargetSession\x12&.draftwire.v1.OpenTargetSessionRequest\x1a\'.draftwire.v1.OpenTargetSessionResponse\x12\x62\n\x0fPushDraftBlocks\x12$.draftwire.v1.PushDraftBlocksRequest\x1a%.draftwire.v1.PushDraftBlocksResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64raftwire/v1/verifier.proto\x12\x0c\x64raftwire.v1\x1a\x18\x64raftwire/v1/model.proto\x1a\x1a\x64raftwire/v1/session.proto\"\x93\x05\n\x18OpenTargetSessionRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x12\n\nsession_id\x18\x02 \x01(\x06\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_round\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\x15\n\rverifying_key\x18\n \x01(\x0c\x12\x14\n\x0cplain_rounds\x18\x0c \x01(\r\x12\x0f\n\x07max_len\x18\x0e \x01(\r\x12\x12\n\npermit_key\x18\x11 \x01(\x0c\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x01\x88\x01\x01\x12\x15\n\rlogprobs_mode\x18\x14 \x01(\t\x12\x16\n\x0e\x64raft_logprobs\x18\x15 \x01(\x08\x12\x33\n\nparameters\x18\x17 \x01(\x0b\x32\x1f.draftwire.v1.SessionParameters\x12)\n\x07watched\x18\x18 \x01(\x0b\x32\x18.draftwire.v1.LocalDraft\x12\x17\n\x0fmax_held_blocks\x18\x19 \x01(\r\x12\x16\n\x0emax_tree_nodes\x18\x1a \x01(\rB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsJ\x04\x08\x05\x10\x06J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tJ\x04\x08\t\x10\nJ\x04\x08\x0b\x10\x0cJ\x04\x08\r\x10\x0eJ\x04\x08\x0f\x10\x10J\x04\x08\x10\x10\x11J\x04\x08\x16\x10\x17R\ndrafter_idR\x06\x63hoiceR\nprompt_lenR\x08samplingR\x17rejection_sample_methodR\x10max_draft_tokensR\x0estop_token_idsR\ncache_saltR\x0btraceparent\"\x1b\n\x19OpenTargetSessionResponse\"8\n\nLocalDraft\x12\x10\n\x08strategy\x18\x01 \x01(\t\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\"k\n\x08PlainRun\x12\"\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.Fence\x12\x12\n\nnum_rounds\x18\x02 \x01(\r\x12\'\n\x05\x64raft\x18\x03 \x01(\x0b\x32\x18.draftwire.v1.LocalDraft\"|\n\rTargetCommand\x12+\n\tplain_run\x18\x01 \x01(\x0b\x32\x16.draftwire.v1.PlainRunH\x00\x12\x33\n\rclose_session\x18\x02 \x01(\x0b\x32\x1a.draftwire.v1.CloseSessionH\x00\x42\t\n\x07\x63ommand\"I\n\x18RunTargetSessionsRequest\x12-\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x1b.draftwire.v1.TargetCommand\"\xa8\x01\n\x0c\x42lockRefusal\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12#\n\x16quarantined_drafter_id\x18\x05 \x01(\x06H\x00\x88\x01\x01\x12\x15\n\rpermit_number\x18\x06 \x01(\rB\x19\n\x17_quarantined_drafter_id\"\x9d\x01\n\nPromptRead\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12/\n\x0ctop_logprobs\x18\x06 \x01(\x0b\x32\x19.draftwire.v1.TopLogprobs\"\xf7\x01\n\x0bTargetEvent\x12$\n\x05lease\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.LeaseH\x00\x12(\n\x07verdict\x18\x02 \x01(\x0b\x32\x15.draftwire.v1.VerdictH\x00\x12/\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1c.draftwire.v1.SessionFailureH\x00\x12-\n\x07refusal\x18\x04 \x01(\x0b\x32\x1a.draftwire.v1.BlockRefusalH\x00\x12/\n\x0bprompt_read\x18\x05 \x01(\x0b\x32\x18.draftwire.v1.PromptReadH\x00\x42\x07\n\x05\x65vent\"F\n\x19RunTargetSessionsResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.draftwire.v1.TargetEvent\"4\n\x0f\x44rafterIdentity\x12\x12\n\ndrafter_id\x18\x01 \x01(\x06\x12\r\n\x05token\x18\x02 \x01(\x0c\"\x83\x01\n\x0c\x44rafterHello\x12-\n\x05model\x18\x01 \x01(\x0b\x32\x1e.draftwire.v1.ModelDescription\x12\x13\n\x0binstance_id\x18\x02 \x01(\x06\x12/\n\x08identity\x18\x03 \x01(\x0b\x32\x1d.draftwire.v1.DrafterIdentity\"7\n\x0b\x44raftBlocks\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.draftwire.v1.DraftBlock\"}\n\x16PushDraftBlocksRequest\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.draftwire.v1.DrafterHelloH\x00\x12+\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x19.draftwire.v1.DraftBlocksH\x00\x42\t\n\x07message\"E\n\x0cRoundOutcome\x12\"\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.Fence\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"=\n\rRoundOutcomes\x12,\n\x08outcomes\x18\x01 \x03(\x0b\x32\x1a.draftwire.v1.RoundOutcome\"\xb9\x01\n\x17PushDraftBlocksResponse\x12\x31\n\x07welcome\x18\x01 \x01(\x0b\x32\x1e.draftwire.v1.ModelDescriptionH\x00\x12/\n\x08outcomes\x18\x03 \x01(\x0b\x32\x1b.draftwire.v1.RoundOutcomesH\x00\x12/\n\x08identity\x18\x02 \x01(\x0b\x32\x1d.draftwire.v1.DrafterIdentityB\t\n\x07message2\xc5\x02\n\x0fVerifierService\x12h\n\x11RunTargetSessions\x12&.draftwire.v1.RunTargetSessionsRequest\x1a\'.draftwire.v1.RunTargetSessionsResponse(\x01\x30\x01\x12\x64\n\x11OpenTargetSession\x12&.draftwire.v1.OpenTargetSessionRequest\x1a\'.draftwire.v1.OpenTargetSessionResponse\x12\x62\n\x0fPushDraftBlocks\x12$.draftwire.v1.PushDraftBlocksRequest\x1a%.draftwire.v1.PushDraftBlocksResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,39 +34,39 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'draftwire.v1.verifier_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_OPENTARGETSESSIONREQUEST']._serialized_start=100
-  _globals['_OPENTARGETSESSIONREQUEST']._serialized_end=735
-  _globals['_OPENTARGETSESSIONRESPONSE']._serialized_start=737
-  _globals['_OPENTARGETSESSIONRESPONSE']._serialized_end=764
-  _globals['_LOCALDRAFT']._serialized_start=766
-  _globals['_LOCALDRAFT']._serialized_end=822
-  _globals['_PLAINRUN']._serialized_start=824
-  _globals['_PLAINRUN']._serialized_end=931
-  _globals['_TARGETCOMMAND']._serialized_start=933
-  _globals['_TARGETCOMMAND']._serialized_end=1057
-  _globals['_RUNTARGETSESSIONSREQUEST']._serialized_start=1059
-  _globals['_RUNTARGETSESSIONSREQUEST']._serialized_end=1132
-  _globals['_BLOCKREFUSAL']._serialized_start=1135
-  _globals['_BLOCKREFUSAL']._serialized_end=1303
-  _globals['_PROMPTREAD']._serialized_start=1306
-  _globals['_PROMPTREAD']._serialized_end=1463
-  _globals['_TARGETEVENT']._serialized_start=1466
-  _globals['_TARGETEVENT']._serialized_end=1713
-  _globals['_RUNTARGETSESSIONSRESPONSE']._serialized_start=1715
-  _globals['_RUNTARGETSESSIONSRESPONSE']._serialized_end=1785
-  _globals['_DRAFTERIDENTITY']._serialized_start=1787
-  _globals['_DRAFTERIDENTITY']._serialized_end=1839
-  _globals['_DRAFTERHELLO']._serialized_start=1842
-  _globals['_DRAFTERHELLO']._serialized_end=1973
-  _globals['_DRAFTBLOCKS']._serialized_start=1975
-  _globals['_DRAFTBLOCKS']._serialized_end=2030
-  _globals['_PUSHDRAFTBLOCKSREQUEST']._serialized_start=2032
-  _globals['_PUSHDRAFTBLOCKSREQUEST']._serialized_end=2157
-  _globals['_ROUNDOUTCOME']._serialized_start=2159
-  _globals['_ROUNDOUTCOME']._serialized_end=2228
-  _globals['_ROUNDOUTCOMES']._serialized_start=2230
-  _globals['_ROUNDOUTCOMES']._serialized_end=2291
-  _globals['_PUSHDRAFTBLOCKSRESPONSE']._serialized_start=2294
-  _globals['_PUSHDRAFTBLOCKSRESPONSE']._serialized_end=2479
-  _globals['_VERIFIERSERVICE']._serialized_start=2482
-  _globals['_VERIFIERSERVICE']._serialized_end=2807
+  _globals['_OPENTARGETSESSIONREQUEST']._serialized_end=759
+  _globals['_OPENTARGETSESSIONRESPONSE']._serialized_start=761
+  _globals['_OPENTARGETSESSIONRESPONSE']._serialized_end=788
+  _globals['_LOCALDRAFT']._serialized_start=790
+  _globals['_LOCALDRAFT']._serialized_end=846
+  _globals['_PLAINRUN']._serialized_start=848
+  _globals['_PLAINRUN']._serialized_end=955
+  _globals['_TARGETCOMMAND']._serialized_start=957
+  _globals['_TARGETCOMMAND']._serialized_end=1081
+  _globals['_RUNTARGETSESSIONSREQUEST']._serialized_start=1083
+  _globals['_RUNTARGETSESSIONSREQUEST']._serialized_end=1156
+  _globals['_BLOCKREFUSAL']._serialized_start=1159
+  _globals['_BLOCKREFUSAL']._serialized_end=1327
+  _globals['_PROMPTREAD']._serialized_start=1330
+  _globals['_PROMPTREAD']._serialized_end=1487
+  _globals['_TARGETEVENT']._serialized_start=1490
+  _globals['_TARGETEVENT']._serialized_end=1737
+  _globals['_RUNTARGETSESSIONSRESPONSE']._serialized_start=1739
+  _globals['_RUNTARGETSESSIONSRESPONSE']._serialized_end=1809
+  _globals['_DRAFTERIDENTITY']._serialized_start=1811
+  _globals['_DRAFTERIDENTITY']._serialized_end=1863
+  _globals['_DRAFTERHELLO']._serialized_start=1866
+  _globals['_DRAFTERHELLO']._serialized_end=1997
+  _globals['_DRAFTBLOCKS']._serialized_start=1999
+  _globals['_DRAFTBLOCKS']._serialized_end=2054
+  _globals['_PUSHDRAFTBLOCKSREQUEST']._serialized_start=2056
+  _globals['_PUSHDRAFTBLOCKSREQUEST']._serialized_end=2181
+  _globals['_ROUNDOUTCOME']._serialized_start=2183
+  _globals['_ROUNDOUTCOME']._serialized_end=2252
+  _globals['_ROUNDOUTCOMES']._serialized_start=2254
+  _globals['_ROUNDOUTCOMES']._serialized_end=2315
+  _globals['_PUSHDRAFTBLOCKSRESPONSE']._serialized_start=2318
+  _globals['_PUSHDRAFTBLOCKSRESPONSE']._serialized_end=2503
+  _globals['_VERIFIERSERVICE']._serialized_start=2506
+  _globals['_VERIFIERSERVICE']._serialized_end=2831
 # @@protoc_insertion_point(module_scope)

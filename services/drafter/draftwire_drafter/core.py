@@ -33,6 +33,7 @@ from draftwire.method.rounds import (
 from draftwire.models.card import ModelCard
 from draftwire.models.description import DRAFT_AHEAD, FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS
 from draftwire.requests.automaton import Automaton
+from draftwire.runtime.settings import require
 from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.metrics import DrafterMetrics
@@ -102,13 +103,18 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         capabilities = {FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS}
         if engine.drafts_ahead:
             capabilities.add(DRAFT_AHEAD)
-        description = replace(loaded.card.description, capabilities=frozenset(capabilities))
+        max_tree_nodes = self.config.engine.max_tree_nodes
+        can_do = engine.drafts_trees or max_tree_nodes == 0
+        require(can_do, "max_tree_nodes: the drafter's strategy drafts no token trees")
+        described = loaded.card.description
+        description = replace(described, capabilities=frozenset(capabilities), max_tree_nodes=max_tree_nodes)
         return replace(loaded.card, description=description), engine
 
     def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> Scheduler:
         scheduler = Scheduler(
             context_length=self.description.context_length,
             max_draft_tokens=self.config.engine.max_draft_tokens,
+            max_tree_nodes=self.config.engine.max_tree_nodes,
             room=room,
             pacer=pacer,
         )

@@ -20,6 +20,7 @@ from draftwire.method.rounds import (
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
 from draftwire.requests.automaton import Automaton
 from draftwire_drafter.ahead import GUESSES, Branch, Endings
+from draftwire_drafter.trees import check_tree, check_trees, num_read_nodes
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -54,9 +55,10 @@ class DraftSession(EngineSession[DraftSessionSpec]):
 
     @property
     def num_reserved(self) -> int:
-        """Tokens of the KV cache to reserve: for the text, and for what branches do not share with it."""
+        """Tokens of the KV cache to reserve: for the text, for trees, and for what branches do not share with it."""
+        nodes = num_read_nodes(self.spec.max_tree_nodes, self.spec.parameters.max_draft_tokens)
         branch_len = BLOCK_SIZE + 2 * (self.spec.parameters.max_draft_tokens + 1)
-        return self.spec.max_len + self.spec.max_branches * blocks_for(branch_len) * BLOCK_SIZE
+        return self.spec.max_len + nodes + self.spec.max_branches * blocks_for(branch_len) * BLOCK_SIZE
 
     @property
     def num_guesses(self) -> int:
@@ -169,6 +171,8 @@ class Completed:
 class Scheduler(SessionBook[DraftSession, Step]):
     """Queues prompts and calibrations and batches them into steps. One step runs at a time."""
 
+    max_tree_nodes: int = 0
+    """Most tokens of a token tree that a session may ask for."""
     endings: Endings = field(default_factory=Endings)
     """How rounds have ended so far."""
     adopted: list[Branch] = field(default_factory=list)
@@ -205,6 +209,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
             raise InvalidRequestError("the prompt is empty")
         self._check_prompt_len(spec)
         self._check_max_len(spec)
+        check_trees(spec, self.max_tree_nodes)
         session = DraftSession(spec=spec, lease_id=lease_id, automaton=automaton, num_known=len(spec.token_ids))
         session.permit = spec.permit
         self._admit(session)
@@ -228,6 +233,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
             raise ProtocolViolationError(f"{calibration.num_draft_tokens} draft tokens wanted, the limit is {limit}")
         if fence.prefix_len + calibration.num_draft_tokens > session.spec.max_len:
             raise ProtocolViolationError("calibration beyond the session's max_len")
+        check_tree(calibration, session.spec)
         session.last_calibrated = asked
         session.max_rounds_ahead = calibration.max_rounds_ahead
         session.num_draft_tokens = calibration.num_draft_tokens

@@ -98,6 +98,7 @@ class GatewayCore:
             drafter_names=self._drafter_names,
             rounds_ahead=config.loop.draft_ahead_rounds,
             max_branches=config.loop.draft_ahead_branches,
+            num_draft_nodes=config.num_draft_nodes,
         )
 
     def _drafter_names(self) -> tuple[str, ...]:

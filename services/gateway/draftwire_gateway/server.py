@@ -210,6 +210,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             num_speculative_tokens=(
                 request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None
             ),
+            num_draft_nodes=request.num_draft_nodes if request.HasField("num_draft_nodes") else None,
             drafter=tuple(request.drafter),
             rule=request.rejection_sample_method if request.HasField("rejection_sample_method") else None,
             cache_salt=request.cache_salt,
@@ -366,6 +367,8 @@ def _statistics_to_proto(statistics: Statistics) -> gateway_pb2.GenerationStatis
         draft_length_histogram=statistics.draft_length_histogram,
         num_ahead_hits=statistics.num_ahead_hits,
         num_ahead_misses=statistics.num_ahead_misses,
+        num_trees=statistics.num_trees,
+        num_draft_positions=statistics.num_draft_positions,
     )
 
 

@@ -113,6 +113,7 @@ class VerifierConfig:
     def _check_vllm(self) -> None:
         """Refuses settings that set nothing for vLLM."""
         require(self.heads.draft_head is None, "draft_head needs the hidden states of engine draftwire, not of vllm")
+        require(self.engine.max_tree_nodes == 0, "max_tree_nodes needs engine draftwire: vllm reads no token trees")
         loading, unset = self.loading, ModelSettings(self.loading.model)
         for name, instead in (
             ("decoder", "vLLM has its own"),

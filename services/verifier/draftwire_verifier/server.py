@@ -127,7 +127,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         most_blocks = max(messages.MAX_BLOCKS, core.config.engine.max_sessions)  # a session waits for one at most
         if len(request.blocks.blocks) > most_blocks:
             raise ProtocolViolationError(f"a message holds at most {most_blocks} blocks")
-        limits = (core.description.vocab_size, core.config.engine.max_draft_tokens)
+        model = core.description
+        limits = (model.vocab_size, core.config.engine.max_draft_tokens, model.max_tree_nodes)
         if num_bytes > OFF_LOOP_BYTES:
             blocks = await asyncio.to_thread(messages.blocks_from_proto, request.blocks.blocks, drafter.id, *limits)
         else:

@@ -80,6 +80,10 @@ class SpeculationOfChoice(Described):
     """Rounds whose block was drafted before their text was known."""
     num_ahead_misses: int
     """Rounds for whose block a drafter that may draft ahead had to be asked."""
+    num_trees: int
+    """Rounds whose block was a token tree."""
+    num_draft_positions: int
+    """Draft tokens that could have been accepted: of a token tree, those on its longest path."""
     num_drafters_lost: int
     num_verifiers_lost: int
 

@@ -16,6 +16,8 @@ _SUMMED = (
     "num_accepted_tokens",
     "num_ahead_hits",
     "num_ahead_misses",
+    "num_trees",
+    "num_draft_positions",
     "num_drafters_lost",
     "num_verifiers_lost",
 )
@@ -72,6 +74,8 @@ def _speculation(endings: Sequence[Ending]) -> dict[str, Any]:
         "duration_ms": total.duration_us / 1e3,
         "num_ahead_hits": total.num_ahead_hits,
         "num_ahead_misses": total.num_ahead_misses,
+        "num_trees": total.num_trees,
+        "num_draft_positions": total.num_draft_positions,
         "num_drafters_lost": total.num_drafters_lost,
         "num_verifiers_lost": total.num_verifiers_lost,
     }

@@ -201,4 +201,5 @@ class VerifierSeat:
             reports_draft_logprobs=generation.token_details,
             watched=LocalDraft(strategy, generation.num_speculative_tokens) if strategy else None,
             max_held_blocks=generation.max_branches if HELD_BLOCKS in target.description.capabilities else 0,
+            max_tree_nodes=min(generation.num_draft_nodes, target.description.max_tree_nodes),
         )
