@@ -61,6 +61,22 @@ def test_sampled_outputs_follow_the_law_of_the_target(
     assert result.p_value > ALPHA, result
 
 
+@pytest.mark.parametrize("rule", ["block", "coupled"])
+@pytest.mark.parametrize(("samples", "temperature"), [(150, 1.0), pytest.param(2_000, 0.7, marks=pytest.mark.slow)])
+def test_outputs_with_token_trees_follow_the_law_of_the_target(
+    stack: InProcessStack, pair: tuple[Path, Path], rule: str, samples: int, temperature: float
+) -> None:
+    """Drawn trees and those that grow, beside requests of all other kinds. False alarm: 1e-6, by chi-square."""
+    sampling = SamplingParams(temperature)
+    completions = list(draw_completions(stack.address, rule, sampling, range(samples), 16, num_draft_nodes=8))
+    result = compare(rule, completions, exact_law(pair[0], sampling), 16)
+    print(result)
+    num_trees = sum(completion.statistics.num_trees for completion in completions)
+    assert num_trees > 0.9 * sum(completion.statistics.num_drafts for completion in completions) > samples / 3
+    assert all(not completion.drafter_error for completion in completions)
+    assert result.p_value > ALPHA, result
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("decoders", [("transformers", "transformers"), ("lean", "transformers")])
 def test_the_law_is_the_same_on_either_decoder(
