@@ -211,7 +211,7 @@ def compare(
         statistic += (rest_observed - rest_expected) ** 2 / rest_expected
         cells += 1
     rounds = sum(completion.statistics.num_rounds for completion in completions)
-    drafted = sum(completion.statistics.num_draft_tokens for completion in completions)
+    drafted = sum(completion.statistics.num_draft_positions for completion in completions)
     return LawResult(
         rule=rule,
         concurrency=concurrency,

@@ -26,7 +26,7 @@ from draftwire.method.token_tree import TokenTree
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
 from draftwire.verification.deciding import Judgement
-from draftwire_drafter.trees import num_read_nodes
+from draftwire_drafter.session_trees import num_read_nodes
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict
 from draftwire_gateway.session.generation import Generation, SpeculationDefaults, complete_request
 from draftwire_gateway.session.statistics import Statistics

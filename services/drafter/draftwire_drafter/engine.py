@@ -25,7 +25,7 @@ from draftwire.method.rounds import DraftBlock, DraftTimings, DraftTree
 from draftwire.requests.parameters import SamplingParams
 from draftwire_drafter.ahead import GUESSES, Branch
 from draftwire_drafter.scheduler import AheadItem, AheadOutcome, DraftOutcome, DraftSession, Step, StepItem, StepResult
-from draftwire_drafter.trees import tree_request
+from draftwire_drafter.session_trees import tree_request
 
 
 class DraftEngine(StepEngine[Step, StepResult]):

@@ -20,7 +20,7 @@ from draftwire.method.rounds import (
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
 from draftwire.requests.automaton import Automaton
 from draftwire_drafter.ahead import GUESSES, Branch, Endings
-from draftwire_drafter.trees import check_tree, check_trees, num_read_nodes
+from draftwire_drafter.session_trees import check_tree, check_trees, num_read_nodes
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -328,7 +328,8 @@ class Scheduler(SessionBook[DraftSession, Step]):
             if session.queued:
                 self._ready.append(session)
             if isinstance(outcome, DraftBlock):
-                if session.root is not None and session.root.fence == outcome.fence:
+                is_chain = not outcome.parents  # how rounds end tells nothing of trees
+                if session.root is not None and session.root.fence == outcome.fence and is_chain:
                     session.root.block, session.root.guesses = outcome.token_ids, result.guesses.get(index, [])
                 outcome = self._with_permit(session, outcome)
             completed.append(Completed(session, outcome, is_opened, self._is_flushed(session, outcome)))
