@@ -55,3 +55,13 @@ class GrowthPlan:
     def most_read(self) -> int:
         """Nodes that the drafter reads in all, at most."""
         return self.per_pass * max(0, self.num_passes - 1)
+
+
+def num_read_nodes(max_tree_nodes: int, depth: int) -> int:
+    """Returns how many nodes of a tree the drafter may have in its KV cache: when it grows, also some that it drops.
+
+    Args:
+        max_tree_nodes: draft tokens of a tree; 0 if there are none.
+        depth: draft tokens on a path.
+    """
+    return max(max_tree_nodes, GrowthPlan.eagle2(max_tree_nodes, depth).most_read) if max_tree_nodes else 0

@@ -11,6 +11,7 @@ import test_verifier_scheduler as verifier
 from test_request import MINIMAL, TARGET
 from test_verifier_scheduler import PROMPT, first_fence, offer
 
+from draftwire.drafting.growth_plan import num_read_nodes
 from draftwire.errors import (
     BlockViolationError,
     InvalidRequestError,
@@ -26,7 +27,6 @@ from draftwire.method.token_tree import TokenTree
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
 from draftwire.verification.deciding import Judgement
-from draftwire_drafter.session_trees import num_read_nodes
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict
 from draftwire_gateway.session.generation import Generation, SpeculationDefaults, complete_request
 from draftwire_gateway.session.statistics import Statistics

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from draftwire.drafting.growth_plan import num_read_nodes
 from draftwire.drafting.strategy import Draft
 from draftwire.engine.session_book import EngineSession, SessionBook
 from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError
@@ -20,7 +21,7 @@ from draftwire.method.rounds import (
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
 from draftwire.requests.automaton import Automaton
 from draftwire_drafter.ahead import GUESSES, Branch, Endings
-from draftwire_drafter.session_trees import check_tree, check_trees, num_read_nodes
+from draftwire_drafter.session_trees import check_tree, check_trees
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -8,16 +8,6 @@ from draftwire.errors import InvalidRequestError, ProtocolViolationError
 from draftwire.method.rounds import Calibration, DraftSessionSpec, DraftTree
 
 
-def num_read_nodes(max_tree_nodes: int, depth: int) -> int:
-    """Returns how many nodes of a tree the drafter may have in its KV cache: when it grows, also some that it drops.
-
-    Args:
-        max_tree_nodes: draft tokens of a tree; 0 if there are none.
-        depth: draft tokens on a path.
-    """
-    return max(max_tree_nodes, GrowthPlan.eagle2(max_tree_nodes, depth).most_read) if max_tree_nodes else 0
-
-
 def check_trees(spec: DraftSessionSpec, most_nodes: int) -> None:
     """Checks that a session may have token trees, if it asks for them.
 
