@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -26,11 +27,16 @@ from draftwire.method.token_source import TokenSource
 from draftwire.method.token_tree import TokenTree
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
+from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire.verification.deciding import Judgement
+from draftwire_drafter.config import DrafterConfig
+from draftwire_drafter.core import DrafterCore
+from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict
 from draftwire_gateway.session.generation import Generation, SpeculationDefaults, complete_request
 from draftwire_gateway.session.statistics import Statistics
 from draftwire_gateway.session.tree_request import tree_to_draft
+from draftwire_verifier.config import TargetEngineSettings, VerifierConfig
 from draftwire_verifier.metrics import VerifierMetrics
 from draftwire_verifier.scheduler import Scheduler, StepResult
 
@@ -301,3 +307,15 @@ def test_verdict_of_a_tree_is_of_the_tree_that_was_requested(changes: dict[str, 
         said = "larger token tree"  # of a chain
     with pytest.raises(ProtocolViolationError, match=said):
         expected.check(verdict, 10)
+
+
+def test_trees_are_not_promised_by_who_has_none() -> None:
+    with pytest.raises(InvalidRequestError, match="vllm reads no token trees"):
+        VerifierConfig(ModelSettings("m"), target=TargetEngineSettings("vllm"), engine=EngineSettings(max_tree_nodes=8))
+    with pytest.raises(InvalidRequestError, match=r"max_tree_nodes must be in 0\.\.64"):
+        EngineSettings(max_tree_nodes=65)
+    with pytest.raises(InvalidRequestError, match=r"num_draft_nodes must be in 0\.\.64, not 65"):
+        GatewayConfig(num_draft_nodes=65)
+    core = DrafterCore(DrafterConfig(ModelSettings("scripted:"), engine=EngineSettings(max_tree_nodes=8)), AsyncMock())
+    with pytest.raises(InvalidRequestError, match="drafts no token trees"):
+        core._load_engine()
