@@ -27,8 +27,9 @@ from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import exponentials, uniforms
 from draftwire.method.token_tree import ROOT, TokenTree
 
-SHARPNESS = 1.0
-"""Of `log_race_chances` in trees that grow under a coupled rule."""
+SHARPNESS = 1.25
+"""Of `log_race_chances` in trees that grow under a coupled rule: between those that `calibrate` of
+benchmarks/tree_efficiency.py finds for the embedded pair at temperatures 0.6 and 1."""
 
 
 class ShapedTree(GrowingTree):
