@@ -32,8 +32,10 @@ from benchmarks.report import progress
 from draftwire.cli.local_stack import LocalStack
 from draftwire.client import Client, Completion
 from draftwire.method.sampling import Span, probabilities_of_spans
+from draftwire.method.tree_limits import MAX_TREE_NODES
 from draftwire.requests.parameters import PARAMETERS, SamplingParams
 from draftwire.verification import RULES
+from draftwire.verification.rule import facts_of
 from tests.tiny_models import save_tiny_model
 
 VOCAB_SIZE = 3
@@ -92,7 +94,12 @@ def exact_law(model_folder: Path, sampling: SamplingParams) -> dict[tuple[int, .
 
 
 def draw_completions(
-    address: str, rule: str, sampling: SamplingParams, seeds: Sequence[int], concurrency: int = CONCURRENCY
+    address: str,
+    rule: str,
+    sampling: SamplingParams,
+    seeds: Sequence[int],
+    concurrency: int = CONCURRENCY,
+    num_draft_nodes: int = 0,
 ) -> Iterator[Completion]:
     """Draws one completion per seed through a running gateway, beside requests of other kinds.
 
@@ -102,6 +109,7 @@ def draw_completions(
         sampling: their parameters.
         seeds: one for each completion.
         concurrency: requests that run at once; about a quarter of them are of other kinds, of 1 none.
+        num_draft_nodes: draft tokens of the token tree in each of their rounds; 0 drafts chains.
     """
     num_others = (concurrency + 1) // 4
 
@@ -111,6 +119,7 @@ def draw_completions(
             max_tokens=LENGTH,
             seed=seed,
             num_speculative_tokens=BLOCK_LENGTH,
+            num_draft_nodes=num_draft_nodes,
             rejection_sample_method=rule,
             **options_of(sampling),
         )
@@ -151,16 +160,19 @@ def other_requests(client: Client, count: int) -> Iterator[None]:
 def other_request(generator: random.Random) -> dict[str, Any]:
     """Returns a request with random parameters, whose prompt may share a prefix with `PROMPT`."""
     shared = PROMPT[: generator.choice([0, 16, len(PROMPT)])]
+    rule, temperature = generator.choice(list(RULES)), generator.choice([0.0, 0.5, 1.0, 2.0])
+    takes_trees = facts_of(RULES[rule]).takes_trees or temperature == 0.0
     prompt = [*shared, *(generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 30)))]
     return {
         "prompt": prompt,
         "max_tokens": generator.randint(1, CONTEXT_LENGTH - len(prompt)),
-        "temperature": generator.choice([0.0, 0.5, 1.0, 2.0]),
+        "temperature": temperature,
         "top_k": generator.choice([0, 0, 1, 2]),
         "top_p": generator.choice([1.0, 1.0, 0.5, 0.9]),
         "seed": generator.getrandbits(64),
         "num_speculative_tokens": generator.randint(0, 8),
-        "rejection_sample_method": generator.choice(list(RULES)),
+        "num_draft_nodes": generator.choice([0, 0, 5, MAX_TREE_NODES]) if takes_trees else 0,
+        "rejection_sample_method": rule,
         "min_p": generator.choice([0.0, 0.0, 0.2]),
         "repetition_penalty": generator.choice([1.0, 1.0, 1.3]),
         "presence_penalty": generator.choice([0.0, 0.0, 0.5, -1.0]),
@@ -199,7 +211,7 @@ def compare(
         statistic += (rest_observed - rest_expected) ** 2 / rest_expected
         cells += 1
     rounds = sum(completion.statistics.num_rounds for completion in completions)
-    drafted = sum(completion.statistics.num_draft_tokens for completion in completions)
+    drafted = sum(completion.statistics.num_draft_positions for completion in completions)
     return LawResult(
         rule=rule,
         concurrency=concurrency,
@@ -213,13 +225,19 @@ def compare(
     )
 
 
-def stack_options(target: Path, drafter: Path) -> dict[str, dict[str, object]]:
+def stack_options(target: Path, drafter: Path, max_tree_nodes: int = 0) -> dict[str, dict[str, object]]:
     """Returns the options of a stack of one-threaded services on free ports. Drafts have a fixed length, since such
     small models are faster without, and are the drafter's alone.
+
+    Args:
+        target: model folder, or a script.
+        drafter: the same.
+        max_tree_nodes: draft tokens of a token tree at most; 0 for scripts, which draft none.
     """
+    trees = {"max_tree_nodes": max_tree_nodes} if max_tree_nodes else {}
     return {
-        "verifier": {"model": target, "metrics_port": 0, "threads": 1},
-        "drafter": {"model": drafter, "metrics_port": 0, "threads": 1},
+        "verifier": {"model": target, "metrics_port": 0, "threads": 1, **trees},
+        "drafter": {"model": drafter, "metrics_port": 0, "threads": 1, **trees},
         "gateway": {"speculation": "fixed", "local_drafts": "none"},
     }
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.report import progress
-from draftwire.drafting.tree_growth import BestFirstGrowth, GrowthPlan, ShapedGrowth, log_race_chances
+from draftwire.drafting.growth_plan import GrowthPlan
+from draftwire.drafting.tree_growth import BestFirstGrowth, ShapedGrowth, log_race_chances
 from draftwire.drafting.tree_shapes import shape_by_acceptance
 from draftwire.method.distributions import DraftRows, SparseRows, no_rows, quantize
 from draftwire.method.draw_key import DrawKey

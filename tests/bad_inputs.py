@@ -203,7 +203,7 @@ class DraftSide:
         target = self.target
         base_len = changes.pop("base_len", len(PROMPT))
         token_ids = changes.pop("token_ids", target.committed.ids[base_len:])
-        attempt = changes.pop("attempt", 0)
+        attempt, tree = changes.pop("attempt", 0), changes.pop("tree", None)
         fence = fence_to_proto(replace(target.fence, **changes))
         return {
             "calibration": drafter_pb2.Calibration(
@@ -212,6 +212,7 @@ class DraftSide:
                 token_ids=token_ids,
                 num_draft_tokens=num_draft_tokens,
                 attempt=attempt,
+                tree=tree,
             )
         }
 
@@ -982,6 +983,8 @@ def _gateway_rows() -> list[Row]:
         ("1,000,000 stop tokens, all the same", INVALID, generate(stop_token_ids=[1] * 10**6), "stop_token_ids"),
         ("`num_speculative_tokens` 17", INVALID, generate(num_speculative_tokens=17), "num_speculative_tokens"),
         ("`num_speculative_tokens` 2^32 - 1", INVALID, generate(num_speculative_tokens=LARGEST), "num_speculative"),
+        ("`num_draft_nodes` 65", INVALID, generate(num_draft_nodes=65), "num_draft_nodes"),
+        ("`num_draft_nodes` 2^32 - 1", INVALID, generate(num_draft_nodes=LARGEST), "num_draft_nodes"),
         ("an unknown rule", INVALID, generate(rejection_sample_method="magic"), "block, token"),
         ("an empty rule", INVALID, generate(rejection_sample_method=""), "block, token"),
         (
@@ -1060,6 +1063,8 @@ def _open_target_rows() -> list[Row]:
         ("`max_len` without room for a token", INVALID, open_target(max_len=len(PROMPT)), "max_len"),
         ("`max_len` beyond the context", INVALID, open_target(max_len=LARGEST), "max_len"),
         ("`max_draft_tokens` 2^32 - 1", INVALID, open_target(max_draft_tokens=LARGEST), "num_speculative_tokens"),
+        ("`max_tree_nodes` where there are no trees", INVALID, open_target(max_tree_nodes=1), "num_draft_nodes"),
+        ("`max_tree_nodes` 2^32 - 1", INVALID, open_target(max_tree_nodes=LARGEST), "max_tree_nodes"),
         ("`plain_rounds` 2^32 - 1", DONE, open_target(plain_rounds=LARGEST)),
         ("no `verifying_key`", INVALID, open_target(verifying_key=b""), "key"),
         ("a `verifying_key` of 17 bytes", INVALID, open_target(verifying_key=bytes(17)), "key"),
@@ -1202,6 +1207,8 @@ def _open_draft_rows() -> list[Row]:
         ("`max_len` beyond the context", INVALID, open_draft(max_len=LARGEST), "max_len"),
         ("`max_draft_tokens` 0", INVALID, open_draft(max_draft_tokens=0), "num_speculative_tokens"),
         ("`max_draft_tokens` 2^32 - 1", INVALID, open_draft(max_draft_tokens=LARGEST), "num_speculative_tokens"),
+        ("`max_tree_nodes` where there are no trees", INVALID, open_draft(max_tree_nodes=1), "num_draft_nodes"),
+        ("`max_tree_nodes` 2^32 - 1", INVALID, open_draft(max_tree_nodes=LARGEST), "max_tree_nodes"),
         ("`target_vocab_size` 0", INVALID, open_draft(target_vocab_size=0), "target_vocab_size"),
         ("a `drafting_key` of 15 bytes", INVALID, open_draft(drafting_key=bytes(15)), "key"),
         ("no permit, which may come with the first calibration", OK, open_draft(permit=None)),
@@ -1237,6 +1244,9 @@ def _run_draft_rows() -> list[Row]:
     def asked(num_draft_tokens: int = 2, **changes: Any) -> Callable[[DraftSide], dict[str, Any]]:
         return lambda drafting: drafting.calibration(num_draft_tokens, **changes)
 
+    def tree(num_nodes: int) -> Callable[[DraftSide], dict[str, Any]]:
+        return asked(tree=drafter_pb2.DraftTree(num_nodes=num_nodes))
+
     violation = ends(FAILED)
     many = asked(token_ids=[1] * 500_000)
     return [
@@ -1251,6 +1261,8 @@ def _run_draft_rows() -> list[Row]:
         ("a calibration with 500,000 tokens", violation, draft_command(many), "prefix"),
         ("a block of 0 tokens asked for", violation, draft_command(asked(0)), "limit"),
         ("a block of 2^32 - 1 tokens asked for", violation, draft_command(asked(LARGEST)), "limit"),
+        ("a token tree asked for where there are none", violation, draft_command(tree(1)), "limit"),
+        ("a token tree of 2^32 - 1 tokens asked for", INVALID, draft_command(tree(LARGEST)), "64 tokens"),
         ("attempt 2^32 - 1", DONE, draft_command(asked(attempt=LARGEST))),
         ("the same calibration twice", DONE, draft_command(asked(), asked())),
         ("`send_drafted` for an unknown session", IGNORED, draft_command(send_drafted(session_id=1))),

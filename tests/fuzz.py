@@ -36,6 +36,7 @@ DENSE = {FLOAT32: ("f", 4, 1e-3), FLOAT16: ("e", 2, 2e-2)}
 
 TOTAL = 65_536
 MAX_DRAFT_TOKENS = 16
+MAX_TREE_NODES = 12
 BATCH = 96
 VALID_SHARE = 0.1
 TRANSPORT = "transport"
@@ -122,21 +123,39 @@ def read(message: session_pb2.DraftBlock, target_vocab_size: int) -> list[Row] |
     """Returns what a block says of each of its tokens; None if it has to be refused."""
     stated, tokens = message.distributions, list(message.token_ids)
     vocab_size, encoding = stated.vocab_size, stated.encoding
-    if message.parent_indices or not 1 <= len(tokens) <= MAX_DRAFT_TOKENS:
+    own = rows_of_tokens(message)
+    if own is None:
+        return None
+    has_twins = len({*zip(own, tokens, strict=True)}) < len(tokens)
+    if message.parent_indices and encoding != NONE and (encoding == ONE_HOT or has_twins):
         return None
     if not 1 <= vocab_size <= target_vocab_size or max(tokens) >= vocab_size:
         return None
     if encoding == SPARSE:
-        rows = read_sparse(stated, len(tokens))
+        rows = read_sparse(stated, max(own) + 1)
     elif stated.support_sizes or stated.wide_sizes:
         return None
     elif encoding in DENSE:
-        rows = read_dense(stated.data, encoding, len(tokens), vocab_size)
+        rows = read_dense(stated.data, encoding, max(own) + 1, vocab_size)
     else:
+        own = list(range(len(tokens)))
         rows = [{token: TOTAL} for token in tokens] if encoding in (ONE_HOT, NONE) and not stated.data else None
-    if rows is None or any(not row.get(token, 0) > 0 for row, token in zip(rows, tokens, strict=True)):
+    if rows is None or any(not rows[row].get(token, 0) > 0 for row, token in zip(own, tokens, strict=True)):
         return None
     return rows
+
+
+def rows_of_tokens(message: session_pb2.DraftBlock) -> list[int] | None:
+    """Returns which distribution each token was drawn from; None if the block has a wrong size or shape."""
+    parents, num_tokens = list(message.parent_indices), len(message.token_ids)
+    if not parents:
+        return list(range(num_tokens)) if 1 <= num_tokens <= MAX_DRAFT_TOKENS else None
+    if len(parents) != num_tokens or num_tokens > MAX_TREE_NODES:
+        return None
+    if not all(-1 <= parent < node for node, parent in enumerate(parents)):
+        return None
+    with_children = sorted({*parents})
+    return [with_children.index(parent) for parent in parents]
 
 
 def difference(received: ReceivedBlock, rows: list[Row] | None, target_vocab_size: int) -> str | None:
@@ -146,8 +165,8 @@ def difference(received: ReceivedBlock, rows: list[Row] | None, target_vocab_siz
         return None if rows is None else f"refused ({draft}), but right"
     if rows is None:
         return "accepted, but wrong"
-    if len(received.token_ids) != len(rows):
-        return "another number of tokens"
+    if len(draft.token_ids if isinstance(draft, Supports) else draft.probs) != len(rows):
+        return "another number of distributions"
     if isinstance(draft, Supports):
         found = zip(draft.token_ids.tolist(), draft.weights.tolist(), strict=True)
         for row, (ids, weights) in zip(rows, found, strict=True):
@@ -242,11 +261,34 @@ def dataless_sample(generator: random.Random, vocab_size: int, encoding: int) ->
     return Sample(message.SerializeToString(), [{token: TOTAL} for token in tokens])
 
 
+def tree_sample(generator: random.Random, vocab_size: int, encoding: int) -> Sample:
+    """Returns a tree, whose siblings are drawn without replacement if their distributions are sent."""
+    parents = [generator.randint(-1, node - 1) for node in range(generator.randint(1, MAX_TREE_NODES))]
+    tokens, rows = [0] * len(parents), list[Row]()
+    for parent in sorted({*parents}):
+        children = [node for node, own in enumerate(parents) if own == parent]
+        children = children[:vocab_size]
+        size = generator.randint(len(children), min(vocab_size, len(children) + 4))
+        rows.append(dict(zip(generator.sample(range(vocab_size), size), parted(generator, TOTAL, size), strict=True)))
+        for node, token in zip(children, generator.sample(list(rows[-1]), len(children)), strict=True):
+            tokens[node] = token
+    id_bytes = b"".join(token.to_bytes(id_width(vocab_size), "little") for row in rows for token in row)
+    if encoding == NONE:
+        rows, id_bytes = [{token: TOTAL} for token in tokens], b""
+    message = message_of(generator, encoding, vocab_size, tokens, id_bytes)
+    message.parent_indices.extend(parents)
+    if encoding == SPARSE:
+        set_weights(generator, message.distributions, [[int(weight) for weight in row.values()] for row in rows])
+    return Sample(message.SerializeToString(), rows)
+
+
 def samples_for(generator: random.Random, target: Target) -> list[Sample]:
     samples = []
     for vocab_size in target.sparse_vocab_sizes:
         samples += [sparse_sample(generator, vocab_size, largest) for largest in (1, 2, 4, 8, 16) for _ in range(5)]
         samples += [dataless_sample(generator, vocab_size, encoding) for encoding in (ONE_HOT, NONE) for _ in range(3)]
+        encodings = (SPARSE, NONE) if vocab_size >= MAX_TREE_NODES else (NONE,)
+        samples += [tree_sample(generator, vocab_size, encoding) for encoding in encodings for _ in range(5)]
     for vocab_size in target.dense_vocab_sizes:
         samples += [dense_sample(generator, vocab_size, encoding) for encoding in DENSE for _ in range(5)]
     if target.vocab_size > 256:
@@ -309,7 +351,7 @@ def change_ids(generator: random.Random, message: session_pb2.DraftBlock) -> Non
 def sparse_weights(message: session_pb2.DraftBlock) -> list[list[int]]:
     """Returns the weights of a valid block, none if it is not sparse."""
     stated = message.distributions
-    rows = read_sparse(stated, len(message.token_ids)) if stated.encoding == SPARSE else None
+    rows = read_sparse(stated, len(stated.support_sizes)) if stated.encoding == SPARSE else None
     return [[int(weight) for weight in row.values()] for row in rows or ()]
 
 
@@ -415,18 +457,31 @@ def change_encoding(generator: random.Random, message: session_pb2.DraftBlock) -
     message.distributions.encoding = generator.choice((0, 1, 2, 3, 4, 5, 6, 99, -1))
 
 
-def change_parts(generator: random.Random, message: session_pb2.DraftBlock) -> None:
-    if generator.random() < 0.5:
-        message.parent_indices.append(-1)
+def change_parents(generator: random.Random, message: session_pb2.DraftBlock) -> None:
+    """Changes the shape of a tree, or makes one of a chain."""
+    parents, num_tokens = message.parent_indices, len(message.token_ids)
+    if not parents:
+        parents.extend(range(-1, num_tokens - 1))
+    place, manner = generator.randrange(len(parents)), generator.randrange(8)
+    if manner == 0:
+        del parents[place]
+    elif manner == 1:
+        parents.extend([-1] * generator.choice((1, 5_000)))
+    elif manner == 2:
+        del parents[:]
     else:
-        message.ClearField(generator.choice(("fence", "distributions", "token_ids")))
+        parents[place] = generator.choice((-1, 0, place - 1, place, -2, -(2**31), 2**31 - 1))
+
+
+def change_parts(generator: random.Random, message: session_pb2.DraftBlock) -> None:
+    message.ClearField(generator.choice(("fence", "distributions", "token_ids", "parent_indices")))
 
 
 FieldMutation = Callable[[random.Random, session_pb2.DraftBlock], None]
 FIELD_MUTATIONS: list[FieldMutation] = [
     *(change_data, change_sizes, change_vocabulary, change_tokens, change_encoding),
     *(change_ids, change_ids, change_weights, change_weights, add_entry, change_number, change_number),
-    *(change_sizes, change_high_bytes, change_high_bytes),
+    *(change_sizes, change_high_bytes, change_high_bytes, change_parents),
 ]
 
 
@@ -475,12 +530,16 @@ def check(batch: list[Sent], target: Target, counts: Counts) -> None:
         DecodingFaultError: one of its messages was not decoded as the format says.
     """
     try:
-        received = messages.blocks_from_proto([sent.message for sent in batch], 1, target.vocab_size, MAX_DRAFT_TOKENS)
+        limits = (target.vocab_size, MAX_DRAFT_TOKENS, MAX_TREE_NODES)
+        received = messages.blocks_from_proto([sent.message for sent in batch], 1, *limits)
     except Exception as error:
         wires = " ".join(sent.wire.hex() for sent in batch)
         raise DecodingFaultError(f"{type(error).__name__}: {error}; target of {target.vocab_size}: {wires}") from error
     for sent, block in zip(batch, received, strict=True):
         problem = difference(block, sent.rows, target.vocab_size)
+        parents = () if block.tree is None else block.tree.parents
+        if not isinstance(block.draft, BlockViolationError) and parents != tuple(sent.message.parent_indices):
+            problem = "another shape"
         if block.fence.session_id != sent.message.fence.session_id:
             problem = "in another message's place"
         if problem is not None:

@@ -45,7 +45,7 @@ UNITS = {
     "audit_evidence$": "powers of ten",
     "audit_(sum|variance)$": "tokens, nats",
     "drafter_(proven|quarantined)$": "0 or 1",
-    "rounds|passes$|num_drafts$": "rounds",
+    "rounds|passes$|num_drafts$|trees$": "rounds",
     "steps$": "steps",
     "blocks": "blocks",
     "branches$": "texts",

@@ -57,7 +57,7 @@ def stack(pair: tuple[Path, Path]) -> "Iterator[InProcessStack]":
     from benchmarks.law import stack_options
     from tests.in_process import InProcessStack
 
-    with InProcessStack(stack_options(*pair)) as running:
+    with InProcessStack(stack_options(*pair, max_tree_nodes=12)) as running:
         yield running
 
 

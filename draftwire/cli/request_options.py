@@ -58,6 +58,9 @@ class RequestOptions(SamplingNumbers):
     num_speculative_tokens: Annotated[
         int | None, typer.Option(help="Draft tokens per round; 0 is plain. By default the server chooses.")
     ] = None
+    num_draft_nodes: Annotated[
+        int | None, typer.Option(help="Draft tokens of a token tree per round; 0 drafts chains.")
+    ] = None
     drafter: Annotated[
         list[str] | None, typer.Option(help="What may draft, by name; may be given several times. By default all.")
     ] = None

@@ -81,6 +81,8 @@ def _numbers(completion: "Completion") -> Iterator[tuple[str, str]]:
     accepted = f"{statistics.num_accepted_tokens} of {statistics.num_draft_tokens}"
     yield "draft tokens accepted", accepted
     yield "acceptance rate", f"{completion.acceptance_rate:.3f}"
+    if statistics.num_trees:
+        yield "token trees", f"{statistics.num_trees} of {statistics.num_drafts} drafts"
     hits, late, misses = statistics.num_ahead_hits, statistics.num_ahead_late, statistics.num_ahead_misses
     if num_ahead := hits + late + misses:
         yield "blocks drafted ahead", f"{hits} of {num_ahead}"

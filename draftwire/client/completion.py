@@ -93,8 +93,11 @@ class Completion:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted draft tokens over draft tokens; 0 where none were drafted."""
-        return self.statistics.num_accepted_tokens / max(self.statistics.num_draft_tokens, 1)
+        """Accepted draft tokens over those that could have been, of token trees the longest path of each; 0 where none
+        were drafted.
+        """
+        statistics = self.statistics
+        return statistics.num_accepted_tokens / max(statistics.num_draft_positions or statistics.num_draft_tokens, 1)
 
     @property
     def draft_acceptance_rate(self) -> float:

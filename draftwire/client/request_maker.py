@@ -62,6 +62,8 @@ class TextOptions(TypedDict, total=False):
     """Makes the run repeatable, 0 to 2**64 - 1; by default it is drawn, and reported in the completion."""
     num_speculative_tokens: int | None
     """Draft tokens per round; 0 is plain decoding."""
+    num_draft_nodes: int | None
+    """Draft tokens of a token tree per round, whose paths have at most `num_speculative_tokens`; 0 drafts chains."""
     drafter: str | Sequence[str] | None
     """What may draft, by name: draft models, or strategies of the verifier such as "suffix"; by default all."""
     rejection_sample_method: str | None

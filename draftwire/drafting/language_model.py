@@ -13,10 +13,11 @@ from torch import Tensor
 from draftwire.drafting.drawing import BlockStart, Drawer
 from draftwire.drafting.places import span_of_next
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep, nothing_ahead
-from draftwire.drafting.tree_drafting import GrowingTree, ReadTree, grow
+from draftwire.drafting.tree_drafting import GrowingTree, ReadTree, TreeStart, grow
+from draftwire.drafting.tree_kinds import tree_of
 from draftwire.errors import DraftwireError
 from draftwire.method.devices import upload
-from draftwire.method.quantization import Quantization
+from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.sampling import TokenEdits, probabilities_of_spans
 from draftwire.models.cached_model import DraftModel, ForkingModel, Reading
 from draftwire.requests.parameters import SamplingParams
@@ -166,7 +167,7 @@ class _Member:
         """
         cached = self.sequence.cached
         most = self.request.num_tokens - len(drawn) - 1
-        can_read = most > 0 and self.sequence.model.extends_exactly and self.request.shape is None
+        can_read = most > 0 and self.sequence.model.extends_exactly and not self.request.is_tree
         self.ahead = self.request.ahead(drawn)[:most] if can_read else []
         return Reading(cached, [*unread, *self.ahead], 1 + len(self.ahead))
 
@@ -219,6 +220,11 @@ class LanguageModelDrafter:
         return LanguageModelSequence(self.model, token_ids, cache_salt, self._substitute_id, self._calibrates)
 
     @property
+    def draws_trees(self) -> bool:
+        """Whether it can draw trees with their distributions: these are rows of integers."""
+        return self._quantization.encoding is Encoding.SPARSE_UINT16
+
+    @property
     def can_fork(self) -> bool:
         """Whether sequences can be forked: not those of a model that several ranks share, nor where what was read
         approximately stays, so that little can be shared.
@@ -258,7 +264,7 @@ class LanguageModelDrafter:
         for (index, member), draft in zip(members.items(), drafts_of, strict=True):
             results[index] = draft
             if isinstance(draft, Draft) and draft.token_ids:
-                if member.request.shape is None:
+                if not member.request.is_tree:
                     member.sequence.ids += draft.token_ids
                 member.sequence.publish()
         return DraftStep(results, num_read, calibrated - started, time.perf_counter() - calibrated, num_passes)
@@ -281,7 +287,7 @@ class LanguageModelDrafter:
 
     def _drafted(self, logits: Tensor, members: list[_Member]) -> tuple[list[Draft | DraftwireError], int]:
         """Drafts chains and trees; as `_draw`."""
-        are_trees = [member.request.shape is not None for member in members]
+        are_trees = [member.request.is_tree for member in members]
         if not any(are_trees):
             return self._draw(logits, members)
         rows = logits.split([1 + len(member.ahead) for member in members])
@@ -302,10 +308,9 @@ class LanguageModelDrafter:
 
     def _growing(self, member: _Member) -> GrowingTree:
         sequence, request = member.sequence, member.request
-        assert request.shape is not None
-        assert request.is_coupled or request.sampling.greedy, "children are no draws"
         vocab_size, edits = min(request.vocab_size, self.model.vocab_size), sequence.edits(request)
-        return GrowingTree(request, request.shape, sequence.cached, list(sequence.ids), vocab_size, edits)
+        start = TreeStart(request, sequence.cached, list(sequence.ids), vocab_size, edits)
+        return tree_of(start, self._quantization)
 
     def _draw(self, logits: Tensor, members: list[_Member]) -> tuple[list[Draft | DraftwireError], int]:
         """Draws blocks, position by position, and returns them with the number of forward passes.

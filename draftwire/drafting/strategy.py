@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from draftwire.drafting.growth_plan import GrowthPlan
 from draftwire.errors import DraftwireError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import DraftDistributions
@@ -56,11 +57,24 @@ class DraftRequest:
     """How many guesses to return for each place; only for a `ForkingStrategy`."""
     shape: TokenTree | None = None
     """A tree of `num_tokens` nodes to draft in the place of a chain; its parents are ascending, that is depth by depth.
-    Only for a `LanguageModelDrafter`, under a coupled rule or for greedy texts. Nodes may be left out, and a block that
-    is cut has fewer depths."""
+    Only for a `TreeStrategy`. Nodes may be left out, and a block that is cut has fewer depths."""
+    growth: GrowthPlan | None = None
+    """How to find a tree of at most `num_tokens` nodes. Only for a `TreeStrategy`, and if `is_walked`."""
     is_cut: Callable[[], bool] = never
     """Whether to end the block early. Called on the torch thread after each token. A block that is cut ends before its
     next token is drawn and keeps all drawn tokens: dropping a token because of its value would bias the output."""
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether a token tree is to be drafted."""
+        return self.shape is not None or self.growth is not None
+
+    @property
+    def is_walked(self) -> bool:
+        """Whether the rule looks the target's own tokens up in a tree: no distribution is sent, and the tree may be
+        any.
+        """
+        return self.is_coupled or self.sampling.greedy or not self.needs_probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +182,15 @@ class FedStrategy(DraftingStrategy, Protocol):
 
     def rehearse(self, sequence: Any) -> None:
         """Feeds a sequence of this strategy with features that stand for any."""
+
+
+@runtime_checkable
+class TreeStrategy(DraftingStrategy, Protocol):
+    """A strategy that can draft token trees."""
+
+    @property
+    def draws_trees(self) -> bool:
+        """Whether it also can where the rule reads distributions. If not, it drafts chains there."""
 
 
 @runtime_checkable

@@ -6,6 +6,7 @@ kept; one that is fixed in advance never does.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from draftwire.method.token_tree import ROOT, TokenTree
 
@@ -50,6 +51,30 @@ def shape_by_acceptance(acceptance: Sequence[Sequence[float]], num_nodes: int) -
                 parents.append(parent)
         level = following
     return TokenTree(tuple(parents))
+
+
+def shape_by_rank(chances: Sequence[float], num_nodes: int, depth: int) -> TokenTree:
+    """Returns the tree of so many nodes with the most accepted tokens on average, where the chance of a node depends on
+    its rank among its siblings alone, and falls with it: those whose paths have the largest products.
+
+    Args:
+        chances: of the children of each rank, given that their parent is accepted; falling, all below 1.
+        num_nodes: draft tokens; fewer if there are not so many nodes.
+        depth: draft tokens on a path at most.
+    """
+    paths: list[tuple[int, ...]] = []  # each node by the ranks on its path
+    found: list[tuple[float, tuple[int, ...]]] = [(-chances[0], (0,))] if depth else []
+    while found and len(paths) < num_nodes:
+        chance, path = heappop(found)
+        paths.append(path)
+        rank = path[-1]
+        if len(path) < depth:
+            heappush(found, (chance * chances[0], (*path, 0)))
+        if rank + 1 < len(chances):
+            heappush(found, (chance / chances[rank] * chances[rank + 1], (*path[:-1], rank + 1)))
+    paths.sort(key=lambda path: (len(path), path))
+    place = {path: node for node, path in enumerate(paths)} | {(): ROOT}
+    return TokenTree(tuple(place[path[:-1]] for path in paths))
 
 
 @dataclass(frozen=True, slots=True)

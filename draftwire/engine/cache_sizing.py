@@ -7,6 +7,7 @@ from functools import partial
 import structlog
 import torch
 
+from draftwire.drafting.growth_plan import num_read_nodes
 from draftwire.drafting.heads.draft_head import FeatureUser
 from draftwire.engine.memory import CpuMeter, FreeMemory, GpuMeter, MemoryMeter
 from draftwire.engine.prefill import LARGEST_CHUNK
@@ -61,7 +62,8 @@ def size_while_loading(settings: EngineSettings) -> int:
     """Returns the size of the cache that a model is loaded with: the option's, or as much as the largest step takes."""
     if isinstance(settings.kv_cache_tokens, int):
         return settings.kv_cache_tokens
-    of_a_session = blocks_for(settings.max_draft_tokens + 2) * BLOCK_SIZE
+    num_nodes = num_read_nodes(settings.max_tree_nodes, settings.max_draft_tokens)
+    of_a_session = blocks_for(max(settings.max_draft_tokens, num_nodes) + 2) * BLOCK_SIZE
     return (settings.max_sessions + 1) * of_a_session + LARGEST_CHUNK
 
 
@@ -142,6 +144,7 @@ def run_largest(run: Callable[[], object], settings: EngineSettings) -> None:
         run()
     except torch.OutOfMemoryError as error:
         raise InvalidRequestError(
-            f"a step of {settings.max_sessions} sessions with {settings.max_draft_tokens} draft tokens each takes more "
-            "memory than is left beside the weights: lower max_sessions or max_draft_tokens"
+            f"a step of {settings.max_sessions} sessions with {settings.max_draft_tokens} draft tokens each"
+            f"{f', or trees of {settings.max_tree_nodes},' if settings.max_tree_nodes else ''} takes more "
+            "memory than is left beside the weights: lower max_sessions, max_draft_tokens or max_tree_nodes"
         ) from error

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from draftwire.errors import BlockViolationError, Violation
 from draftwire.method.quantization import MAX_SUPPORT, Encoding, id_width, position_bytes
+from draftwire.method.token_tree import TokenTree
 
 TOTAL_WEIGHT = 2**16
 """Sum of the integer weights of a sparse distribution: a token is drawn with 16 random bits."""
@@ -91,13 +92,20 @@ class DenseProbs:
 
 
 Decoded = Supports | DenseProbs
-"""The distributions of a block that passed all checks, one row per draft token."""
+"""The distributions of a block that passed all checks: one row per draft token, or of a tree one for each token with
+children, in the order of `TokenTree.inner_nodes`."""
 
 
-def log_probs(decoded: Decoded, token_ids: Sequence[int]) -> list[float]:
-    """Returns the log-probability of token i in row i, nats; -inf for impossible tokens."""
+def log_probs(decoded: Decoded, token_ids: Sequence[int], rows: Sequence[int] | None = None) -> list[float]:
+    """Returns the log-probability of tokens, nats; -inf for impossible ones.
+
+    Args:
+        decoded: the distributions.
+        token_ids: the tokens.
+        rows: of each token; by default token i is of row i.
+    """
     values = []
-    for row, token in enumerate(token_ids):
+    for row, token in zip(range(len(token_ids)) if rows is None else rows, token_ids, strict=True):
         if isinstance(decoded, Supports):
             weight = int(decoded.weights[row][decoded.token_ids[row] == token].max(initial=0))
             prob = weight / TOTAL_WEIGHT
@@ -177,14 +185,35 @@ class Claim:
 
     token_ids: list[int]
     distributions: DraftDistributions
+    tree: TokenTree | None = None
+    """The shape of the block, if it is no chain."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many distributions it has to declare."""
+        return len(self.token_ids) if self.tree is None else len(self.tree.inner_nodes)
+
+    @property
+    def rows(self) -> list[int]:
+        """Which of them each token was drawn from: that of its parent."""
+        if self.tree is None:
+            return list(range(len(self.token_ids)))
+        row_of = {node: row for row, node in enumerate(self.tree.inner_nodes)}
+        return [row_of[parent] for parent in self.tree.parents]
+
+    @property
+    def has_twins(self) -> bool:
+        """Whether a token of a tree has two children that are the same token."""
+        return self.tree is not None and len({*zip(self.tree.parents, self.token_ids, strict=True)}) < len(self.tree)
 
 
 def decode(claims: Sequence[Claim], target_vocab_size: int) -> list[Decoded | BlockViolationError]:
     """Decodes and checks the blocks of many sessions at once.
 
     Each row of a block that passes is a distribution over `target_vocab_size` tokens in which its draft token has a
-    positive probability; tokens that the drafter lacks get 0. Rows of ONE_HOT and NONE are one-hot; rows of NONE are
-    placeholders.
+    positive probability, or in a tree each child of its node, all of them different; tokens that the drafter lacks get
+    0. Rows of ONE_HOT and NONE are one-hot, one for each token; rows of NONE are placeholders, and a tree without
+    distributions may have any tokens.
 
     Returns:
         One result for each claim; an error concerns that block alone.
@@ -223,7 +252,7 @@ def decode_one(claim: Claim, target_vocab_size: int) -> Decoded:
 
 def _check_sizes(claim: Claim, target_vocab_size: int) -> None:
     """Checks everything but the data itself."""
-    stated, length = claim.distributions, len(claim.token_ids)
+    stated, length = claim.distributions, claim.num_rows
     if not 0 < stated.vocab_size <= target_vocab_size:
         message = f"draft vocabulary of {stated.vocab_size} entries, target has {target_vocab_size}"
         raise BlockViolationError(Violation.ENCODING, message)
@@ -231,9 +260,13 @@ def _check_sizes(claim: Claim, target_vocab_size: int) -> None:
         raise BlockViolationError(Violation.LENGTH, "block without draft tokens")
     if max(claim.token_ids) >= stated.vocab_size or min(claim.token_ids) < 0:
         raise BlockViolationError(Violation.TOKEN_ID, "draft token beyond the draft vocabulary")
+    if claim.tree is not None and stated.encoding is Encoding.ONE_HOT:
+        raise BlockViolationError(Violation.ENCODING, "a token tree whose tokens are all certain")
+    if claim.has_twins and stated.encoding is not Encoding.NONE:
+        raise BlockViolationError(Violation.TOKEN_ID, "a draft token is drawn twice in the same place of a token tree")
     if stated.encoding is Encoding.SPARSE_UINT16:
         if len(stated.support_sizes) != length:
-            message = f"{len(stated.support_sizes)} support sizes for {length} draft tokens"
+            message = f"{len(stated.support_sizes)} support sizes for {length} distributions"
             raise BlockViolationError(Violation.ENCODING, message)
         if not 1 <= min(stated.support_sizes) <= max(stated.support_sizes) <= MAX_SUPPORT:
             raise BlockViolationError(Violation.ENCODING, f"a support has 1 to {MAX_SUPPORT} tokens")
@@ -254,13 +287,13 @@ def _decode_other(claim: Claim, target_vocab_size: int) -> Decoded | BlockViolat
     stated, tokens = claim.distributions, np.array(claim.token_ids, dtype=np.int64)
     if stated.encoding not in DENSE_FORMATS:
         return Supports(tokens[:, None], np.full((len(tokens), 1), TOTAL_WEIGHT), target_vocab_size)
-    numbers = np.frombuffer(stated.data, DENSE_FORMATS[stated.encoding]).reshape(len(tokens), stated.vocab_size)
+    numbers = np.frombuffer(stated.data, DENSE_FORMATS[stated.encoding]).reshape(claim.num_rows, stated.vocab_size)
     if not (numbers >= 0.0).all():  # NaN fails the comparison
         return BlockViolationError(Violation.WEIGHTS, "draft distribution has a negative entry or a NaN")
     sums = numbers.sum(axis=1, dtype=np.float64, keepdims=True)
     if not (abs(sums - 1.0) < SUM_ERRORS[stated.encoding]).all():
         return BlockViolationError(Violation.WEIGHTS, "draft distribution does not sum to 1")
-    if not (np.take_along_axis(numbers, tokens[:, None], axis=1) > 0.0).all():
+    if not (numbers[claim.rows, tokens] > 0.0).all():
         return BlockViolationError(Violation.OUTSIDE_SUPPORT, OUTSIDE_SUPPORT)
     return DenseProbs((numbers / sums).astype(np.float32), target_vocab_size)
 
@@ -291,7 +324,7 @@ def _decode_sparse(claims: Sequence[Claim], target_vocab_size: int) -> list[Deco
     weights[used] = np.frombuffer(low_bytes, dtype=np.uint8)
     weights[wide] += np.frombuffer(high_bytes, dtype=np.uint8).astype(np.int64) * NARROW
     weights += used
-    tokens = np.array([token for claim in claims for token in claim.token_ids])[:, None]
+    is_outside = _outside_supports(claims, np.where(used, token_ids, -1))
 
     in_order = np.sort(np.where(used, token_ids, -1 - columns), axis=1)  # fillers are distinct and no ids
     faults = (
@@ -302,9 +335,9 @@ def _decode_sparse(claims: Sequence[Claim], target_vocab_size: int) -> list[Deco
         ),
         ((in_order[:, 1:] == in_order[:, :-1]).any(axis=1), Violation.TOKEN_ID, "draft distribution has an id twice"),
         (weights.sum(axis=1) != TOTAL_WEIGHT, Violation.WEIGHTS, f"draft weights do not sum to {TOTAL_WEIGHT}"),
-        (~((token_ids == tokens) & used).any(axis=1), Violation.OUTSIDE_SUPPORT, OUTSIDE_SUPPORT),
+        (is_outside, Violation.OUTSIDE_SUPPORT, OUTSIDE_SUPPORT),
     )
-    lengths = [len(claim.token_ids) for claim in claims]
+    lengths = [claim.num_rows for claim in claims]
     ends = np.cumsum(lengths).tolist()
     results: list[Decoded | BlockViolationError] = [
         Supports(token_ids[end - length : end], weights[end - length : end], target_vocab_size)
@@ -316,3 +349,20 @@ def _decode_sparse(claims: Sequence[Claim], target_vocab_size: int) -> list[Deco
             for block in set(block_of_row[is_wrong].tolist()):
                 results[block] = BlockViolationError(violation, message)
     return results
+
+
+def _outside_supports(claims: Sequence[Claim], ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Returns whether a token of each row is not among its ids, `[rows]`.
+
+    Args:
+        claims: the blocks, whose rows follow each other.
+        ids: `[rows, support]`, -1 in unused places.
+    """
+    tokens = np.array([token for claim in claims for token in claim.token_ids])
+    if all(claim.tree is None for claim in claims):
+        return np.asarray(~(ids == tokens[:, None]).any(axis=1))
+    starts = np.cumsum([0, *(claim.num_rows for claim in claims)]).tolist()
+    rows = np.array([start + row for claim, start in zip(claims, starts, strict=False) for row in claim.rows])
+    is_outside = np.zeros(len(ids), dtype=np.bool_)
+    is_outside[rows[~(ids[rows] == tokens[:, None]).any(axis=1)]] = True
+    return is_outside

@@ -12,6 +12,7 @@ from draftwire.errors import BlockViolationError
 from draftwire.method.encoding import Decoded, DraftDistributions
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.token_source import TokenSource
+from draftwire.method.token_tree import CHAIN, TokenTree
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.session_parameters import SessionParameters
 
@@ -136,6 +137,8 @@ class DraftBlock:
     """Sent with the first block of a drafter for a session."""
     is_ahead: bool = False
     """Whether the drafter began to draft it before it knew the text."""
+    parents: tuple[int, ...] = CHAIN
+    """Of a token tree, as `TokenTree.parents`; `distributions` then has a row for each token with children."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,13 @@ class ReceivedBlock:
     """Strategy of the verifier that drafted it; empty if a drafter did."""
     is_ahead: bool = False
     """Whether its drafter began to draft it before it knew the text, as the drafter says."""
+    tree: TokenTree | None = None
+    """Its shape, if it is no chain."""
+
+    @property
+    def depth(self) -> int:
+        """Draft tokens on its longest path."""
+        return len(self.token_ids) if self.tree is None else self.tree.depth
 
     @property
     def num_bytes(self) -> int:
@@ -205,6 +215,13 @@ class Verdict:
     """Of blocks that were drafted ahead for nothing, as was found since the verdict before."""
     held_bytes: int = 0
     """Size of the blocks that are held for coming rounds."""
+    draft_depth: int = 0
+    """Draft tokens on the longest path of the token tree that was judged; 0 if it was none."""
+
+    @property
+    def num_draft_positions(self) -> int:
+        """Draft tokens that could all have been accepted."""
+        return self.draft_depth or self.num_draft_tokens
 
     @property
     def sources(self) -> list[TokenSource]:
@@ -253,6 +270,16 @@ class PlainRun:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTree:
+    """A token tree to draft."""
+
+    num_nodes: int
+    """Draft tokens at most, 1 or more."""
+    shape: TokenTree | None = None
+    """Of so many nodes, depth by depth; None where the drafter looks for the best nodes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """Sends the drafter the tokens committed since `base_len` and requests the next block."""
 
@@ -261,11 +288,14 @@ class Calibration:
     base_len: int
     token_ids: list[int]
     num_draft_tokens: int
+    """With `tree`, on each path at most."""
     attempt: int = 0
     permit: Permit | None = None
     """With the first one, unless the session was opened with it."""
     max_rounds_ahead: int = 0
     """Rounds beyond this one to draft for before their calibrations come."""
+    tree: DraftTree | None = None
+    """None is a chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +353,8 @@ class TargetSessionSpec:
     """What the verifier could draft: verdicts of rounds in which it does not report how that would have fared."""
     max_held_blocks: int = 0
     """Blocks of coming rounds that it holds at most; 0 refuses them."""
+    max_tree_nodes: int = 0
+    """Draft tokens of a token tree at most; 0 refuses trees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,3 +378,5 @@ class DraftSessionSpec:
     """Texts to draft ahead for at once at most."""
     max_held_blocks: int = 0
     """Blocks of coming rounds that the verifier holds at most; 0 is as many as `max_branches`."""
+    max_tree_nodes: int = 0
+    """Draft tokens of a token tree at most; 0: none is requested."""

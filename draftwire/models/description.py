@@ -60,6 +60,8 @@ class ModelDescription:
     """The rules that a verifier offers; empty for a drafter."""
     local_strategies: tuple[str, ...] = ()
     """Strategies by which a verifier drafts by itself; empty for a drafter."""
+    max_tree_nodes: int = 0
+    """Draft tokens of a token tree that it drafts or judges, at most; 0 if it knows no trees."""
 
     def rule_named(self, name: str) -> RuleFacts:
         """Returns a rule that a verifier offers.

@@ -25,6 +25,8 @@ class RuleFacts:
     """Whether the rule reads the distributions that draft tokens were drawn from."""
     is_coupled: bool = False
     """Whether drafter and target draw with the same noise."""
+    takes_trees: bool = False
+    """Whether blocks may be token trees at any temperature; at temperature 0 they may be under every rule."""
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):

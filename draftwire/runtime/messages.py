@@ -18,6 +18,7 @@ from draftwire.method.rounds import (
     DrafterIdentity,
     DraftSessionSpec,
     DraftTimings,
+    DraftTree,
     Fence,
     LocalDraft,
     Permit,
@@ -31,6 +32,8 @@ from draftwire.method.rounds import (
     WatchedGuess,
 )
 from draftwire.method.token_source import TokenSource
+from draftwire.method.token_tree import TokenTree
+from draftwire.method.tree_limits import MAX_TREE_NODES
 from draftwire.models.description import ModelDescription, check_protocol
 from draftwire.requests.logprobs import (
     NO_LOGPROBS,
@@ -151,6 +154,7 @@ def block_to_proto(block: DraftBlock) -> session_pb2.DraftBlock:
         fence=fence_to_proto(block.fence),
         attempt=block.attempt,
         token_ids=block.token_ids,
+        parent_indices=block.parents,
         distributions=session_pb2.DraftDistributions(
             encoding=_ENCODING_NUMBERS[block.distributions.encoding],
             vocab_size=block.distributions.vocab_size,
@@ -190,7 +194,11 @@ def identity_from_proto(message: verifier_pb2.DrafterIdentity) -> DrafterIdentit
 
 
 def blocks_from_proto(
-    messages: Sequence[session_pb2.DraftBlock], drafter_id: int, vocab_size: int, max_draft_tokens: int
+    messages: Sequence[session_pb2.DraftBlock],
+    drafter_id: int,
+    vocab_size: int,
+    max_draft_tokens: int,
+    max_tree_nodes: int = 0,
 ) -> list[ReceivedBlock]:
     """Decodes and checks the draft blocks of one message together. A violation is stored in `draft` of its block.
 
@@ -199,8 +207,9 @@ def blocks_from_proto(
         drafter_id: the sender.
         vocab_size: of the target.
         max_draft_tokens: longer blocks are refused without decoding them.
+        max_tree_nodes: the same for token trees; 0 refuses all of them.
     """
-    read = [_claim_from_proto(message, max_draft_tokens) for message in messages]
+    read = [_claim_from_proto(message, max_draft_tokens, max_tree_nodes) for message in messages]
     decoded = iter(decode([claim for claim in read if isinstance(claim, Claim)], vocab_size))
     return [
         ReceivedBlock(
@@ -213,21 +222,30 @@ def blocks_from_proto(
             timings=DraftTimings(message.calibration_duration_us, message.draft_duration_us),
             permit=permit_from_proto(message.permit) if message.HasField("permit") else None,
             is_ahead=message.is_ahead,
+            tree=claim.tree if isinstance(claim, Claim) else None,
         )
         for message, claim in zip(messages, read, strict=True)
     ]
 
 
-def _claim_from_proto(message: session_pb2.DraftBlock, max_draft_tokens: int) -> Claim | BlockViolationError:
+def _claim_from_proto(
+    message: session_pb2.DraftBlock, max_draft_tokens: int, max_tree_nodes: int
+) -> Claim | BlockViolationError:
     stated = message.distributions
     if stated.encoding not in _ENCODINGS:
         return BlockViolationError(Violation.ENCODING, f"distribution encoding {stated.encoding} is not accepted")
-    if message.parent_indices:
+    is_tree = len(message.parent_indices) > 0
+    if is_tree and not max_tree_nodes:
         return BlockViolationError(Violation.ENCODING, "token trees are not accepted")
-    if len(message.token_ids) > max_draft_tokens:
+    what, most = ("token tree", max_tree_nodes) if is_tree else ("block", max_draft_tokens)
+    if len(message.token_ids) > most:
         return BlockViolationError(
-            Violation.LENGTH, f"block of {len(message.token_ids)} draft tokens, the limit is {max_draft_tokens}"
+            Violation.LENGTH, f"{what} of {len(message.token_ids)} draft tokens, the limit is {most}"
         )
+    try:
+        tree = TokenTree.of(message.parent_indices, len(message.token_ids)) if is_tree else None
+    except BlockViolationError as violation:
+        return violation
     distributions = DraftDistributions(
         _ENCODINGS[stated.encoding],
         stated.vocab_size,
@@ -235,7 +253,7 @@ def _claim_from_proto(message: session_pb2.DraftBlock, max_draft_tokens: int) ->
         tuple(stated.support_sizes),
         tuple(stated.wide_sizes),
     )
-    return Claim(list(message.token_ids), distributions)
+    return Claim(list(message.token_ids), distributions, tree)
 
 
 def verdict_to_proto(verdict: Verdict) -> session_pb2.Verdict:
@@ -264,6 +282,7 @@ def verdict_to_proto(verdict: Verdict) -> session_pb2.Verdict:
         is_ahead=verdict.is_ahead,
         num_wasted_draft_tokens=verdict.num_wasted_draft_tokens,
         held_bytes=verdict.held_bytes,
+        draft_depth=verdict.draft_depth,
     )
 
 
@@ -297,6 +316,7 @@ def verdict_from_proto(message: session_pb2.Verdict) -> Verdict:
         is_ahead=message.is_ahead,
         num_wasted_draft_tokens=message.num_wasted_draft_tokens,
         held_bytes=message.held_bytes,
+        draft_depth=message.draft_depth,
     )
 
 
@@ -386,6 +406,7 @@ def calibration_to_proto(calibration: Calibration) -> drafter_pb2.Calibration:
         attempt=calibration.attempt,
         permit=permit_to_proto(calibration.permit) if calibration.permit is not None else None,
         max_rounds_ahead=calibration.max_rounds_ahead,
+        tree=_tree_to_proto(calibration.tree),
     )
 
 
@@ -393,7 +414,7 @@ def calibration_from_proto(message: drafter_pb2.Calibration) -> Calibration:
     """Decodes a calibration.
 
     Raises:
-        InvalidRequestError: its permit is none, or it lets the drafter go too far ahead.
+        InvalidRequestError: its permit is none, it lets the drafter go too far ahead, or its tree is none.
     """
     return Calibration(
         fence=fence_from_proto(message.fence),
@@ -403,7 +424,30 @@ def calibration_from_proto(message: drafter_pb2.Calibration) -> Calibration:
         attempt=message.attempt,
         permit=_permit_of(message),
         max_rounds_ahead=_at_most(message.max_rounds_ahead, MAX_ROUNDS_AHEAD, "max_rounds_ahead"),
+        tree=_tree_from_proto(message.tree) if message.HasField("tree") else None,
     )
+
+
+def _tree_to_proto(tree: DraftTree | None) -> drafter_pb2.DraftTree | None:
+    if tree is None:
+        return None
+    shape = () if tree.shape is None else tree.shape.parents
+    return drafter_pb2.DraftTree(num_nodes=tree.num_nodes, parent_indices=shape)
+
+
+def _tree_from_proto(message: drafter_pb2.DraftTree) -> DraftTree:
+    num_nodes, parents = message.num_nodes, message.parent_indices
+    if not 1 <= num_nodes <= MAX_TREE_NODES:
+        raise InvalidRequestError(f"a tree to draft has 1 to {MAX_TREE_NODES} tokens, not {num_nodes}")
+    if not parents:
+        return DraftTree(num_nodes)
+    try:
+        shape = TokenTree.of(parents, num_nodes)
+    except BlockViolationError as violation:
+        raise InvalidRequestError(f"a tree to draft: {violation}") from None
+    if list(parents) != sorted(parents):
+        raise InvalidRequestError("a tree to draft: its parents are not in order, depth by depth")
+    return DraftTree(num_nodes, shape)
 
 
 def outcomes_to_proto(outcomes: Sequence[RoundOutcome]) -> verifier_pb2.RoundOutcomes:
@@ -499,6 +543,7 @@ def rule_to_proto(rule: RuleFacts) -> session_pb2.VerificationRule:
         is_lossless=rule.is_lossless,
         needs_draft_probs=rule.needs_draft_probs,
         is_coupled=rule.is_coupled,
+        takes_trees=rule.takes_trees,
     )
 
 
@@ -508,7 +553,9 @@ def rule_from_proto(message: session_pb2.VerificationRule) -> RuleFacts:
     Raises:
         InvalidRequestError: the name is not valid.
     """
-    return RuleFacts(message.name, message.is_lossless, message.needs_draft_probs, message.is_coupled)
+    return RuleFacts(
+        message.name, message.is_lossless, message.needs_draft_probs, message.is_coupled, message.takes_trees
+    )
 
 
 def parameters_to_proto(parameters: SessionParameters) -> session_pb2.SessionParameters:
@@ -557,6 +604,7 @@ def target_spec_to_proto(spec: TargetSessionSpec, lease_id: int) -> verifier_pb2
         draft_logprobs=spec.reports_draft_logprobs,
         watched=_local_to_proto(spec.watched),
         max_held_blocks=spec.max_held_blocks,
+        max_tree_nodes=spec.max_tree_nodes,
     )
 
 
@@ -584,6 +632,7 @@ def target_spec_from_proto(message: verifier_pb2.OpenTargetSessionRequest) -> Ta
         reports_draft_logprobs=message.draft_logprobs,
         watched=_local_from_proto(message.watched) if message.HasField("watched") else None,
         max_held_blocks=_at_most(message.max_held_blocks, MAX_BRANCHES, "max_held_blocks"),
+        max_tree_nodes=_at_most(message.max_tree_nodes, MAX_TREE_NODES, "max_tree_nodes"),
     )
 
 
@@ -602,6 +651,7 @@ def draft_spec_to_proto(spec: DraftSessionSpec, lease_id: int) -> drafter_pb2.Op
         permit=permit_to_proto(spec.permit) if spec.permit is not None else None,
         max_branches=spec.max_branches,
         max_held_blocks=spec.max_held_blocks,
+        max_tree_nodes=spec.max_tree_nodes,
     )
 
 
@@ -623,6 +673,7 @@ def draft_spec_from_proto(message: drafter_pb2.OpenDraftSessionRequest) -> Draft
         permit=_permit_of(message),
         max_branches=_at_most(message.max_branches, MAX_BRANCHES, "max_branches"),
         max_held_blocks=_at_most(message.max_held_blocks, MAX_BRANCHES, "max_held_blocks"),
+        max_tree_nodes=_at_most(message.max_tree_nodes, MAX_TREE_NODES, "max_tree_nodes"),
     )
 
 
@@ -664,6 +715,7 @@ def model_to_proto(model: ModelDescription) -> model_pb2.ModelDescription:
         capabilities=sorted(model.capabilities),
         rules=[rule_to_proto(rule) for rule in model.rules],
         local_strategies=model.local_strategies,
+        max_tree_nodes=model.max_tree_nodes,
     )
 
 
@@ -696,6 +748,7 @@ def model_from_proto(message: model_pb2.ModelDescription) -> ModelDescription:
         capabilities=frozenset(message.capabilities),
         rules=tuple(rule_from_proto(rule) for rule in message.rules),
         local_strategies=tuple(message.local_strategies),
+        max_tree_nodes=message.max_tree_nodes,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from draftwire.errors import InvalidRequestError
+from draftwire.method.tree_limits import MAX_TREE_NODES
 from draftwire.models.parallel.layer_groups import LayerParallelism
 from draftwire.runtime.addresses import is_loopback
 
@@ -217,6 +218,9 @@ class EngineSettings:
     """Sessions that may be open at once; more are refused with RESOURCE_EXHAUSTED."""
     max_draft_tokens: int = 16
     """Draft tokens in a block, at most."""
+    max_tree_nodes: int = 0
+    """Draft tokens in a token tree, at most, of which a path has at most max_draft_tokens; 0 does without trees, for
+    which a step takes memory as it does for blocks as long. At most 64."""
     kv_cache_tokens: CacheTokens = 65_536
     """Room of the KV cache, tokens of all sessions together. A session reserves its prompt and its max_tokens when it
     opens; what does not fit is refused with RESOURCE_EXHAUSTED. Also limits the context. "auto" measures at start what
@@ -234,6 +238,7 @@ class EngineSettings:
     def __post_init__(self) -> None:
         require(self.max_sessions >= 1, "max_sessions must be at least 1")
         require(self.max_draft_tokens >= 1, "max_draft_tokens must be at least 1")
+        require(0 <= self.max_tree_nodes <= MAX_TREE_NODES, f"max_tree_nodes must be in 0..{MAX_TREE_NODES}")
         is_size = self.kv_cache_tokens == AUTO or (isinstance(self.kv_cache_tokens, int) and self.kv_cache_tokens >= 16)
         require(is_size, f"kv_cache_tokens must be at least 16, or auto, not {self.kv_cache_tokens!r}")
         require(0.0 < self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization must be in (0, 1]")

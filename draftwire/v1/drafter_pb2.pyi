@@ -37,6 +37,7 @@ class OpenDraftSessionRequest(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     MAX_BRANCHES_FIELD_NUMBER: _builtins.int
     MAX_HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_TREE_NODES_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
@@ -62,6 +63,10 @@ class OpenDraftSessionRequest(_message.Message):
     max_held_blocks: _builtins.int
     """Blocks of coming rounds that the verifier holds of the session at most: of those that it may hold, the drafter sends
     no more. 0: as many as `max_branches`. At most 32.
+    """
+    max_tree_nodes: _builtins.int
+    """Most tokens of a token tree. KV cache for them is reserved. 0: no trees are requested. At most the drafter's
+    ModelDescription.max_tree_nodes. Not with max_branches.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -92,10 +97,11 @@ class OpenDraftSessionRequest(_message.Message):
         parameters: _session_pb2.SessionParameters | None = ...,
         max_branches: _builtins.int = ...,
         max_held_blocks: _builtins.int = ...,
+        max_tree_nodes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters", "permit", b"permit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafting_key", b"drafting_key", "epoch", b"epoch", "lease_id", b"lease_id", "max_branches", b"max_branches", "max_held_blocks", b"max_held_blocks", "max_len", b"max_len", "parameters", b"parameters", "permit", b"permit", "session_id", b"session_id", "target_vocab_size", b"target_vocab_size", "token_ids", b"token_ids", "verifier_address", b"verifier_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafting_key", b"drafting_key", "epoch", b"epoch", "lease_id", b"lease_id", "max_branches", b"max_branches", "max_held_blocks", b"max_held_blocks", "max_len", b"max_len", "max_tree_nodes", b"max_tree_nodes", "parameters", b"parameters", "permit", b"permit", "session_id", b"session_id", "target_vocab_size", b"target_vocab_size", "token_ids", b"token_ids", "verifier_address", b"verifier_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -126,6 +132,36 @@ class OpenDraftSessionResponse(_message.Message):
 Global___OpenDraftSessionResponse: _TypeAlias = OpenDraftSessionResponse  # noqa: Y015
 
 @_typing.final
+class DraftTree(_message.Message):
+    """A token tree to draft in the place of a chain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_NODES_FIELD_NUMBER: _builtins.int
+    PARENT_INDICES_FIELD_NUMBER: _builtins.int
+    num_nodes: _builtins.int
+    """Tokens of the tree at most: 1 to the session's max_tree_nodes. A path has at most Calibration.num_draft_tokens."""
+    @_builtins.property
+    def parent_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The shape, if it is given, as DraftBlock.parent_indices: one for each of num_nodes, depth by depth. Where distributions
+        are sent, it must be. Empty: the drafter looks for the nodes that are accepted with the best chances.
+        """
+
+    def __init__(
+        self,
+        *,
+        num_nodes: _builtins.int = ...,
+        parent_indices: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_nodes", b"num_nodes", "parent_indices", b"parent_indices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftTree: _TypeAlias = DraftTree  # noqa: Y015
+
+@_typing.final
 class Calibration(_message.Message):
     """Sends newly committed tokens to the drafter and requests the next block."""
 
@@ -138,10 +174,11 @@ class Calibration(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PERMIT_FIELD_NUMBER: _builtins.int
     MAX_ROUNDS_AHEAD_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
     base_len: _builtins.int
     """Committed tokens that the drafter has already received; `token_ids` follow them."""
     num_draft_tokens: _builtins.int
-    """Tokens to draft, 1 to the session's limit."""
+    """Tokens to draft, 1 to the session's limit; with `tree`, on each path at most."""
     attempt: _builtins.int
     """Increased when a discarded block of this round is drafted again."""
     max_rounds_ahead: _builtins.int
@@ -160,6 +197,10 @@ class Calibration(_message.Message):
     def permit(self) -> _session_pb2.DraftPermit:
         """In the first calibration, unless the session was opened with one: lets this drafter push the session's blocks."""
 
+    @_builtins.property
+    def tree(self) -> Global___DraftTree:
+        """The tree to draft. Absent: a chain. Only in sessions with max_tree_nodes."""
+
     def __init__(
         self,
         *,
@@ -170,10 +211,11 @@ class Calibration(_message.Message):
         attempt: _builtins.int = ...,
         permit: _session_pb2.DraftPermit | None = ...,
         max_rounds_ahead: _builtins.int = ...,
+        tree: Global___DraftTree | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "permit", b"permit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "permit", b"permit", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_len", b"base_len", "fence", b"fence", "max_rounds_ahead", b"max_rounds_ahead", "num_draft_tokens", b"num_draft_tokens", "permit", b"permit", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_len", b"base_len", "fence", b"fence", "max_rounds_ahead", b"max_rounds_ahead", "num_draft_tokens", b"num_draft_tokens", "permit", b"permit", "token_ids", b"token_ids", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -369,6 +369,7 @@ class GenerateRequest(_message.Message):
     TOKEN_DETAILS_FIELD_NUMBER: _builtins.int
     HAS_RANDOM_SEED_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_NODES_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text."""
     max_tokens: _builtins.int
@@ -421,6 +422,12 @@ class GenerateRequest(_message.Message):
     """The seed was drawn at random for this request, and is sent only so that a resumed request has the same: lengths of
     drafts are chosen as without a seed. Must not be set for a seed that is used again, and so not on a resume, nor when
     the request is repeated after a failure.
+    """
+    num_draft_nodes: _builtins.int
+    """Most tokens of a token tree to draft in each round, in the place of a chain; its paths have at most
+    num_speculative_tokens. 0 to 64; 0 drafts chains, and so do drafters and verifiers that know no trees. Refused under a
+    rule that takes none. Lengths of trees are not chosen by the server. Absent: the server's default, where the rule
+    takes trees.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -484,10 +491,11 @@ class GenerateRequest(_message.Message):
         token_details: _builtins.bool = ...,
         has_random_seed: _builtins.bool = ...,
         drafter: _abc.Iterable[_builtins.str] | None = ...,
+        num_draft_nodes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "chat", b"chat", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_draft_nodes", b"_num_draft_nodes", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "chat", b"chat", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_draft_nodes", b"num_draft_nodes", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "drafter", b"drafter", "echo", b"echo", "generated_choices", b"generated_choices", "has_random_seed", b"has_random_seed", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_details", b"token_details", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_draft_nodes", b"_num_draft_nodes", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "drafter", b"drafter", "echo", b"echo", "generated_choices", b"generated_choices", "has_random_seed", b"has_random_seed", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_draft_nodes", b"num_draft_nodes", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_details", b"token_details", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -497,6 +505,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__num_choices: _TypeAlias = _typing.Literal["num_choices"]  # noqa: Y015
     _WhichOneofArgType__num_choices: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices"]  # noqa: Y015
+    _WhichOneofReturnType__num_draft_nodes: _TypeAlias = _typing.Literal["num_draft_nodes"]  # noqa: Y015
+    _WhichOneofArgType__num_draft_nodes: _TypeAlias = _typing.Literal["_num_draft_nodes", b"_num_draft_nodes"]  # noqa: Y015
     _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
@@ -515,6 +525,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_choices) -> _WhichOneofReturnType__num_choices | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_draft_nodes) -> _WhichOneofReturnType__num_draft_nodes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_speculative_tokens) -> _WhichOneofReturnType__num_speculative_tokens | None: ...
     @_typing.overload
@@ -681,6 +693,8 @@ class GenerationStatistics(_message.Message):
     NUM_AHEAD_LATE_FIELD_NUMBER: _builtins.int
     NUM_AHEAD_WASTED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_HELD_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_TREES_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_POSITIONS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     num_generated_tokens: _builtins.int
@@ -690,7 +704,7 @@ class GenerationStatistics(_message.Message):
     num_drafts: _builtins.int
     """Rounds that judged a draft block."""
     num_draft_tokens: _builtins.int
-    """Draft tokens judged."""
+    """Draft tokens judged, of token trees all of them."""
     num_accepted_tokens: _builtins.int
     """Draft tokens accepted."""
     time_to_first_token_us: _builtins.int
@@ -723,7 +737,7 @@ class GenerationStatistics(_message.Message):
     there was no such round.
     """
     draft_acceptance_rate: _builtins.float
-    """num_accepted_tokens / num_draft_tokens, in [0, 1]. 0 if nothing was drafted."""
+    """num_accepted_tokens / num_draft_positions, in [0, 1]. 0 if nothing was drafted."""
     num_ahead_hits: _builtins.int
     """Rounds whose draft block was drafted before their text was known, and was there when they began."""
     num_ahead_misses: _builtins.int
@@ -736,6 +750,10 @@ class GenerationStatistics(_message.Message):
     """Draft tokens of blocks that were drafted ahead for texts that did not come true, as far as they reached the verifier."""
     max_held_bytes: _builtins.int
     """Largest size of the blocks that the verifier held for the completion after a round, bytes."""
+    num_trees: _builtins.int
+    """Rounds whose draft block was a token tree."""
+    num_draft_positions: _builtins.int
+    """Draft tokens on the longest path of each block, summed: what could have been accepted. num_draft_tokens without trees."""
     @_builtins.property
     def num_accepted_tokens_per_pos(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Accepted draft tokens by position in the block."""
@@ -778,10 +796,12 @@ class GenerationStatistics(_message.Message):
         num_ahead_late: _builtins.int = ...,
         num_ahead_wasted_tokens: _builtins.int = ...,
         max_held_bytes: _builtins.int = ...,
+        num_trees: _builtins.int = ...,
+        num_draft_positions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "calibration_duration_us", b"calibration_duration_us", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_duration_us", b"draft_duration_us", "draft_length_histogram", b"draft_length_histogram", "duration_us", b"duration_us", "max_held_bytes", b"max_held_bytes", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_pos", b"num_accepted_tokens_per_pos", "num_ahead_hits", b"num_ahead_hits", "num_ahead_late", b"num_ahead_late", "num_ahead_misses", b"num_ahead_misses", "num_ahead_wasted_tokens", b"num_ahead_wasted_tokens", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafters_lost", b"num_drafters_lost", "num_drafts", b"num_drafts", "num_emitted_tokens", b"num_emitted_tokens", "num_generated_tokens", b"num_generated_tokens", "num_near_ties", b"num_near_ties", "num_prompt_tokens", b"num_prompt_tokens", "num_rounds", b"num_rounds", "num_verifiers_lost", b"num_verifiers_lost", "queue_duration_us", b"queue_duration_us", "time_to_first_token_us", b"time_to_first_token_us", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "calibration_duration_us", b"calibration_duration_us", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_duration_us", b"draft_duration_us", "draft_length_histogram", b"draft_length_histogram", "duration_us", b"duration_us", "max_held_bytes", b"max_held_bytes", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_pos", b"num_accepted_tokens_per_pos", "num_ahead_hits", b"num_ahead_hits", "num_ahead_late", b"num_ahead_late", "num_ahead_misses", b"num_ahead_misses", "num_ahead_wasted_tokens", b"num_ahead_wasted_tokens", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_draft_positions", b"num_draft_positions", "num_draft_tokens", b"num_draft_tokens", "num_drafters_lost", b"num_drafters_lost", "num_drafts", b"num_drafts", "num_emitted_tokens", b"num_emitted_tokens", "num_generated_tokens", b"num_generated_tokens", "num_near_ties", b"num_near_ties", "num_prompt_tokens", b"num_prompt_tokens", "num_rounds", b"num_rounds", "num_trees", b"num_trees", "num_verifiers_lost", b"num_verifiers_lost", "queue_duration_us", b"queue_duration_us", "time_to_first_token_us", b"time_to_first_token_us", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,6 +38,7 @@ class ModelDescription(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
     LOCAL_STRATEGIES_FIELD_NUMBER: _builtins.int
+    MAX_TREE_NODES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Latest version of the protocol that the peer supports. Without a version that both support, peers refuse each other
     with FAILED_PRECONDITION.
@@ -58,6 +59,10 @@ class ModelDescription(_message.Message):
     """SHA-256 over samples of all weights: sessions move only between verifiers with the same fingerprint."""
     oldest_protocol_version: _builtins.int
     """Oldest version of the protocol that the peer supports. 0: protocol_version."""
+    max_tree_nodes: _builtins.int
+    """Most tokens of a token tree that a drafter drafts, or a verifier judges. 0: it knows no trees, and is not asked for
+    any.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a generation."""
@@ -95,10 +100,11 @@ class ModelDescription(_message.Message):
         capabilities: _abc.Iterable[_builtins.str] | None = ...,
         rules: _abc.Iterable[_session_pb2.VerificationRule] | None = ...,
         local_strategies: _abc.Iterable[_builtins.str] | None = ...,
+        max_tree_nodes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "dtype", b"dtype", "local_strategies", b"local_strategies", "name", b"name", "oldest_protocol_version", b"oldest_protocol_version", "protocol_version", b"protocol_version", "revision", b"revision", "rules", b"rules", "stop_token_ids", b"stop_token_ids", "vocab_size", b"vocab_size", "vocabulary_fingerprint", b"vocabulary_fingerprint", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "dtype", b"dtype", "local_strategies", b"local_strategies", "max_tree_nodes", b"max_tree_nodes", "name", b"name", "oldest_protocol_version", b"oldest_protocol_version", "protocol_version", b"protocol_version", "revision", b"revision", "rules", b"rules", "stop_token_ids", b"stop_token_ids", "vocab_size", b"vocab_size", "vocabulary_fingerprint", b"vocabulary_fingerprint", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

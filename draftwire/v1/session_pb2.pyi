@@ -78,7 +78,7 @@ class _ExtraTokenKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ExtraT
     EXTRA_TOKEN_KIND_RECOVERED: _ExtraTokenKind.ValueType  # 2
     """A draft token was rejected."""
     EXTRA_TOKEN_KIND_BONUS: _ExtraTokenKind.ValueType  # 3
-    """The whole block was accepted."""
+    """The whole block was accepted, of a tree a whole path."""
 
 class ExtraTokenKind(_ExtraTokenKind, metaclass=_ExtraTokenKindEnumTypeWrapper):
     """Origin of the last token of a verdict."""
@@ -90,7 +90,7 @@ EXTRA_TOKEN_KIND_PLAIN: ExtraTokenKind.ValueType  # 1
 EXTRA_TOKEN_KIND_RECOVERED: ExtraTokenKind.ValueType  # 2
 """A draft token was rejected."""
 EXTRA_TOKEN_KIND_BONUS: ExtraTokenKind.ValueType  # 3
-"""The whole block was accepted."""
+"""The whole block was accepted, of a tree a whole path."""
 Global___ExtraTokenKind: _TypeAlias = ExtraTokenKind  # noqa: Y015
 
 @_typing.final
@@ -383,6 +383,7 @@ class VerificationRule(_message.Message):
     IS_LOSSLESS_FIELD_NUMBER: _builtins.int
     NEEDS_DRAFT_PROBS_FIELD_NUMBER: _builtins.int
     IS_COUPLED_FIELD_NUMBER: _builtins.int
+    TAKES_TREES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name in requests: 1 to 64 letters, digits, '_', '.' and '-'."""
     is_lossless: _builtins.bool
@@ -391,6 +392,8 @@ class VerificationRule(_message.Message):
     """Whether the rule needs the distributions that draft tokens were drawn from. If not, only token ids are sent."""
     is_coupled: _builtins.bool
     """Whether drafter and target draw with the same noise."""
+    takes_trees: _builtins.bool
+    """Whether blocks may be token trees at any temperature. At temperature 0 they may be under every rule."""
     def __init__(
         self,
         *,
@@ -398,10 +401,11 @@ class VerificationRule(_message.Message):
         is_lossless: _builtins.bool = ...,
         needs_draft_probs: _builtins.bool = ...,
         is_coupled: _builtins.bool = ...,
+        takes_trees: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_coupled", b"is_coupled", "is_lossless", b"is_lossless", "name", b"name", "needs_draft_probs", b"needs_draft_probs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_coupled", b"is_coupled", "is_lossless", b"is_lossless", "name", b"name", "needs_draft_probs", b"needs_draft_probs", "takes_trees", b"takes_trees"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -538,15 +542,23 @@ class DraftBlock(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The proposed tokens, 1 to the session's max_draft_tokens."""
+        """The proposed tokens, 1 to the session's max_draft_tokens. Of a tree, 1 to its max_tree_nodes, of which a path has at
+        most max_draft_tokens.
+        """
 
     @_builtins.property
     def parent_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Index of each token's parent in a token tree, -1 for the root. Empty: a chain. Trees are not accepted yet."""
+        """For each token of a token tree the index of the token that it follows, -1 for the last committed one. Each index is
+        below the token's own; siblings come in the order in which they were drafted. Empty: a chain, each token follows the
+        one before. Only in sessions with max_tree_nodes.
+        """
 
     @_builtins.property
     def distributions(self) -> Global___DraftDistributions:
-        """One distribution per token."""
+        """One distribution per token. Of a tree, one for each token with children, in the order of the tokens, the last
+        committed one first: the first child is drawn from it, each further one from what is left of it without the children
+        before, normalised. Children of one token are then distinct. Without distributions a tree may have any tokens.
+        """
 
     @_builtins.property
     def permit(self) -> Global___DraftPermit:
@@ -634,10 +646,11 @@ class Verdict(_message.Message):
     IS_AHEAD_FIELD_NUMBER: _builtins.int
     NUM_WASTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     HELD_BYTES_FIELD_NUMBER: _builtins.int
+    DRAFT_DEPTH_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
-    """Draft tokens that were judged; 0 in a plain round."""
+    """Draft tokens that were judged, of a tree all of them; 0 in a plain round."""
     num_accepted_tokens: _builtins.int
-    """Draft tokens that were accepted, 0 to num_draft_tokens."""
+    """Draft tokens that were accepted, 0 to num_draft_tokens, of a tree to draft_depth."""
     extra_token_kind: Global___ExtraTokenKind.ValueType
     """Kind of the last token."""
     plain_rounds_left: _builtins.int
@@ -672,6 +685,8 @@ class Verdict(_message.Message):
     """
     held_bytes: _builtins.int
     """Size of the blocks that the session holds after this round, bytes."""
+    draft_depth: _builtins.int
+    """Draft tokens on the longest path of the token tree that was judged. 0: no tree, so num_draft_tokens follow each other."""
     @_builtins.property
     def fence(self) -> Global___Fence:
         """The round that was decided and the prefix that its tokens continue."""
@@ -727,10 +742,11 @@ class Verdict(_message.Message):
         is_ahead: _builtins.bool = ...,
         num_wasted_draft_tokens: _builtins.int = ...,
         held_bytes: _builtins.int = ...,
+        draft_depth: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "top_logprobs", b"top_logprobs", "watched", b"watched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "held_bytes", b"held_bytes", "is_ahead", b"is_ahead", "local_strategy", b"local_strategy", "logprobs", b"logprobs", "next_is_held", b"next_is_held", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "num_wasted_draft_tokens", b"num_wasted_draft_tokens", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us", "watched", b"watched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_depth", b"draft_depth", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "held_bytes", b"held_bytes", "is_ahead", b"is_ahead", "local_strategy", b"local_strategy", "logprobs", b"logprobs", "next_is_held", b"next_is_held", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "num_wasted_draft_tokens", b"num_wasted_draft_tokens", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us", "watched", b"watched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

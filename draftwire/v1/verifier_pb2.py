@@ -26,57 +26,57 @@ from draftwire.v1 import model_pb2 as draftwire_dot_v1_dot_model__pb2
 from draftwire.v1 import session_pb2 as draftwire_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64raftwire/v1/verifier.proto\x12\x0c\x64raftwire.v1\x1a\x18\x64raftwire/v1/model.proto\x1a\x1a\x64raftwire/v1/session.proto\"\xfb\x04\n\x18OpenTargetSessionRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x12\n\nsession_id\x18\x02 \x01(\x06\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_round\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\x15\n\rverifying_key\x18\n \x01(\x0c\x12\x14\n\x0cplain_rounds\x18\x0c \x01(\r\x12\x0f\n\x07max_len\x18\x0e \x01(\r\x12\x12\n\npermit_key\x18\x11 \x01(\x0c\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x01\x88\x01\x01\x12\x15\n\rlogprobs_mode\x18\x14 \x01(\t\x12\x16\n\x0e\x64raft_logprobs\x18\x15 \x01(\x08\x12\x33\n\nparameters\x18\x17 \x01(\x0b\x32\x1f.draftwire.v1.SessionParameters\x12)\n\x07watched\x18\x18 \x01(\x0b\x32\x18.draftwire.v1.LocalDraft\x12\x17\n\x0fmax_held_blocks\x18\x19 \x01(\rB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsJ\x04\x08\x05\x10\x06J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tJ\x04\x08\t\x10\nJ\x04\x08\x0b\x10\x0cJ\x04\x08\r\x10\x0eJ\x04\x08\x0f\x10\x10J\x04\x08\x10\x10\x11J\x04\x08\x16\x10\x17R\ndrafter_idR\x06\x63hoiceR\nprompt_lenR\x08samplingR\x17rejection_sample_methodR\x10max_draft_tokensR\x0estop_token_idsR\ncache_saltR\x0btraceparent\"\x1b\n\x19OpenTargetSessionResponse\"I\n\nLocalDraft\x12\x10\n\x08strategy\x18\x01 \x01(\t\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x0f\n\x07instead\x18\x03 \x01(\t\"k\n\x08PlainRun\x12\"\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.Fence\x12\x12\n\nnum_rounds\x18\x02 \x01(\r\x12\'\n\x05\x64raft\x18\x03 \x01(\x0b\x32\x18.draftwire.v1.LocalDraft\"|\n\rTargetCommand\x12+\n\tplain_run\x18\x01 \x01(\x0b\x32\x16.draftwire.v1.PlainRunH\x00\x12\x33\n\rclose_session\x18\x02 \x01(\x0b\x32\x1a.draftwire.v1.CloseSessionH\x00\x42\t\n\x07\x63ommand\"I\n\x18RunTargetSessionsRequest\x12-\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x1b.draftwire.v1.TargetCommand\"\xa8\x01\n\x0c\x42lockRefusal\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12#\n\x16quarantined_drafter_id\x18\x05 \x01(\x06H\x00\x88\x01\x01\x12\x15\n\rpermit_number\x18\x06 \x01(\rB\x19\n\x17_quarantined_drafter_id\"\x9d\x01\n\nPromptRead\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12/\n\x0ctop_logprobs\x18\x06 \x01(\x0b\x32\x19.draftwire.v1.TopLogprobs\"\xf7\x01\n\x0bTargetEvent\x12$\n\x05lease\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.LeaseH\x00\x12(\n\x07verdict\x18\x02 \x01(\x0b\x32\x15.draftwire.v1.VerdictH\x00\x12/\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1c.draftwire.v1.SessionFailureH\x00\x12-\n\x07refusal\x18\x04 \x01(\x0b\x32\x1a.draftwire.v1.BlockRefusalH\x00\x12/\n\x0bprompt_read\x18\x05 \x01(\x0b\x32\x18.draftwire.v1.PromptReadH\x00\x42\x07\n\x05\x65vent\"F\n\x19RunTargetSessionsResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.draftwire.v1.TargetEvent\"4\n\x0f\x44rafterIdentity\x12\x12\n\ndrafter_id\x18\x01 \x01(\x06\x12\r\n\x05token\x18\x02 \x01(\x0c\"\xb2\x01\n\x0c\x44rafterHello\x12-\n\x05model\x18\x01 \x01(\x0b\x32\x1e.draftwire.v1.ModelDescription\x12\x13\n\x0binstance_id\x18\x02 \x01(\x06\x12/\n\x08identity\x18\x03 \x01(\x0b\x32\x1d.draftwire.v1.DrafterIdentity\x12-\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x1b.draftwire.v1.FeatureSource\"U\n\rFeatureSource\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12/\n\x08\x65ncoding\x18\x02 \x01(\x0e\x32\x1d.draftwire.v1.FeatureEncoding\"\x9d\x01\n\x0e\x46\x65\x61tureRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12)\n\x06permit\x18\x03 \x01(\x0b\x32\x19.draftwire.v1.DraftPermit\x12\r\n\x05limit\x18\x04 \x01(\r\x12\x1b\n\x0e\x66irst_position\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_first_position\"A\n\x0f\x46\x65\x61tureRequests\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.draftwire.v1.FeatureRequest\"\x81\x01\n\x0fSessionFeatures\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\r\x12\x15\n\rnum_positions\x18\x04 \x01(\r\x12\x0c\n\x04rows\x18\x05 \x01(\x0c\x12\x0e\n\x06scales\x18\x06 \x01(\x0c\"7\n\x0b\x44raftBlocks\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.draftwire.v1.DraftBlock\"\xb8\x01\n\x16PushDraftBlocksRequest\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.draftwire.v1.DrafterHelloH\x00\x12+\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x19.draftwire.v1.DraftBlocksH\x00\x12\x39\n\x10\x66\x65\x61ture_requests\x18\x03 \x01(\x0b\x32\x1d.draftwire.v1.FeatureRequestsH\x00\x42\t\n\x07message\"E\n\x0cRoundOutcome\x12\"\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.Fence\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"=\n\rRoundOutcomes\x12,\n\x08outcomes\x18\x01 \x03(\x0b\x32\x1a.draftwire.v1.RoundOutcome\"\xec\x01\n\x17PushDraftBlocksResponse\x12\x31\n\x07welcome\x18\x01 \x01(\x0b\x32\x1e.draftwire.v1.ModelDescriptionH\x00\x12/\n\x08outcomes\x18\x03 \x01(\x0b\x32\x1b.draftwire.v1.RoundOutcomesH\x00\x12\x31\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x1d.draftwire.v1.SessionFeaturesH\x00\x12/\n\x08identity\x18\x02 \x01(\x0b\x32\x1d.draftwire.v1.DrafterIdentityB\t\n\x07message*\x8d\x01\n\x0f\x46\x65\x61tureEncoding\x12 \n\x1c\x46\x45\x41TURE_ENCODING_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46\x45\x41TURE_ENCODING_FLOAT32\x10\x01\x12\x1d\n\x19\x46\x45\x41TURE_ENCODING_BFLOAT16\x10\x02\x12\x1b\n\x17\x46\x45\x41TURE_ENCODING_FLOAT8\x10\x03\x32\xc5\x02\n\x0fVerifierService\x12h\n\x11RunTargetSessions\x12&.draftwire.v1.RunTargetSessionsRequest\x1a\'.draftwire.v1.RunTargetSessionsResponse(\x01\x30\x01\x12\x64\n\x11OpenTargetSession\x12&.draftwire.v1.OpenTargetSessionRequest\x1a\'.draftwire.v1.OpenTargetSessionResponse\x12\x62\n\x0fPushDraftBlocks\x12$.draftwire.v1.PushDraftBlocksRequest\x1a%.draftwire.v1.PushDraftBlocksResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64raftwire/v1/verifier.proto\x12\x0c\x64raftwire.v1\x1a\x18\x64raftwire/v1/model.proto\x1a\x1a\x64raftwire/v1/session.proto\"\x93\x05\n\x18OpenTargetSessionRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x12\n\nsession_id\x18\x02 \x01(\x06\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_round\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\x15\n\rverifying_key\x18\n \x01(\x0c\x12\x14\n\x0cplain_rounds\x18\x0c \x01(\r\x12\x0f\n\x07max_len\x18\x0e \x01(\r\x12\x12\n\npermit_key\x18\x11 \x01(\x0c\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x01\x88\x01\x01\x12\x15\n\rlogprobs_mode\x18\x14 \x01(\t\x12\x16\n\x0e\x64raft_logprobs\x18\x15 \x01(\x08\x12\x33\n\nparameters\x18\x17 \x01(\x0b\x32\x1f.draftwire.v1.SessionParameters\x12)\n\x07watched\x18\x18 \x01(\x0b\x32\x18.draftwire.v1.LocalDraft\x12\x17\n\x0fmax_held_blocks\x18\x19 \x01(\r\x12\x16\n\x0emax_tree_nodes\x18\x1a \x01(\rB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsJ\x04\x08\x05\x10\x06J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tJ\x04\x08\t\x10\nJ\x04\x08\x0b\x10\x0cJ\x04\x08\r\x10\x0eJ\x04\x08\x0f\x10\x10J\x04\x08\x10\x10\x11J\x04\x08\x16\x10\x17R\ndrafter_idR\x06\x63hoiceR\nprompt_lenR\x08samplingR\x17rejection_sample_methodR\x10max_draft_tokensR\x0estop_token_idsR\ncache_saltR\x0btraceparent\"\x1b\n\x19OpenTargetSessionResponse\"I\n\nLocalDraft\x12\x10\n\x08strategy\x18\x01 \x01(\t\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x0f\n\x07instead\x18\x03 \x01(\t\"k\n\x08PlainRun\x12\"\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.Fence\x12\x12\n\nnum_rounds\x18\x02 \x01(\r\x12\'\n\x05\x64raft\x18\x03 \x01(\x0b\x32\x18.draftwire.v1.LocalDraft\"|\n\rTargetCommand\x12+\n\tplain_run\x18\x01 \x01(\x0b\x32\x16.draftwire.v1.PlainRunH\x00\x12\x33\n\rclose_session\x18\x02 \x01(\x0b\x32\x1a.draftwire.v1.CloseSessionH\x00\x42\t\n\x07\x63ommand\"I\n\x18RunTargetSessionsRequest\x12-\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x1b.draftwire.v1.TargetCommand\"\xa8\x01\n\x0c\x42lockRefusal\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\x12#\n\x16quarantined_drafter_id\x18\x05 \x01(\x06H\x00\x88\x01\x01\x12\x15\n\rpermit_number\x18\x06 \x01(\rB\x19\n\x17_quarantined_drafter_id\"\x9d\x01\n\nPromptRead\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12/\n\x0ctop_logprobs\x18\x06 \x01(\x0b\x32\x19.draftwire.v1.TopLogprobs\"\xf7\x01\n\x0bTargetEvent\x12$\n\x05lease\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.LeaseH\x00\x12(\n\x07verdict\x18\x02 \x01(\x0b\x32\x15.draftwire.v1.VerdictH\x00\x12/\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1c.draftwire.v1.SessionFailureH\x00\x12-\n\x07refusal\x18\x04 \x01(\x0b\x32\x1a.draftwire.v1.BlockRefusalH\x00\x12/\n\x0bprompt_read\x18\x05 \x01(\x0b\x32\x18.draftwire.v1.PromptReadH\x00\x42\x07\n\x05\x65vent\"F\n\x19RunTargetSessionsResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.draftwire.v1.TargetEvent\"4\n\x0f\x44rafterIdentity\x12\x12\n\ndrafter_id\x18\x01 \x01(\x06\x12\r\n\x05token\x18\x02 \x01(\x0c\"\xb2\x01\n\x0c\x44rafterHello\x12-\n\x05model\x18\x01 \x01(\x0b\x32\x1e.draftwire.v1.ModelDescription\x12\x13\n\x0binstance_id\x18\x02 \x01(\x06\x12/\n\x08identity\x18\x03 \x01(\x0b\x32\x1d.draftwire.v1.DrafterIdentity\x12-\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x1b.draftwire.v1.FeatureSource\"U\n\rFeatureSource\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12/\n\x08\x65ncoding\x18\x02 \x01(\x0e\x32\x1d.draftwire.v1.FeatureEncoding\"\x9d\x01\n\x0e\x46\x65\x61tureRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12)\n\x06permit\x18\x03 \x01(\x0b\x32\x19.draftwire.v1.DraftPermit\x12\r\n\x05limit\x18\x04 \x01(\r\x12\x1b\n\x0e\x66irst_position\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_first_position\"A\n\x0f\x46\x65\x61tureRequests\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.draftwire.v1.FeatureRequest\"\x81\x01\n\x0fSessionFeatures\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\r\x12\x15\n\rnum_positions\x18\x04 \x01(\r\x12\x0c\n\x04rows\x18\x05 \x01(\x0c\x12\x0e\n\x06scales\x18\x06 \x01(\x0c\"7\n\x0b\x44raftBlocks\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.draftwire.v1.DraftBlock\"\xb8\x01\n\x16PushDraftBlocksRequest\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.draftwire.v1.DrafterHelloH\x00\x12+\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x19.draftwire.v1.DraftBlocksH\x00\x12\x39\n\x10\x66\x65\x61ture_requests\x18\x03 \x01(\x0b\x32\x1d.draftwire.v1.FeatureRequestsH\x00\x42\t\n\x07message\"E\n\x0cRoundOutcome\x12\"\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.Fence\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"=\n\rRoundOutcomes\x12,\n\x08outcomes\x18\x01 \x03(\x0b\x32\x1a.draftwire.v1.RoundOutcome\"\xec\x01\n\x17PushDraftBlocksResponse\x12\x31\n\x07welcome\x18\x01 \x01(\x0b\x32\x1e.draftwire.v1.ModelDescriptionH\x00\x12/\n\x08outcomes\x18\x03 \x01(\x0b\x32\x1b.draftwire.v1.RoundOutcomesH\x00\x12\x31\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x1d.draftwire.v1.SessionFeaturesH\x00\x12/\n\x08identity\x18\x02 \x01(\x0b\x32\x1d.draftwire.v1.DrafterIdentityB\t\n\x07message*\x8d\x01\n\x0f\x46\x65\x61tureEncoding\x12 \n\x1c\x46\x45\x41TURE_ENCODING_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46\x45\x41TURE_ENCODING_FLOAT32\x10\x01\x12\x1d\n\x19\x46\x45\x41TURE_ENCODING_BFLOAT16\x10\x02\x12\x1b\n\x17\x46\x45\x41TURE_ENCODING_FLOAT8\x10\x03\x32\xc5\x02\n\x0fVerifierService\x12h\n\x11RunTargetSessions\x12&.draftwire.v1.RunTargetSessionsRequest\x1a\'.draftwire.v1.RunTargetSessionsResponse(\x01\x30\x01\x12\x64\n\x11OpenTargetSession\x12&.draftwire.v1.OpenTargetSessionRequest\x1a\'.draftwire.v1.OpenTargetSessionResponse\x12\x62\n\x0fPushDraftBlocks\x12$.draftwire.v1.PushDraftBlocksRequest\x1a%.draftwire.v1.PushDraftBlocksResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'draftwire.v1.verifier_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FEATUREENCODING']._serialized_start=3103
-  _globals['_FEATUREENCODING']._serialized_end=3244
+  _globals['_FEATUREENCODING']._serialized_start=3127
+  _globals['_FEATUREENCODING']._serialized_end=3268
   _globals['_OPENTARGETSESSIONREQUEST']._serialized_start=100
-  _globals['_OPENTARGETSESSIONREQUEST']._serialized_end=735
-  _globals['_OPENTARGETSESSIONRESPONSE']._serialized_start=737
-  _globals['_OPENTARGETSESSIONRESPONSE']._serialized_end=764
-  _globals['_LOCALDRAFT']._serialized_start=766
-  _globals['_LOCALDRAFT']._serialized_end=839
-  _globals['_PLAINRUN']._serialized_start=841
-  _globals['_PLAINRUN']._serialized_end=948
-  _globals['_TARGETCOMMAND']._serialized_start=950
-  _globals['_TARGETCOMMAND']._serialized_end=1074
-  _globals['_RUNTARGETSESSIONSREQUEST']._serialized_start=1076
-  _globals['_RUNTARGETSESSIONSREQUEST']._serialized_end=1149
-  _globals['_BLOCKREFUSAL']._serialized_start=1152
-  _globals['_BLOCKREFUSAL']._serialized_end=1320
-  _globals['_PROMPTREAD']._serialized_start=1323
-  _globals['_PROMPTREAD']._serialized_end=1480
-  _globals['_TARGETEVENT']._serialized_start=1483
-  _globals['_TARGETEVENT']._serialized_end=1730
-  _globals['_RUNTARGETSESSIONSRESPONSE']._serialized_start=1732
-  _globals['_RUNTARGETSESSIONSRESPONSE']._serialized_end=1802
-  _globals['_DRAFTERIDENTITY']._serialized_start=1804
-  _globals['_DRAFTERIDENTITY']._serialized_end=1856
-  _globals['_DRAFTERHELLO']._serialized_start=1859
-  _globals['_DRAFTERHELLO']._serialized_end=2037
-  _globals['_FEATURESOURCE']._serialized_start=2039
-  _globals['_FEATURESOURCE']._serialized_end=2124
-  _globals['_FEATUREREQUEST']._serialized_start=2127
-  _globals['_FEATUREREQUEST']._serialized_end=2284
-  _globals['_FEATUREREQUESTS']._serialized_start=2286
-  _globals['_FEATUREREQUESTS']._serialized_end=2351
-  _globals['_SESSIONFEATURES']._serialized_start=2354
-  _globals['_SESSIONFEATURES']._serialized_end=2483
-  _globals['_DRAFTBLOCKS']._serialized_start=2485
-  _globals['_DRAFTBLOCKS']._serialized_end=2540
-  _globals['_PUSHDRAFTBLOCKSREQUEST']._serialized_start=2543
-  _globals['_PUSHDRAFTBLOCKSREQUEST']._serialized_end=2727
-  _globals['_ROUNDOUTCOME']._serialized_start=2729
-  _globals['_ROUNDOUTCOME']._serialized_end=2798
-  _globals['_ROUNDOUTCOMES']._serialized_start=2800
-  _globals['_ROUNDOUTCOMES']._serialized_end=2861
-  _globals['_PUSHDRAFTBLOCKSRESPONSE']._serialized_start=2864
-  _globals['_PUSHDRAFTBLOCKSRESPONSE']._serialized_end=3100
-  _globals['_VERIFIERSERVICE']._serialized_start=3247
-  _globals['_VERIFIERSERVICE']._serialized_end=3572
+  _globals['_OPENTARGETSESSIONREQUEST']._serialized_end=759
+  _globals['_OPENTARGETSESSIONRESPONSE']._serialized_start=761
+  _globals['_OPENTARGETSESSIONRESPONSE']._serialized_end=788
+  _globals['_LOCALDRAFT']._serialized_start=790
+  _globals['_LOCALDRAFT']._serialized_end=863
+  _globals['_PLAINRUN']._serialized_start=865
+  _globals['_PLAINRUN']._serialized_end=972
+  _globals['_TARGETCOMMAND']._serialized_start=974
+  _globals['_TARGETCOMMAND']._serialized_end=1098
+  _globals['_RUNTARGETSESSIONSREQUEST']._serialized_start=1100
+  _globals['_RUNTARGETSESSIONSREQUEST']._serialized_end=1173
+  _globals['_BLOCKREFUSAL']._serialized_start=1176
+  _globals['_BLOCKREFUSAL']._serialized_end=1344
+  _globals['_PROMPTREAD']._serialized_start=1347
+  _globals['_PROMPTREAD']._serialized_end=1504
+  _globals['_TARGETEVENT']._serialized_start=1507
+  _globals['_TARGETEVENT']._serialized_end=1754
+  _globals['_RUNTARGETSESSIONSRESPONSE']._serialized_start=1756
+  _globals['_RUNTARGETSESSIONSRESPONSE']._serialized_end=1826
+  _globals['_DRAFTERIDENTITY']._serialized_start=1828
+  _globals['_DRAFTERIDENTITY']._serialized_end=1880
+  _globals['_DRAFTERHELLO']._serialized_start=1883
+  _globals['_DRAFTERHELLO']._serialized_end=2061
+  _globals['_FEATURESOURCE']._serialized_start=2063
+  _globals['_FEATURESOURCE']._serialized_end=2148
+  _globals['_FEATUREREQUEST']._serialized_start=2151
+  _globals['_FEATUREREQUEST']._serialized_end=2308
+  _globals['_FEATUREREQUESTS']._serialized_start=2310
+  _globals['_FEATUREREQUESTS']._serialized_end=2375
+  _globals['_SESSIONFEATURES']._serialized_start=2378
+  _globals['_SESSIONFEATURES']._serialized_end=2507
+  _globals['_DRAFTBLOCKS']._serialized_start=2509
+  _globals['_DRAFTBLOCKS']._serialized_end=2564
+  _globals['_PUSHDRAFTBLOCKSREQUEST']._serialized_start=2567
+  _globals['_PUSHDRAFTBLOCKSREQUEST']._serialized_end=2751
+  _globals['_ROUNDOUTCOME']._serialized_start=2753
+  _globals['_ROUNDOUTCOME']._serialized_end=2822
+  _globals['_ROUNDOUTCOMES']._serialized_start=2824
+  _globals['_ROUNDOUTCOMES']._serialized_end=2885
+  _globals['_PUSHDRAFTBLOCKSRESPONSE']._serialized_start=2888
+  _globals['_PUSHDRAFTBLOCKSRESPONSE']._serialized_end=3124
+  _globals['_VERIFIERSERVICE']._serialized_start=3271
+  _globals['_VERIFIERSERVICE']._serialized_end=3596
 # @@protoc_insertion_point(module_scope)

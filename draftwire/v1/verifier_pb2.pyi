@@ -71,6 +71,7 @@ class OpenTargetSessionRequest(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     WATCHED_FIELD_NUMBER: _builtins.int
     MAX_HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_TREE_NODES_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
@@ -110,6 +111,10 @@ class OpenTargetSessionRequest(_message.Message):
     of another text is dropped, and no violation. 0: none is held; a block of a future round, or of another text, is a
     violation. At most 32. Only for verifiers with the capability "held_blocks".
     """
+    max_tree_nodes: _builtins.int
+    """Most tokens of a token tree. KV cache for them is reserved, beyond max_len. 0: a block that is a tree is a violation.
+    At most the verifier's ModelDescription.max_tree_nodes. Not with max_held_blocks, nor under a rule that takes no trees.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All committed ids: the prompt and, in a session that is moved, the tokens generated before."""
@@ -144,10 +149,11 @@ class OpenTargetSessionRequest(_message.Message):
         parameters: _session_pb2.SessionParameters | None = ...,
         watched: Global___LocalDraft | None = ...,
         max_held_blocks: _builtins.int = ...,
+        max_tree_nodes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "parameters", b"parameters", "prompt_logprobs", b"prompt_logprobs", "watched", b"watched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "draft_logprobs", b"draft_logprobs", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_held_blocks", b"max_held_blocks", "max_len", b"max_len", "parameters", b"parameters", "permit_key", b"permit_key", "plain_rounds", b"plain_rounds", "prompt_logprobs", b"prompt_logprobs", "session_id", b"session_id", "token_ids", b"token_ids", "verifying_key", b"verifying_key", "watched", b"watched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "draft_logprobs", b"draft_logprobs", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_held_blocks", b"max_held_blocks", "max_len", b"max_len", "max_tree_nodes", b"max_tree_nodes", "parameters", b"parameters", "permit_key", b"permit_key", "plain_rounds", b"plain_rounds", "prompt_logprobs", b"prompt_logprobs", "session_id", b"session_id", "token_ids", b"token_ids", "verifying_key", b"verifying_key", "watched", b"watched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

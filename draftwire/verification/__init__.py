@@ -1,7 +1,5 @@
 """Verification rules by name."""
 
-from draftwire.errors import InvalidRequestError
-from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification.block import BlockRule
 from draftwire.verification.blocks import BlockBatch
@@ -20,11 +18,11 @@ from draftwire.verification.rule import (
     verify,
 )
 from draftwire.verification.token import TokenRule
-from draftwire.verification.traversal import TraversalRule
+from draftwire.verification.tree_choice import TRAVERSAL, tree_rule_for
 from draftwire.verification.tree_rule import TreeLaw, TreeLawRule, TreeOutcome, TreeRule, verify_trees
 from draftwire.verification.trees import TreeBatch
 from draftwire.verification.typical import TypicalRule
-from draftwire.verification.walk import TargetOnlyRule, walking_rule
+from draftwire.verification.walk import TargetOnlyRule
 
 RULES: dict[str, VerificationRule] = {
     rule.name: rule for rule in (BlockRule(), TokenRule(), CoupledRule(), TypicalRule())
@@ -35,7 +33,7 @@ RULES: dict[str, VerificationRule] = {
 TREE_RULES: dict[str, TreeRule] = {
     rule.name: rule
     for rule in (
-        TraversalRule(),
+        TRAVERSAL,
         CoupledRule(),
         TargetOnlyRule(),
         MultiRoundRule(),
@@ -66,24 +64,6 @@ def tree_rule_named(name: str) -> TreeRule:
     if name not in TREE_RULES:
         raise unknown_rule(TREE_RULES)
     return TREE_RULES[name]
-
-
-def tree_rule_for(rule: VerificationRule, sampling: SamplingParams) -> TreeRule:
-    """Returns the rule that decides about the trees of a session: a walk, or `traversal` in the place of `block`.
-
-    Args:
-        rule: of the session.
-        sampling: of the target.
-
-    Raises:
-        InvalidRequestError: the rule is for chains alone.
-    """
-    walking = walking_rule(rule, sampling)
-    if walking is not None:
-        return walking
-    if rule.name != BlockRule.name:
-        raise InvalidRequestError(f"rejection_sample_method: {rule.name} takes no token trees")
-    return TREE_RULES[TraversalRule.name]
 
 
 def new_rule(name: str) -> VerificationRule:

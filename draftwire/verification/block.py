@@ -26,6 +26,7 @@ class BlockRule(LawRule):
     """Accept the longest prefix whose test succeeds."""
 
     name = "block"
+    takes_trees = True  # which `traversal` decides about
 
     @override
     def stop_law(self, blocks: BlockBatch) -> StopLaw:

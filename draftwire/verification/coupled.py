@@ -37,6 +37,7 @@ class CoupledRule:
     is_lossless = True
     needs_draft_probs = False
     is_coupled = True
+    takes_trees = True
 
     def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
         """Emits the target's winner at each position, up to the first that is not the draft token. Reads no draft

@@ -21,9 +21,9 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.reported_logprobs import EmittedRows, log_softmax_of, of_emitted
 from draftwire.verification.rule import KeyedNoise, VerificationRule, verify
-from draftwire.verification.tree_rule import TreeRule, verify_trees
+from draftwire.verification.tree_choice import tree_rule_for
+from draftwire.verification.tree_rule import verify_trees
 from draftwire.verification.trees import TreeBatch
-from draftwire.verification.walk import walking_rule
 
 NEAR_TIE = 1e-4
 """Logits that are closer may be ordered differently by a forward pass of another shape: ten times the differences
@@ -45,7 +45,8 @@ class Case:
     draft_tokens: list[int]
     """The draft block; empty for plain decoding."""
     draft: DraftRows | None
-    """The distributions of the draft tokens, one row each; None for an empty block or a tree."""
+    """The distributions of the draft tokens, one row each, or of a tree one for each of `TokenTree.inner_nodes`; None
+    for an empty block, and for a tree whose rule reads none."""
     sampling: SamplingParams
     """Sampling parameters of the target's distribution at every position."""
     rule: VerificationRule
@@ -66,7 +67,7 @@ class Case:
     edits: TokenEdits | None = None
     """Those of `sampling` and `stop_token_ids`, kept with the session; None makes them for this step."""
     tree: TokenTree | None = None
-    """The shape of the block, if it is no chain: only where `walking_rule` has a rule for trees."""
+    """The shape of the block, if it is no chain: only where `tree_rule_for` has a rule for trees."""
 
     @property
     def num_rows(self) -> int:
@@ -146,15 +147,25 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
+class DecidedTrees:
+    """A batch of trees that a rule which reads draft distributions decided in a step."""
+
+    members: list[int]
+    """As in `Decided`."""
+    trees: TreeBatch
+    """Without what follows nodes after which the target has no distribution."""
+
+
+@dataclass(frozen=True, slots=True)
 class Decisions:
     """Result of `decide`."""
 
     outcomes: list[Judgement | DraftwireError | None]
     """One for each case; None for those that were not to be decided."""
     batches: list[Decided]
-    """One for each rule among the cases, or two if it had both dense and sparse draft distributions. Trees, which have
-    no distributions, are in none.
-    """
+    """One for each rule among the cases, or two if it had both dense and sparse draft distributions. Not of trees."""
+    tree_batches: list[DecidedTrees] = field(default_factory=list)
+    """The same for trees; those whose rule reads no distributions are in none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +240,11 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
     scored = [one.with_rows(is_good) for one in scored]
     is_bad = {one.index for one in scored if one.num_good == 0}
     batches: list[Decided] = []
+    tree_batches: list[DecidedTrees] = []
     decided: dict[int, Judgement] = {}
     for members in _groups([one for one in scored if one.index not in is_bad and one.index not in not_decided]):
         if members[0].case.tree is not None:
-            decided.update(_decide_trees(members, target_probs, near_tie))
+            decided.update(_decide_trees(members, target_probs, near_tie, tree_batches))
             continue
         batches.append(_batch(members, target_probs))
         decided.update(_decide(members, batches[-1].blocks, near_tie))
@@ -242,7 +254,7 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
         outcomes[index] = UnavailableError(NOT_FINITE)
     for index, judgement in decided.items():
         outcomes[index] = _fault(cases[index].masks, judgement) or judgement
-    return Decisions(outcomes, batches)
+    return Decisions(outcomes, batches, tree_batches)
 
 
 def _fault(masks: FormMasks | None, judgement: Judgement) -> DraftwireError | None:
@@ -321,20 +333,26 @@ def _decide(members: list[_Scored], blocks: BlockBatch, bound: float) -> dict[in
     return judgements
 
 
-def _decide_trees(members: list[_Scored], target_probs: Tensor, bound: float) -> dict[int, Judgement]:
-    """Applies the members' rule for trees; `bound` is for near-ties."""
+def _decide_trees(
+    members: list[_Scored], target_probs: Tensor, bound: float, batches: list[DecidedTrees]
+) -> dict[int, Judgement]:
+    """Applies the members' rule for trees, and adds the batch if it reads distributions; `bound` is for near-ties."""
     cases, device = [one.case for one in members], target_probs.device
     shapes = [case.tree for case in cases if case.tree is not None]
     noise = KeyedNoise([case.key for case in cases], [case.num_committed for case in cases], device)
     trees = TreeBatch.packed(
         target_probs,
-        [no_rows(target_probs.shape[1])] * len(cases),
+        [one.draft for one in members],
         [case.draft_tokens for case in cases],
         shapes,
         [one.first_row for one in members],
     )
     ends = [{row - 1 for row in one.bad_rows} for one in members]
-    outcome = verify_trees(_tree_rule(cases[0]), trees, noise, ends)
+    rule = tree_rule_for(cases[0].rule, cases[0].sampling)
+    if rule.needs_draft_probs:
+        kept = [shape.ended_at(end) for shape, end in zip(shapes, ends, strict=True)]
+        batches.append(DecidedTrees([one.index for one in members], trees.cut(kept) if any(ends) else trees))
+    outcome = verify_trees(rule, trees, noise, ends)
     near_ties = torch.zeros_like(outcome.last_nodes)
     if outcome.leads is not None:
         near_ties = (outcome.leads < _near_tie_bounds(cases, bound, device)).sum(dim=1)
@@ -355,12 +373,6 @@ def _near_tie_bounds(cases: Sequence[Case], bound: float, device: torch.device) 
     return upload(bounds, device, torch.float32)
 
 
-def _tree_rule(case: Case) -> TreeRule:
-    rule = walking_rule(case.rule, case.sampling)
-    assert rule is not None, "trees are accepted where a rule takes them"
-    return rule
-
-
 def _groups(scored: list[_Scored]) -> list[list[_Scored]]:
     """Groups blocks that can be verified together: of one rule, with all dense or all sparse distributions; and trees
     of one rule.
@@ -368,7 +380,7 @@ def _groups(scored: list[_Scored]) -> list[list[_Scored]]:
     groups: dict[tuple[int, bool, bool], list[_Scored]] = {}
     for one in scored:
         is_tree = one.case.tree is not None
-        rule = _tree_rule(one.case) if is_tree else one.case.rule
+        rule = tree_rule_for(one.case.rule, one.case.sampling) if is_tree else one.case.rule
         groups.setdefault((id(rule), isinstance(one.draft, DenseRows), is_tree), []).append(one)
     return list(groups.values())
 

@@ -169,6 +169,11 @@ class UndraftedRule:
         """Whether the draft tokens, which are not used, are drawn with the same `Noise.exponentials` as the target."""
         return self.rule.is_coupled
 
+    @property
+    def takes_trees(self) -> bool:
+        """Whether there is a rule for trees that decides as the rule does."""
+        return facts_of(self.rule).takes_trees
+
     def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
         """Decides about each block as if it were empty."""
         return self.rule.decide(blocks.cut(torch.zeros_like(blocks.lengths)), noise)
@@ -176,7 +181,8 @@ class UndraftedRule:
 
 def facts_of(rule: VerificationRule) -> RuleFacts:
     """Returns the declared properties of a rule, for services that do not run it."""
-    return RuleFacts(rule.name, rule.is_lossless, rule.needs_draft_probs, rule.is_coupled)
+    takes_trees = bool(getattr(rule, "takes_trees", False))  # rules from before there were trees do not say
+    return RuleFacts(rule.name, rule.is_lossless, rule.needs_draft_probs, rule.is_coupled, takes_trees)
 
 
 def verify(rule: VerificationRule, blocks: BlockBatch, noise: Noise) -> Outcome:

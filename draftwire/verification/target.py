@@ -26,6 +26,7 @@ from draftwire.verification.deciding import (
     NOT_FINITE,
     Case,
     Decided,
+    DecidedTrees,
     FormMasks,
     Judgement,
     JudgingOutcome,
@@ -46,7 +47,7 @@ class Judging:
     draft_tokens: list[int]
     """The draft block; empty for plain decoding."""
     draft: DraftRows | None
-    """The distributions of the draft tokens, one row each; None for an empty block."""
+    """The distributions of the draft tokens; see `Case.draft`."""
     sampling: SamplingParams
     """Sampling parameters of the target's distribution at every position."""
     rule: VerificationRule
@@ -121,6 +122,8 @@ class StepOutcome:
     """One batch for each rule in the step, or two if it had both dense and sparse draft distributions."""
     num_tokens: int = 0
     """Tokens that the forward pass read."""
+    decided_trees: list[DecidedTrees] = field(default_factory=list)
+    """The same as `decided` for trees whose rule reads draft distributions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +207,8 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
         _settle(model, judging, length, outcome)
     num_tokens = sum(len(reading.token_ids) for reading in plan.readings)
     batches = [replace(one, members=[plan.scored[place] for place in one.members]) for one in decisions.batches]
-    return StepOutcome(outcomes, batches, num_tokens)
+    of_trees = [replace(one, members=[plan.scored[place] for place in one.members]) for one in decisions.tree_batches]
+    return StepOutcome(outcomes, batches, num_tokens, of_trees)
 
 
 def _settle(model: SequenceModel, judging: Judging, length: int, outcome: JudgingOutcome) -> None:

@@ -1,6 +1,6 @@
 """Input of tree rules: trees of draft tokens of different shapes with target and draft distributions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftwire.method.devices import upload
-from draftwire.method.distributions import DraftRows, joined
+from draftwire.method.distributions import DenseRows, DraftRows, SparseRows, joined
 from draftwire.method.token_tree import ROOT, TokenTree
 from draftwire.verification.blocks import BlockBatch
 
@@ -219,6 +219,43 @@ class TreeBatch:
         lengths = upload([len(shape) for shape in self.shapes], self.target_probs.device, torch.int64)
         rows = self.target_rows, self.draft_rows
         return BlockBatch(self.target_probs, self.draft, self.draft_tokens, lengths, *rows)
+
+    def drawn_one_by_one(self, tree: int) -> BlockBatch:
+        """Returns the nodes of one tree, each as a block of one token with the distribution that it was drawn from:
+        that of its parent without the tokens of its earlier siblings, normalised.
+
+        Args:
+            tree: a tree of the batch, whose draft distributions were given.
+        """
+        shape, count = self.shapes[tree], len(self.shapes[tree])
+        tokens, rows = self.draft_tokens[tree, :count], self.draft_rows[tree, :count]
+        sparse = self.draft if isinstance(self.draft, SparseRows) else None
+        probs = (self.draft.probs if sparse is None else sparse.probs)[rows]
+        ids = None if sparse is None else sparse.token_ids[rows]
+        for nodes, earlier in self._earlier_siblings(shape, probs.device) if self.is_distinct else ():
+            if ids is None:
+                probs[nodes, tokens[earlier]] = 0.0
+            else:
+                probs[nodes] = torch.where(ids[nodes] == tokens[earlier].unsqueeze(1), 0.0, probs[nodes])
+        probs /= probs.sum(dim=1, keepdim=True)
+        own = DenseRows(probs) if sparse is None or ids is None else SparseRows(ids, probs, sparse.vocab_size)
+        parents = self.parents[tree, :count] + 1
+        target_rows = self.target_rows[tree, parents].unsqueeze(1).expand(-1, 2)
+        numbers = torch.arange(count, device=probs.device).unsqueeze(1)
+        return BlockBatch(self.target_probs, own, tokens.unsqueeze(1), torch.ones_like(rows), target_rows, numbers)
+
+    @staticmethod
+    def _earlier_siblings(shape: TokenTree, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields nodes and siblings that were drafted before them, `[any] int64` each; no node twice at once."""
+        earlier: dict[int, list[tuple[int, int]]] = {}
+        for parent in shape.inner_nodes:
+            own = shape.children(parent)
+            for rank, node in enumerate(own):
+                for before, sibling in enumerate(own[:rank]):
+                    earlier.setdefault(before, []).append((node, sibling))
+        for pairs in earlier.values():
+            nodes, siblings = upload(np.array(pairs, dtype=np.int64), device).unbind(dim=1)
+            yield nodes, siblings
 
     def _padded(self, rows: Sequence[tuple[int, ...]], filler: int) -> Tensor:
         """Returns numbers per node as a tensor, `[batch, max_nodes] int64`."""

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from draftwire.errors import BlockViolationError, InvalidRequestError, ModelMismatchError, NoRoomError, Violation
 from draftwire.method.ahead_limits import MAX_BRANCHES, MAX_ROUNDS_AHEAD
 from draftwire.method.distributions import rows_of
-from draftwire.method.encoding import DENSE_FORMATS, DenseProbs, DraftDistributions, Supports, encode_dense
+from draftwire.method.encoding import (
+    DENSE_FORMATS,
+    DenseProbs,
+    DraftDistributions,
+    Supports,
+    encode_dense,
+    encode_sparse,
+)
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import (
     BlockSent,
@@ -23,6 +30,7 @@ from draftwire.method.rounds import (
     DrafterIdentity,
     DraftSessionSpec,
     DraftTimings,
+    DraftTree,
     Fence,
     LocalDraft,
     Permit,
@@ -35,6 +43,8 @@ from draftwire.method.rounds import (
     WatchedGuess,
 )
 from draftwire.method.token_source import TokenSource
+from draftwire.method.token_tree import TokenTree
+from draftwire.method.tree_limits import MAX_TREE_NODES
 from draftwire.models.description import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, ModelDescription
 from draftwire.requests.logprobs import MAX_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, PARAMETERS, SamplingParams
@@ -62,7 +72,8 @@ UINT64 = st.integers(0, 2**64 - 1) | st.sampled_from([2**63, 2**64 - 1])
 IDS = st.lists(UINT32, max_size=12)
 KEYS = st.binary(min_size=16, max_size=16)
 BRANCHES = st.integers(0, MAX_BRANCHES)
-DRAFTER_ID, VOCAB_SIZE, MAX_DRAFT_TOKENS = 2**64 - 5, 320, 8
+NODES = st.integers(0, MAX_TREE_NODES)
+DRAFTER_ID, VOCAB_SIZE, MAX_DRAFT_TOKENS, MOST_NODES = 2**64 - 5, 320, 8, 12
 FORMS = [
     StructuredOutput.json({"type": "object"}),
     StructuredOutput.regex("[0-9]+é"),
@@ -128,6 +139,14 @@ made(DraftTimings)
 OF_TYPE[Permit | None] = st.none() | made(Permit)
 OF_TYPE[LocalDraft | None] = st.none() | made(LocalDraft)
 OF_TYPE[WatchedGuess | None] = st.none() | made(WatchedGuess)
+SHAPES = st.lists(st.integers(0, MAX_TREE_NODES), min_size=1, max_size=MAX_TREE_NODES).map(
+    lambda numbers: TokenTree(tuple(sorted(min(number, node) - 1 for node, number in enumerate(numbers))))
+)
+OF_TYPE[DraftTree | None] = (
+    st.none()
+    | st.builds(DraftTree, st.integers(1, MAX_TREE_NODES))
+    | SHAPES.map(lambda shape: DraftTree(len(shape), shape))
+)
 made(LogprobsRequest)
 made(PromptPart)
 OF_TYPE[SamplingParams] = made(
@@ -272,11 +291,11 @@ GOLDEN_SAMPLING = (  # 58 bytes
     "21 0000000000000000 29 000000000000f03f"  # 4: min_p 0.0, 5: repetition_penalty 1.0
     "31 0000000000000000 39 0000000000000000 50 00"  # 6, 7: presence and frequency penalty 0.0, 10: min_tokens 0
 )
-GOLDEN_PARAMETERS = (  # 89 bytes
+GOLDEN_PARAMETERS = (  # 91 bytes
     "08 04"  # 1: choice
     "10 01"  # 2: prompt_len
     f"1a 3a {GOLDEN_SAMPLING}"  # 3: sampling
-    "22 0b 0a 05 626c6f636b 10 01 18 01"  # 4: rule, its name, is_lossless, needs_draft_probs
+    "22 0d 0a 05 626c6f636b 10 01 18 01 28 01"  # 4: rule, its name, is_lossless, needs_draft_probs, takes_trees
     "28 05"  # 5: max_draft_tokens
     "32 02 0809"  # 6: stop_token_ids, packed, ascending
     "3a 04 73616c74"  # 7: cache_salt
@@ -368,7 +387,8 @@ def wire_block(tokens: int = 1, **changes: object) -> session_pb2.DraftBlock:
 
 
 def received(*blocks: session_pb2.DraftBlock) -> list[ReceivedBlock]:
-    return messages.blocks_from_proto([sent(block) for block in blocks], DRAFTER_ID, VOCAB_SIZE, MAX_DRAFT_TOKENS)
+    limits = (VOCAB_SIZE, MAX_DRAFT_TOKENS, MOST_NODES)
+    return messages.blocks_from_proto([sent(block) for block in blocks], DRAFTER_ID, *limits)
 
 
 def refusal(block: session_pb2.DraftBlock) -> BlockViolationError:
@@ -417,12 +437,24 @@ WIRE: dict[type, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Callabl
         messages.model_from_proto,
     ),
     TargetSessionSpec: (
-        made(TargetSessionSpec, session_id=UINT64, permit_key=st.just(b"") | KEYS, max_held_blocks=BRANCHES),
+        made(
+            TargetSessionSpec,
+            session_id=UINT64,
+            permit_key=st.just(b"") | KEYS,
+            max_held_blocks=BRANCHES,
+            max_tree_nodes=NODES,
+        ),
         lambda spec: messages.target_spec_to_proto(spec, LEASE),
         messages.target_spec_from_proto,
     ),
     DraftSessionSpec: (
-        made(DraftSessionSpec, session_id=UINT64, max_branches=BRANCHES, max_held_blocks=BRANCHES),
+        made(
+            DraftSessionSpec,
+            session_id=UINT64,
+            max_branches=BRANCHES,
+            max_held_blocks=BRANCHES,
+            max_tree_nodes=NODES,
+        ),
         lambda spec: messages.draft_spec_to_proto(spec, LEASE),
         messages.draft_spec_from_proto,
     ),
@@ -763,6 +795,7 @@ REFUSED: list[tuple[type, Message, str]] = [
     (TargetSessionSpec, changed(TARGET, max_held_blocks=MAX_BRANCHES + 1), "max_held_blocks is at most 32"),
     (DraftSessionSpec, changed(DRAFT, max_branches=MAX_BRANCHES + 1), "max_branches is at most 32"),
     (DraftSessionSpec, changed(DRAFT, max_held_blocks=MAX_BRANCHES + 1), "max_held_blocks is at most 32"),
+    (DraftSessionSpec, changed(DRAFT, max_tree_nodes=MAX_TREE_NODES + 1), "max_tree_nodes is at most 64"),
     (Calibration, drafter_pb2.Calibration(max_rounds_ahead=MAX_ROUNDS_AHEAD + 1), "max_rounds_ahead is at most 4"),
     (TargetSessionSpec, changed(TARGET, logprobs_mode="Raw"), "logprobs_mode must be raw or processed"),
     *(
@@ -815,12 +848,90 @@ def test_unknown_number_of_the_drafter_survives_the_wire() -> None:
     assert all(map(math.isnan, messages.verdict_from_proto(sent(message)).draft_logprobs))
 
 
+def tree_block(parents: list[int], tokens: list[int], rows: list[list[tuple[int, int]]]) -> session_pb2.DraftBlock:
+    """Returns a block that is a tree, with ids and weights of each of its rows; none are sent without rows."""
+    distributions = DraftDistributions(Encoding.NONE, VOCAB_SIZE)
+    if rows:
+        ids, weights = (np.array([[entry[part] for entry in row] for row in rows]) for part in (0, 1))
+        (distributions,) = encode_sparse(Supports(ids, weights, VOCAB_SIZE), [len(rows)])
+    return messages.block_to_proto(DraftBlock(FENCE, tokens, distributions, parents=tuple(parents)))
+
+
+HALF, QUARTER = 2**15, 2**14
+ROWS = [[(7, HALF), (9, QUARTER), (300, QUARTER)], [(5, HALF), (7, HALF), (9, 0)]]
+
+
+def test_tree_travels_with_a_distribution_for_each_token_that_has_children() -> None:
+    whole = tree_block([-1, -1, 1, 1], [300, 9, 7, 5], ROWS)
+    bare = tree_block([-1, -1, 1, 1], [300, 300, 319, 5], [])
+    first, second, chain = received(whole, bare, messages.block_to_proto(BLOCK))
+    assert first.tree == second.tree == TokenTree((-1, -1, 1, 1))
+    assert (first.has_distributions, second.has_distributions, chain.tree) == (True, False, None)
+    assert (first.depth, chain.depth) == (2, 2)
+    assert isinstance(first.draft, Supports)
+    assert isinstance(second.draft, Supports), "any tokens, also the same twice"
+    assert rows_of(first.draft).dense().shape == (2, VOCAB_SIZE)
+    assert first.draft.weights[:2].tolist() == [[weight for _, weight in row] for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("block", "violation", "said"),
+    [
+        (tree_block([-1, 1], [1, 2], []), Violation.ENCODING, "before it"),
+        (tree_block([-2, -1], [1, 2], []), Violation.ENCODING, "before it"),
+        (tree_block([-1, -1, 0], [1, 2], []), Violation.ENCODING, "as many parents"),
+        (tree_block([-1] * (MOST_NODES + 1), [1] * (MOST_NODES + 1), []), Violation.LENGTH, f"is {MOST_NODES}"),
+        (tree_block([-1] * 2**20, [1], []), Violation.ENCODING, "as many parents"),
+        (tree_block([-1, -1], [1, 320], []), Violation.TOKEN_ID, "beyond"),
+        (tree_block([-1, -1, 1, 1], [300, 9, 7, 5], ROWS[:1]), Violation.ENCODING, "for 2 distributions"),
+        (tree_block([-1, -1, 1, 1], [300, 9, 7, 5], [*ROWS, ROWS[0]]), Violation.ENCODING, "for 2 distributions"),
+        (tree_block([-1, -1, 1, 1], [300, 9, 7, 5], ROWS[::-1]), Violation.OUTSIDE_SUPPORT, "probability 0"),
+        (tree_block([-1, -1, 0, 0], [9, 7, 5, 300], ROWS), Violation.OUTSIDE_SUPPORT, "probability 0"),
+        (tree_block([-1, -1, 1, 1], [9, 9, 7, 5], ROWS), Violation.TOKEN_ID, "drawn twice"),
+    ],
+)
+def test_tree_that_nobody_can_have_drawn_is_refused(
+    block: session_pb2.DraftBlock, violation: Violation, said: str
+) -> None:
+    refused = refusal(block)
+    assert (refused.violation, said in str(refused)) == (violation, True), refused
+    first, good = received(block, messages.block_to_proto(BLOCK))
+    assert isinstance(first.draft, BlockViolationError)
+    assert isinstance(good.draft, Supports)
+
+
+def test_trees_are_refused_where_none_are_accepted_and_dense_ones_are_decoded() -> None:
+    block = tree_block([-1, -1, 1, 1], [300, 9, 7, 5], ROWS)
+    (refused,) = messages.blocks_from_proto([block], DRAFTER_ID, VOCAB_SIZE, MAX_DRAFT_TOKENS)
+    assert isinstance(refused.draft, BlockViolationError)
+    assert str(refused.draft) == "token trees are not accepted"
+    probs = np.zeros((2, VOCAB_SIZE), np.float32)
+    probs[0, [300, 9]], probs[1, [7, 5]] = 0.5, 0.5
+    dense = encode_dense(Encoding.DENSE_FLOAT32, probs)
+    for tokens, is_right in (([300, 9, 7, 5], True), ([300, 9, 7, 9], False)):
+        sent_block = messages.block_to_proto(DraftBlock(FENCE, tokens, dense, parents=(-1, -1, 1, 1)))
+        (decoded,) = received(sent_block)
+        assert isinstance(decoded.draft, DenseProbs) is is_right
+
+
+def test_tree_that_is_to_be_drafted_has_a_size_and_an_order() -> None:
+    for tree, said in (
+        (drafter_pb2.DraftTree(), "has 1 to 64 tokens, not 0"),
+        (drafter_pb2.DraftTree(num_nodes=65), "not 65"),
+        (drafter_pb2.DraftTree(num_nodes=3, parent_indices=[-1, -1]), "as many parents"),
+        (drafter_pb2.DraftTree(num_nodes=2, parent_indices=[-1, 1]), "before it"),
+        (drafter_pb2.DraftTree(num_nodes=3, parent_indices=[-1, 0, -1]), "depth by depth"),
+    ):
+        with pytest.raises(InvalidRequestError, match=said):
+            messages.calibration_from_proto(drafter_pb2.Calibration(tree=tree))
+
+
 def test_block_is_refused_for_its_fault_and_says_no_tokens_but_whose_it_is() -> None:
     good, none = messages.block_to_proto(BLOCK), session_pb2.DISTRIBUTION_ENCODING_NONE
     tree = wire_block(encoding=session_pb2.DISTRIBUTION_ENCODING_ONE_HOT)
     longest = wire_block(MAX_DRAFT_TOKENS, encoding=none)
     assert all(isinstance(block.draft, Supports) for block in received(tree, longest, good))
-    tree.parent_indices.append(-1)
+    tree.parent_indices.append(-1)  # one-hot
     unstated = [wire_block(encoding=encoding) for encoding in (0, 6, 99, -1)]
     for block, violation, text in (
         *((block, Violation.ENCODING, "encoding") for block in unstated),

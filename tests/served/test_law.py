@@ -22,6 +22,7 @@ from tests.in_process import InProcessStack, slow_verifiers
 ALPHA = 1e-6
 """Probability of a false alarm of each test. Seeds are fixed, but block borders depend on timing."""
 
+NODES = 8
 SLOW_STEPS = Path(__file__).parents[1] / "injected" / "slow_steps"
 """Its `sitecustomize` does to processes what `slow_verifiers` does to this one."""
 
@@ -37,25 +38,36 @@ def deep_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(folder, VOCAB_SIZE, seed=4, context_length=CONTEXT_LENGTH, num_layers=6)
 
 
-@pytest.mark.parametrize("rule", LOSSLESS)
+FAST = [("block", 0, 16, 400), ("token", 0, 16, 400), ("coupled", NODES, 16, 400), ("block", NODES, 16, 120)]
+"""Rules, with chains or with token trees of so many tokens, requests that run at once, and completions."""
+SLOW = [
+    *((rule, 0, *run) for rule in LOSSLESS for run in ((1, 300), (3, 500), (16, 2_000))),
+    *((rule, NODES, *run) for rule in ("block", "coupled") for run in ((3, 500), (16, 2_000))),
+]
+
+
 @pytest.mark.parametrize(
-    ("concurrency", "samples"),
-    [
-        (16, 400),
-        pytest.param(1, 300, marks=pytest.mark.slow),
-        pytest.param(3, 500, marks=pytest.mark.slow),
-        pytest.param(16, 2_000, marks=pytest.mark.slow),
-    ],
+    ("rule", "nodes", "concurrency", "samples"),
+    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_sampled_outputs_follow_the_law_of_the_target(
-    stack: InProcessStack, law: dict[tuple[int, ...], float], rule: str, concurrency: int, samples: int
+    stack: InProcessStack,
+    law: dict[tuple[int, ...], float],
+    rule: str,
+    nodes: int,
+    concurrency: int,
+    samples: int,
 ) -> None:
     """Beside requests of all other kinds, which share steps and cached prefixes. False alarm: 1e-6, by chi-square."""
-    completions = list(draw_completions(stack.address, rule, SamplingParams(), range(samples), concurrency))
+    drawing = draw_completions(stack.address, rule, SamplingParams(), range(samples), concurrency, nodes)
+    completions = list(drawing)
     result = compare(rule, completions, law, concurrency)
     print(result)
     assert result.share_of_rounds_with_draft > 0.1, "the drafter took part"
     assert 0.15 < result.acceptance_rate < 0.8, "some draft tokens were rejected and some accepted"
+    num_trees = sum(completion.statistics.num_trees for completion in completions)
+    num_drafts = sum(completion.statistics.num_drafts for completion in completions)
+    assert num_trees > 0.8 * num_drafts if nodes else num_trees == 0
     assert all(not completion.drafter_error for completion in completions)
     assert sum(completion.statistics.num_cached_prompt_tokens > 0 for completion in completions) > 0.9 * samples
     assert result.p_value > ALPHA, result

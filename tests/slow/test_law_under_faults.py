@@ -48,6 +48,7 @@ WRONG_PEERS = Path(__file__).parents[1] / "injected" / "wrong_peers"
 SLOW = Path(__file__).parents[1] / "injected" / "slow_steps"
 """Its `sitecustomize` makes a verifier's steps so slow that much can happen between them."""
 REPLICAS = 2
+MAX_TREE_NODES = 8
 MODELS = ("verifier", "drafter")
 KEEPALIVE = {"keepalive_time_s": 1.0, "keepalive_timeout_s": 1.0}
 GATEWAY = {**KEEPALIVE, "block_timeout_s": 0.05, "failover_timeout_s": 30.0}
@@ -83,9 +84,9 @@ class Rig:
                 ports = [one.getsockname()[1] for one in listeners]
             head = save_tiny_head(Path(exits.enter_context(TemporaryDirectory())) / "head", self.pair[0])
             own: list[dict[str, object]] = [
-                {"model": self.pair[0], "draft_head": head},
-                {"model": self.pair[1]},
-                {"model": self.pair[0], "draft_head": head},
+                {"model": self.pair[0], "draft_head": head, "max_tree_nodes": MAX_TREE_NODES},
+                {"model": self.pair[1], "max_tree_nodes": MAX_TREE_NODES},
+                {"model": self.pair[0], "draft_head": head, "max_tree_nodes": MAX_TREE_NODES},
                 {"model": self.pair[0], "head": head, "strategy": EAGLE3, "feature_window": 8},
             ]
             for number, (port, relay) in enumerate(zip(ports, relays, strict=True)):
@@ -203,7 +204,9 @@ def _p_value(observed: Tensor, expected: Tensor) -> float:
     return float(chi2.sf(float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1))
 
 
-def draw(client: Client, rule: str, seed: int, num_speculative_tokens: int = BLOCK_LENGTH) -> Completion:
+def draw(
+    client: Client, rule: str, seed: int, num_speculative_tokens: int = BLOCK_LENGTH, num_draft_nodes: int = 0
+) -> Completion:
     """Draws a completion, however often it has to be asked for: it ends with an error only before it has begun."""
     while True:
         try:
@@ -213,6 +216,7 @@ def draw(client: Client, rule: str, seed: int, num_speculative_tokens: int = BLO
                 temperature=TEMPERATURE,
                 seed=seed,
                 num_speculative_tokens=num_speculative_tokens,
+                num_draft_nodes=num_draft_nodes,
                 rejection_sample_method=rule,
                 timeout_s=60.0,
             )
@@ -226,13 +230,21 @@ def was_hit(completion: Completion) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("rule", "goes_ahead"), [*((rule, False) for rule in LOSSLESS), ("block", True), ("coupled", True)]
+    ("rule", "goes_ahead", "num_draft_nodes"),
+    [
+        *((rule, False, 0) for rule in LOSSLESS if rule != "coupled"),
+        *((rule, True, 0) for rule in ("block", "coupled")),
+        *((rule, False, MAX_TREE_NODES) for rule in ("block", "coupled")),
+    ],
 )
-def test_law_holds_while_links_are_cut_and_drafters_pause(rig: Rig, law: Tensor, rule: str, goes_ahead: bool) -> None:
-    """200 completions. False alarm: 1e-6, by chi-square."""
+def test_law_holds_while_links_are_cut_and_drafters_pause(
+    rig: Rig, law: Tensor, rule: str, goes_ahead: bool, num_draft_nodes: int
+) -> None:
+    """200 completions, of chains or of token trees. False alarm: 1e-6, by chi-square."""
     address = rig.ahead_address if goes_ahead else rig.address
     with Client(address) as client, ThreadPoolExecutor(CONCURRENCY) as pool, Faults(rig, seed=1) as faults:
-        completions = list(pool.map(lambda seed: draw(client, rule, seed), range(200)))
+        drawing = pool.map(lambda seed: draw(client, rule, seed, num_draft_nodes=num_draft_nodes), range(200))
+        completions = list(drawing)
     numbers = [completion.statistics for completion in completions]
     hits = sum(map(was_hit, completions))
     moved = sum(one.num_verifiers_lost > 0 for one in numbers)
@@ -244,6 +256,7 @@ def test_law_holds_while_links_are_cut_and_drafters_pause(rig: Rig, law: Tensor,
         f"{faults.counts}"
     )
     assert (num_ahead > 20) == goes_ahead
+    assert sum(one.num_trees for one in numbers) == (num_drafts if num_draft_nodes else 0)
     assert hits >= 0.2 * len(completions)
     assert moved >= 1
     assert num_drafts > 0.01 * sum(one.num_rounds for one in numbers), "drafters took part"

@@ -1,5 +1,6 @@
 """The KV cache of `kv_cache_tokens auto` takes what fits into memory, and no more."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,7 @@ def test_cache_of_the_largest_step_has_room_for_every_session_and_a_prompt() -> 
     assert size_while_loading(EngineSettings(kv_cache_tokens=48)) == 48
     engine = EngineSettings(kv_cache_tokens="auto", max_sessions=3, max_draft_tokens=20)
     assert size_while_loading(engine) == 4 * 32 + LARGEST_CHUNK
+    assert size_while_loading(replace(engine, max_tree_nodes=8)) == 4 * 192 + LARGEST_CHUNK, "10 nodes of 19 depths"
 
 
 # Models
@@ -298,11 +300,14 @@ def test_scripted_target_has_room_for_every_session_to_fill_its_context() -> Non
 
 
 @pytest.mark.usefixtures("little_memory")
-@pytest.mark.parametrize("layers", [LayerParallelSettings(), LayerParallelSettings(layer_groups="0-1")])
-def test_drafter_takes_what_fits_and_drafts(tmp_path: Path, layers: LayerParallelSettings) -> None:
+@pytest.mark.parametrize(
+    ("layers", "nodes"),
+    [(LayerParallelSettings(), 0), (LayerParallelSettings(), 12), (LayerParallelSettings(layer_groups="0-1"), 0)],
+)
+def test_drafter_takes_what_fits_and_drafts(tmp_path: Path, layers: LayerParallelSettings, nodes: int) -> None:
     path = str(save_tiny_model(tmp_path / "model", 20, context_length=4096))
     with capture_logs() as lines:
-        loaded = load_drafter(ModelSettings(path), AUTO, layers=layers)
+        loaded = load_drafter(ModelSettings(path), replace(AUTO, max_tree_nodes=nodes), layers=layers)
     (line,) = [line for line in lines if line["event"] == "models.cache_sized"]
     strategy: Any = loaded.strategy
     assert strategy.model.cache.num_blocks * BLOCK_SIZE == line["num_tokens"] < 3 * 4096

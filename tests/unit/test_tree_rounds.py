@@ -8,7 +8,7 @@ from cases import every
 from tiny_models import tiny_network
 
 from benchmarks.tree_efficiency import Arm, Setting, Text, arms_of, calibrate
-from draftwire.drafting.tree_growth import GrowthPlan
+from draftwire.drafting.growth_plan import GrowthPlan
 from draftwire.drafting.tree_shapes import shape_of_widths
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import Role, derive_key

@@ -6,7 +6,8 @@ import pytest
 import torch
 from cases import every
 
-from draftwire.drafting.tree_growth import BestFirstGrowth, GrowthPlan, ShapedGrowth, log_race_chances
+from draftwire.drafting.growth_plan import GrowthPlan
+from draftwire.drafting.tree_growth import BestFirstGrowth, ShapedGrowth, log_race_chances
 from draftwire.drafting.tree_shapes import shape_by_acceptance, shape_of_widths
 from draftwire.method.distributions import QuantizedRows, race
 from draftwire.method.token_tree import ROOT, TokenTree

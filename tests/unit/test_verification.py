@@ -152,8 +152,12 @@ def test_blocks_that_are_set_aside_are_decided_as_if_they_were_empty(name: str, 
 
 
 def test_served_rules_are_these_and_greedy_block_is_not_among_them() -> None:
-    facts = [("block", True, True, False), ("token", True, True, False), ("coupled", True, False, True)]
-    facts = [RuleFacts(*each) for each in (*facts, ("typical", False, False, False))]
+    facts = [
+        RuleFacts("block", takes_trees=True),
+        RuleFacts("token"),
+        RuleFacts("coupled", needs_draft_probs=False, is_coupled=True, takes_trees=True),
+        RuleFacts("typical", is_lossless=False, needs_draft_probs=False),
+    ]
     assert list(map(facts_of, RULES.values())) == facts
     assert list(RULES) == [each.name for each in facts]
 

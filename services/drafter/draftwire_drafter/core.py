@@ -40,6 +40,7 @@ from draftwire.models.description import (
     PARTIAL_BLOCKS,
 )
 from draftwire.requests.automaton import Automaton
+from draftwire.runtime.settings import require
 from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.draft_session import DraftSession
 from draftwire_drafter.engine import DraftEngine
@@ -115,13 +116,18 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
             capabilities.add(DRAFT_AHEAD)
         if engine.need is not None:
             capabilities.add(NEEDS_FEATURES)
-        description = replace(loaded.card.description, capabilities=frozenset(capabilities))
+        max_tree_nodes = self.config.engine.max_tree_nodes
+        can_do = engine.drafts_trees or max_tree_nodes == 0
+        require(can_do, "max_tree_nodes: the drafter's strategy drafts no token trees")
+        described = loaded.card.description
+        description = replace(described, capabilities=frozenset(capabilities), max_tree_nodes=max_tree_nodes)
         return replace(loaded.card, description=description), engine
 
     def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> Scheduler:
         scheduler = Scheduler(
             context_length=self.description.context_length,
             max_draft_tokens=self.config.engine.max_draft_tokens,
+            max_tree_nodes=self.config.engine.max_tree_nodes,
             room=room,
             pacer=pacer,
             need=self._engine.need,

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from draftwire.drafting.growth_plan import num_read_nodes
 from draftwire.engine.session_book import EngineSession
 from draftwire.method.rounds import Calibration, DraftSessionSpec, Permit
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
@@ -57,9 +58,10 @@ class DraftSession(EngineSession[DraftSessionSpec]):
 
     @property
     def num_reserved(self) -> int:
-        """Tokens of the KV cache to reserve: for the text, and for what branches do not share with it."""
+        """Tokens of the KV cache to reserve: for the text, for trees, and for what branches do not share with it."""
+        nodes = num_read_nodes(self.spec.max_tree_nodes, self.spec.parameters.max_draft_tokens)
         branch_len = BLOCK_SIZE + 2 * (self.spec.parameters.max_draft_tokens + 1)
-        return self.spec.max_len + self.spec.max_branches * blocks_for(branch_len) * BLOCK_SIZE
+        return self.spec.max_len + nodes + self.spec.max_branches * blocks_for(branch_len) * BLOCK_SIZE
 
     @property
     def num_branches_left(self) -> int:

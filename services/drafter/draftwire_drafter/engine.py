@@ -13,6 +13,7 @@ from draftwire.drafting.strategy import (
     DraftSequence,
     FedStrategy,
     ForkingStrategy,
+    TreeStrategy,
     never,
 )
 from draftwire.engine.leases import SessionKey
@@ -22,11 +23,12 @@ from draftwire.errors import DraftwireError, NoRoomError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.features import FeatureNeed, SessionFeatures
 from draftwire.method.keys import KEY_BYTES
-from draftwire.method.rounds import DraftBlock, DraftTimings
+from draftwire.method.rounds import DraftBlock, DraftTimings, DraftTree
 from draftwire.requests.parameters import SamplingParams
 from draftwire_drafter.ahead import GUESSES, Branch
 from draftwire_drafter.draft_session import DraftSession
 from draftwire_drafter.scheduler import AheadItem, AheadOutcome, DraftOutcome, Step, StepItem, StepResult
+from draftwire_drafter.session_trees import tree_request
 
 
 class DraftEngine(StepEngine[Step, StepResult]):
@@ -41,6 +43,11 @@ class DraftEngine(StepEngine[Step, StepResult]):
         self._branches: dict[Branch, DraftSequence] = {}
         self.has_requests: Callable[[], bool] = never
         """Whether something that was requested waits: then what nobody asked for ends."""
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether it can draft token trees."""
+        return isinstance(self.strategy, TreeStrategy)
 
     @property
     def drafts_ahead(self) -> bool:
@@ -68,16 +75,19 @@ class DraftEngine(StepEngine[Step, StepResult]):
         sequence.close()
         return done.num_read, done.calibration_s
 
-    def run_largest(self, num_sessions: int, num_draft_tokens: int) -> None:
-        """Runs a step as large as any: a block for every session, beside a prompt.
+    def run_largest(self, num_sessions: int, num_draft_tokens: int, num_tree_nodes: int = 0) -> None:
+        """Runs a step as large as any: a block or a tree for every session, beside a prompt.
 
         Args:
             num_sessions: most sessions.
-            num_draft_tokens: of each block.
+            num_draft_tokens: of each block, and of a path of each tree.
+            num_tree_nodes: of each tree; 0 if there are none.
         """
         key, context_length = DrawKey(bytes(KEY_BYTES), 0, 0), self.strategy.context_length
         sampling = SamplingParams(temperature=1.0, top_p=0.95)
         request = DraftRequest(min(num_draft_tokens, context_length - 1), sampling, key, vocab_size=2**31)
+        if num_tree_nodes:
+            request = tree_request(replace(request, is_coupled=True, needs_probs=False), DraftTree(num_tree_nodes))
         draftings = [Drafting(self.strategy.open([0]), request) for _ in range(num_sessions)]
         draftings.append(Drafting(self.strategy.open([0] * min(LARGEST_CHUNK, context_length)), None, LARGEST_CHUNK))
         self.strategy.step(draftings)
@@ -190,6 +200,9 @@ class DraftEngine(StepEngine[Step, StepResult]):
         asked = calibration.fence.round, calibration.attempt
         request = self._request(session, calibration.fence.round, calibration.num_draft_tokens, calibration.attempt)
         request = replace(request, num_guesses=session.num_guesses, is_cut=lambda: session.cut_at == asked)
+        if calibration.tree is not None:
+            can_draw = isinstance(self.strategy, TreeStrategy) and self.strategy.draws_trees
+            request = tree_request(request, calibration.tree, can_draw=can_draw)
         return Drafting(sequence, request, item.max_read)
 
     def _request(self, session: DraftSession, number: int, num_tokens: int, attempt: int = 0) -> DraftRequest:
@@ -213,4 +226,4 @@ def _outcome(item: StepItem, draft: Draft | DraftwireError | None, timings: Draf
     if item.calibration is None or not isinstance(draft, Draft):
         return draft if isinstance(draft, DraftwireError) else None
     fence, attempt = item.calibration.fence, item.calibration.attempt
-    return DraftBlock(fence, draft.token_ids, draft.distributions, attempt, timings)
+    return DraftBlock(fence, draft.token_ids, draft.distributions, attempt, timings, parents=draft.parents)

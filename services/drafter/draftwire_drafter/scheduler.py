@@ -21,6 +21,7 @@ from draftwire.requests.automaton import Automaton
 from draftwire_drafter.ahead import Branch
 from draftwire_drafter.draft_session import DraftSession, Fed
 from draftwire_drafter.lookahead import Lookahead
+from draftwire_drafter.session_trees import check_tree, check_trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,8 @@ class Completed:
 class Scheduler(SessionBook[DraftSession, Step]):
     """Queues prompts and calibrations and batches them into steps. One step runs at a time."""
 
+    max_tree_nodes: int = 0
+    """Most tokens of a token tree that a session may ask for."""
     need: FeatureNeed | None = None
     """The features without which nothing is drafted; None if none are needed."""
     lookahead: Lookahead = field(default_factory=Lookahead)
@@ -155,6 +158,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
             raise InvalidRequestError("the prompt is empty")
         self._check_prompt_len(spec)
         self._check_max_len(spec)
+        check_trees(spec, self.max_tree_nodes)
         session = DraftSession(spec=spec, lease_id=lease_id, automaton=automaton, num_known=len(spec.token_ids))
         session.permit = spec.permit
         self._admit(session)
@@ -178,6 +182,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
             raise ProtocolViolationError(f"{calibration.num_draft_tokens} draft tokens wanted, the limit is {limit}")
         if fence.prefix_len + calibration.num_draft_tokens > session.spec.max_len:
             raise ProtocolViolationError("calibration beyond the session's max_len")
+        check_tree(calibration, session.spec)
         session.last_calibrated = asked
         session.max_rounds_ahead = calibration.max_rounds_ahead
         session.num_draft_tokens = calibration.num_draft_tokens
@@ -278,7 +283,8 @@ class Scheduler(SessionBook[DraftSession, Step]):
             if session.queued:
                 self._ready.append(session)
             if isinstance(outcome, DraftBlock):
-                if session.root is not None and session.root.fence == outcome.fence:
+                is_chain = not outcome.parents  # how rounds end tells nothing of trees
+                if session.root is not None and session.root.fence == outcome.fence and is_chain:
                     session.root.block, session.root.guesses = outcome.token_ids, result.guesses.get(index, [])
                     session.root.sent_at = self.lookahead.clock()
                 outcome = self._with_permit(session, outcome)

@@ -97,7 +97,8 @@ class ConfiguredContext:
         engine = self._config.engine
         context_length = min(card.description.context_length, model.cache.num_blocks * BLOCK_SIZE)
         trial = DraftEngine(LanguageModelDrafter(model, context_length, 0, self.quantization, self.calibrates))
-        run_largest(partial(trial.run_largest, engine.max_sessions, engine.max_draft_tokens), engine)
+        sizes = (engine.max_sessions, engine.max_draft_tokens, engine.max_tree_nodes)
+        run_largest(partial(trial.run_largest, *sizes), engine)
         self._num_tokens = fit()
 
     def load_head(self) -> "tuple[ModelCard, DraftHead, FeatureNeed]":

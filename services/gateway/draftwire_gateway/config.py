@@ -7,6 +7,7 @@ from pathlib import Path
 from draftwire.drafting.heads.head_names import HEAD_NAMES
 from draftwire.drafting.model_free.names import TEXT_DRAFTER_NAMES, are_text_drafters
 from draftwire.method.ahead_limits import MAX_BRANCHES, MAX_ROUNDS_AHEAD
+from draftwire.method.tree_limits import MAX_TREE_NODES
 from draftwire.requests.tool_calls import PLAIN_LIST, SYNTAXES
 from draftwire.runtime.settings import (
     LEAST_MESSAGE_BYTES,
@@ -152,6 +153,9 @@ class GatewayConfig:
     plain decoding."""
     max_speculative_tokens: int = 16
     """Most that a request may ask for."""
+    num_draft_nodes: int = 0
+    """Draft tokens of a token tree in each round, where a request does not say and its rule takes trees: its paths have
+    num_speculative_tokens, which are then not chosen. 0 drafts chains. Drafters and verifiers need max_tree_nodes."""
     rejection_sample_method: str = "block"
     """Verification rule where a request does not say: block, token or coupled. Lossy rules have to be asked for."""
     tool_call_syntax: str = AUTO_TOOL_SYNTAX
@@ -219,6 +223,8 @@ class GatewayConfig:
             0 <= self.num_speculative_tokens <= self.max_speculative_tokens,
             f"num_speculative_tokens must be in 0..{self.max_speculative_tokens}, not {self.num_speculative_tokens}",
         )
+        is_size = 0 <= self.num_draft_nodes <= MAX_TREE_NODES
+        require(is_size, f"num_draft_nodes must be in 0..{MAX_TREE_NODES}, not {self.num_draft_nodes}")
         known = ("adaptive", "fixed")
         require(self.speculation in known, f"speculation must be adaptive or fixed, not {self.speculation!r}")
         alone = (AUTO_LOCAL_DRAFTS, NO_LOCAL_DRAFTS, *HEAD_NAMES)

@@ -16,6 +16,7 @@ from draftwire.errors import ContextLengthError, InvalidRequestError
 from draftwire.models.description import ModelDescription
 from draftwire.models.tokenizer import load_tokenizer
 from draftwire.requests.automaton import FormVocabulary
+from draftwire.requests.rules import RuleFacts
 from draftwire.requests.tool_calls import SYNTAXES, ToolSyntax, syntax_of_template
 from draftwire.runtime.form_sandbox import FormSandbox
 from draftwire.runtime.served_request import served_request_id
@@ -80,10 +81,12 @@ class GatewayCore:
     @property
     def target(self) -> ModelDescription:
         """The target model, with the rules that at least one connected verifier offers."""
-        offered = dict.fromkeys(self.description.rules)
-        for verifier in self._peers.targets():
-            offered |= dict.fromkeys(verifier.description.rules)
-        return replace(self.description, rules=tuple(offered))
+        offered: dict[str, RuleFacts] = {}
+        for description in (self.description, *(verifier.description for verifier in self._peers.targets())):
+            for rule in description.rules:
+                if rule.name not in offered or rule.takes_trees:  # as verifiers from before there were trees do not say
+                    offered[rule.name] = rule
+        return replace(self.description, rules=tuple(offered.values()))
 
     @property
     def defaults(self) -> SpeculationDefaults:
@@ -98,6 +101,7 @@ class GatewayCore:
             drafter_names=self._drafter_names,
             rounds_ahead=config.loop.draft_ahead_rounds,
             max_branches=config.loop.draft_ahead_branches,
+            num_draft_nodes=config.num_draft_nodes,
         )
 
     def _drafter_names(self) -> tuple[str, ...]:

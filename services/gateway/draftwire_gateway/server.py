@@ -210,6 +210,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             num_speculative_tokens=(
                 request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None
             ),
+            num_draft_nodes=request.num_draft_nodes if request.HasField("num_draft_nodes") else None,
             drafter=tuple(request.drafter),
             rule=request.rejection_sample_method if request.HasField("rejection_sample_method") else None,
             cache_salt=request.cache_salt,
@@ -369,6 +370,8 @@ def _statistics_to_proto(statistics: Statistics) -> gateway_pb2.GenerationStatis
         num_ahead_late=statistics.num_ahead_late,
         num_ahead_wasted_tokens=statistics.num_ahead_wasted_tokens,
         max_held_bytes=statistics.max_held_bytes,
+        num_trees=statistics.num_trees,
+        num_draft_positions=statistics.num_draft_positions,
     )
 
 

@@ -128,6 +128,7 @@ class VerifierConfig:
         for name in ("draft_head", "feature_head"):
             is_unset = getattr(self.heads, name) is None
             require(is_unset, f"{name} needs the hidden states of engine draftwire, not of vllm")
+        require(self.engine.max_tree_nodes == 0, "max_tree_nodes needs engine draftwire: vllm reads no token trees")
         loading, unset = self.loading, ModelSettings(self.loading.model)
         for name, instead in (
             ("decoder", "vLLM has its own"),

@@ -140,6 +140,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             capabilities=frozenset({HELD_BLOCKS, ISSUED_IDENTITIES, *([FEATURES] if self._features_of else [])}),
             rules=tuple(map(facts_of, self._rules.values())),
             local_strategies=(*self._head_names, *self._text_drafters.names),
+            max_tree_nodes=self._max_tree_nodes,
         )
         return replace(card, description=description), engine
 
@@ -198,7 +199,8 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         if target.fit is None:
             return settings.kv_cache_tokens if isinstance(settings.kv_cache_tokens, int) else size
         trial = self._engine_of(target, limited(target.card, size))
-        run_largest(partial(trial.run_largest, settings.max_sessions, settings.max_draft_tokens), settings)
+        most_rows = max(settings.max_draft_tokens, self._max_tree_nodes)
+        run_largest(partial(trial.run_largest, settings.max_sessions, most_rows), settings)
         return target.fit()
 
     def _load_target(self) -> LoadedTarget:
@@ -225,9 +227,15 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             text_drafters=self._text_drafters,
             head=next(iter(self._head_names), ""),
             max_draft_tokens=self.config.engine.max_draft_tokens,
+            max_tree_nodes=self._max_tree_nodes,
             room=room,
             pacer=pacer,
         )
+
+    @property
+    def _max_tree_nodes(self) -> int:
+        """Most tokens of a token tree: none on vLLM, which does not read trees."""
+        return 0 if self.config.target.is_vllm else self.config.engine.max_tree_nodes
 
     async def automaton_of(self, spec: TargetSessionSpec) -> Automaton | None:
         """Returns the automaton of a session's structured output, advanced over its text so far; None if it has none.

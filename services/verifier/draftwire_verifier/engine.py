@@ -9,7 +9,7 @@ from draftwire.engine.leases import SessionKey
 from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.engine.step_engine import StepEngine
 from draftwire.errors import BlockViolationError
-from draftwire.method.distributions import DenseRows, rows_of
+from draftwire.method.distributions import DenseRows, DraftRows, rows_of
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.feature_format import FeatureEncoding
 from draftwire.method.keys import KEY_BYTES
@@ -98,7 +98,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
             num_reused=[judging.sequence.num_reused for judging in judgings],
             num_tokens=done.num_tokens,
             verify_us=int((time.perf_counter() - started) * 1e6),
-            audits=audits_of(done.decided, [judging.rule for judging in judgings]),
+            audits=audits_of(done.decided, [judging.rule for judging in judgings], done.decided_trees),
             drafted=own.blocks,
             has_head_failed=own.has_failed,
             head_s=own.seconds,
@@ -138,7 +138,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
             sequence=sequence,
             committed=session.committed.ids,
             draft_tokens=block.token_ids if block else [],
-            draft=rows_of(block.draft) if block and not isinstance(block.draft, BlockViolationError) else None,
+            draft=_rows_of(block) if block else None,
             sampling=parameters.sampling,
             rule=session.rule if block is None or block.is_used else self._without_drafts(session.rule),
             key=DrawKey(spec.verifying_key, parameters.choice, session.round, block.attempt if block else 0),
@@ -148,8 +148,16 @@ class TargetEngine(StepEngine[Step, StepResult]):
             logprobs=spec.logprobs,
             automaton=session.automaton,
             edits=self._edits[session.key],
+            tree=block.tree if block else None,
         )
 
     def _without_drafts(self, rule: VerificationRule) -> VerificationRule:
         """Returns a rule that decides as if nothing had been drafted: one object for each, so that they are batched."""
         return self._undrafted.setdefault(rule.name, UndraftedRule(rule))
+
+
+def _rows_of(block: ReceivedBlock) -> DraftRows | None:
+    """Returns the distributions of a block; None for a tree that was sent without."""
+    if isinstance(block.draft, BlockViolationError) or (block.tree is not None and not block.has_distributions):
+        return None
+    return rows_of(block.draft)

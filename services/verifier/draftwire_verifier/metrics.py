@@ -46,7 +46,10 @@ class VerifierMetrics(EngineMetrics):
         self.target_passes = self.counter("target_passes", "Rounds decided: forward passes of the target per session.")
         self.tokens = self.counter("generation_tokens", "Tokens committed by rounds.", of_model=True)
         self.drafts = self.counter("spec_decode_num_drafts", "Rounds that judged a draft block.", of_model=True)
-        self.draft_tokens = self.counter("spec_decode_num_draft_tokens", "Draft tokens judged.", of_model=True)
+        self.draft_tokens = self.counter(
+            "spec_decode_num_draft_tokens", "Draft tokens judged, of token trees all of them.", of_model=True
+        )
+        self.trees = self.counter("draft_trees", "Rounds that judged a token tree.")
         self.accepted = self.counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", of_model=True)
         self._queue_s = self.tally(
             "queue_seconds",
@@ -102,13 +105,14 @@ class VerifierMetrics(EngineMetrics):
             self.drafts.inc()
             self.draft_tokens.inc(verdict.num_draft_tokens)
             self.accepted.inc(verdict.num_accepted_tokens)
+            self.trees.inc(verdict.draft_depth > 0)
             if verdict.local_strategy:
                 self.local_draft_tokens.labels(verdict.local_strategy).inc(verdict.num_draft_tokens)
                 self.local_accepted.labels(verdict.local_strategy).inc(verdict.num_accepted_tokens)
-            for position in range(len(self._per_position), verdict.num_draft_tokens):
+            for position in range(len(self._per_position), verdict.num_draft_positions):
                 judged, accepted = self.drafted_per_position, self.accepted_per_position
                 self._per_position.append((judged.labels(position), accepted.labels(position)))
-            for position, (judged, accepted) in enumerate(self._per_position[: verdict.num_draft_tokens]):
+            for position, (judged, accepted) in enumerate(self._per_position[: verdict.num_draft_positions]):
                 judged.inc()
                 if position < verdict.num_accepted_tokens:
                     accepted.inc()

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from typing_extensions import override
+
 from draftwire.audit import AuditSums
 from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.session_book import EngineSession, SessionBook
@@ -31,11 +33,13 @@ from draftwire.method.rounds import (
     judge_fence,
 )
 from draftwire.method.token_source import TokenSource
+from draftwire.method.token_tree import ROOT
 from draftwire.requests.automaton import Automaton
 from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
 from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
+from draftwire_verifier.block_check import check_block, check_trees
 from draftwire_verifier.feeding import Feed
 from draftwire_verifier.gathering import Gathering, Ready, UsualWait
 from draftwire_verifier.held_blocks import HeldBlocks, HeldFate, HeldTally
@@ -124,6 +128,11 @@ class TargetSession(EngineSession[TargetSessionSpec]):
         return 1 + (len(self.block.token_ids) if self.block else self.next_head_tokens)
 
     @property
+    @override
+    def num_reserved(self) -> int:
+        return self.spec.max_len + self.spec.max_tree_nodes  # all of a tree is read before its path is kept
+
+    @property
     def can_be_biased(self) -> bool:
         """Whether a drafter that lies could change the law of its text, and the audit would see it."""
         is_greedy = self.spec.parameters.sampling.greedy
@@ -189,6 +198,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
     """Queues prompts, blocks and plain runs and batches them into steps. One step runs at a time."""
 
     vocab_size: int
+    max_tree_nodes: int = 0
+    """Most tokens of a token tree that a session may ask for."""
     rules: Mapping[str, VerificationRule] = field(default_factory=lambda: RULES)
     """Rules that sessions may ask for, by name."""
     text_drafters: TextDrafters = field(default_factory=TextDrafters)
@@ -226,6 +237,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
         if rule is None:
             raise unknown_rule(self.rules)
         self._check(spec)
+        check_trees(spec, rule, self.max_tree_nodes)
         assert (automaton is None) is (spec.parameters.sampling.structured_output is None), "a form is followed"
         self._check_new(spec)
         session = TargetSession(
@@ -332,7 +344,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
             raise BlockViolationError(Violation.PREFIX, "block for another prefix than the session's")
         if session is None:
             return None
-        _check_block(session, block)
+        check_block(block, session.spec, session.rule)
         session.block = block
         if block.is_ahead:
             session.held.count(block, HeldFate.LATE)
@@ -359,7 +371,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
             raise BlockViolationError(Violation.PEER, "block from a drafter that is not the session's")
         if rounds_ahead > MAX_ROUNDS_AHEAD:
             raise BlockViolationError(Violation.PREFIX, f"block for a round that is {rounds_ahead} rounds ahead")
-        _check_block(session, block)
+        check_block(block, session.spec, session.rule)
         if rounds_ahead == 0:
             session.held.count(block, HeldFate.STALE)
         else:
@@ -481,20 +493,19 @@ class Scheduler(SessionBook[TargetSession, Step]):
             self.idle.wait(1, session.waits_since)
         if block is not None and not block.is_used:  # a plain round, as far as anybody else sees
             block = None
-        num_draft_tokens = len(block.token_ids) if block else 0
         return Verdict(
             fence=fence,
             token_ids=judgement.token_ids,
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=len(block.token_ids) if block else 0,
             num_accepted_tokens=judgement.num_accepted,
-            extra=_extra_kind(num_draft_tokens, judgement.num_accepted),
+            extra=_extra_kind(block, judgement),
             plain_rounds_left=session.plain_rounds_left,
             verify_us=verify_us,
             queue_us=queue_us,
             num_near_ties=judgement.num_near_ties,
             num_cached_tokens=session.num_reused or 0,
             logprobs=judgement.logprobs,
-            draft_logprobs=_draft_logprobs(block, judgement.token_ids) if session.spec.reports_draft_logprobs else [],
+            draft_logprobs=_draft_logprobs(block, judgement) if session.spec.reports_draft_logprobs else [],
             local_strategy=block.local_strategy if block else "",
             watched=watched,
             next_is_held=next_is_held,
@@ -502,6 +513,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
             num_wasted_draft_tokens=min(session.held.take_wasted(), MAX_UINT32),
             held_bytes=session.held.num_bytes,
             timings=block.timings if block else DraftTimings(),
+            draft_depth=block.depth if block and block.tree is not None else 0,
         )
 
     def _take_held(self, session: TargetSession, token_ids: Sequence[int]) -> bool:
@@ -607,37 +619,24 @@ class Scheduler(SessionBook[TargetSession, Step]):
             check_local(spec.watched, spec, self.text_drafters, self.head)
 
 
-def _check_block(session: TargetSession, block: ReceivedBlock) -> None:
-    """Checks a block after the prefix that it names.
-
-    Raises:
-        BlockViolationError: it violates the protocol.
-    """
-    if isinstance(block.draft, BlockViolationError):
-        raise block.draft
-    limit = session.spec.parameters.max_draft_tokens
-    if len(block.token_ids) > limit:
-        raise BlockViolationError(
-            Violation.LENGTH, f"block of {len(block.token_ids)} draft tokens, the session's limit is {limit}"
-        )
-    if block.fence.prefix_len + len(block.token_ids) >= session.spec.max_len:
-        raise BlockViolationError(Violation.LENGTH, "block reaches beyond the session's max_len")
-    if session.rule.needs_draft_probs and not block.has_distributions:
-        raise BlockViolationError(
-            Violation.NO_DISTRIBUTIONS, f"rule {session.rule.name} needs the distributions that were drawn from"
-        )
-
-
-def _extra_kind(num_draft_tokens: int, num_accepted: int) -> TokenSource:
-    if num_draft_tokens == 0:
+def _extra_kind(block: ReceivedBlock | None, judgement: Judgement) -> TokenSource:
+    if block is None or not block.token_ids:
         return TokenSource.PLAIN
-    return TokenSource.BONUS if num_accepted == num_draft_tokens else TokenSource.RECOVERED
+    if block.tree is None:
+        is_whole = judgement.num_accepted == len(block.token_ids)
+    else:
+        is_whole = bool(judgement.path) and not block.tree.children(judgement.path[-1])
+    return TokenSource.BONUS if is_whole else TokenSource.RECOVERED
 
 
-def _draft_logprobs(block: ReceivedBlock | None, token_ids: Sequence[int]) -> list[float]:
+def _draft_logprobs(block: ReceivedBlock | None, judgement: Judgement) -> list[float]:
     """Returns the drafter's log-probability of each token of a verdict; NaN after the block or if none were sent."""
-    given: list[float] = []
+    token_ids, given = judgement.token_ids, list[float]()
     if block is not None and block.has_distributions:
         assert not isinstance(block.draft, BlockViolationError), "such a block is refused"
-        given = log_probs(block.draft, token_ids[: len(block.token_ids)])
+        rows = list(range(min(len(block.token_ids), len(token_ids))))
+        if block.tree is not None:  # where nothing follows, the drafter has stated nothing for the last token
+            row_of = {node: row for row, node in enumerate(block.tree.inner_nodes)}
+            rows = [row_of[node] for node in (ROOT, *judgement.path) if node in row_of][: len(token_ids)]
+        given = log_probs(block.draft, token_ids[: len(rows)], rows)
     return given + [math.nan] * (len(token_ids) - len(given))

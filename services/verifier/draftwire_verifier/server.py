@@ -152,7 +152,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         core.metrics.count_bytes(num_bytes + FRAME_BYTES)
         if len(request.blocks.blocks) > self._most_items:
             raise ProtocolViolationError(f"a message holds at most {self._most_items} blocks")
-        limits = (core.description.vocab_size, core.config.engine.max_draft_tokens)
+        model = core.description
+        limits = (model.vocab_size, core.config.engine.max_draft_tokens, model.max_tree_nodes)
         if num_bytes > OFF_LOOP_BYTES:
             blocks = await asyncio.to_thread(messages.blocks_from_proto, request.blocks.blocks, drafter.id, *limits)
         else:

@@ -246,6 +246,7 @@ class GenerateBody(SamplingNumbers, Strict):
     # Not in OpenAI's API; named as in gRPC.
     has_random_seed: bool = False
     num_speculative_tokens: int | None = None
+    num_draft_nodes: int | None = None
     drafter: Annotated[list[str], FirstFault(), at_most(MAX_DRAFTERS), BeforeValidator(_as_list, str | list[str])] = []
     rejection_sample_method: str | None = None
     allowed_token_ids: TokenIds | None = None

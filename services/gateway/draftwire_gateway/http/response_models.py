@@ -86,6 +86,10 @@ class SpeculationOfChoice(Described):
     """Draft tokens of blocks that were drafted ahead for texts that did not come true."""
     max_held_bytes: int
     """Largest size of the blocks that the verifier held for a completion."""
+    num_trees: int
+    """Rounds whose block was a token tree."""
+    num_draft_positions: int
+    """Draft tokens that could have been accepted: of a token tree, those on its longest path."""
     num_drafters_lost: int
     num_verifiers_lost: int
 

@@ -215,6 +215,7 @@ def _common(body: GenerateBody) -> dict[str, Any]:
         "seed": body.seed,
         "has_random_seed": body.has_random_seed,
         "num_speculative_tokens": body.num_speculative_tokens,
+        "num_draft_nodes": body.num_draft_nodes,
         "drafter": tuple(body.drafter),
         "rule": body.rejection_sample_method,
         "cache_salt": body.cache_salt,

@@ -18,6 +18,8 @@ _SUMMED = (
     "num_ahead_late",
     "num_ahead_misses",
     "num_ahead_wasted_tokens",
+    "num_trees",
+    "num_draft_positions",
     "num_drafters_lost",
     "num_verifiers_lost",
 )
@@ -77,6 +79,8 @@ def _speculation(endings: Sequence[Ending]) -> dict[str, Any]:
         "num_ahead_misses": total.num_ahead_misses,
         "num_ahead_wasted_tokens": total.num_ahead_wasted_tokens,
         "max_held_bytes": total.max_held_bytes,
+        "num_trees": total.num_trees,
+        "num_draft_positions": total.num_draft_positions,
         "num_drafters_lost": total.num_drafters_lost,
         "num_verifiers_lost": total.num_verifiers_lost,
     }

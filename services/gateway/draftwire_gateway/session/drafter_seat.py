@@ -46,6 +46,7 @@ from draftwire_gateway.session.ports import (
 )
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.session.session_state import SessionState
+from draftwire_gateway.session.tree_request import tree_to_draft
 from draftwire_gateway.speculation.pairs import PairName, Pairs, PairSeat
 
 log = structlog.get_logger()
@@ -91,6 +92,8 @@ class DrafterSeat:
         self._rounds_ahead = 0
         self._misses_ahead = False
         """Whether no block was there when the open round began, for which one may have been drafted ahead."""
+        self._num_nodes = 0
+        """Of the token trees that the drafter is asked for; 0 if it is asked for chains."""
         self._wait = BlockWait()
         self._pairs = pairs
         self._pair = PairSeat(pairs)
@@ -221,6 +224,8 @@ class DrafterSeat:
         self._has_permit = not _has_identity(drafter.description, target.description)
         can_go_ahead = _can_go_ahead(drafter.description, target.description)
         self._rounds_ahead = self._session.generation.rounds_ahead if can_go_ahead else 0
+        most_nodes = min(drafter.description.max_tree_nodes, target.description.max_tree_nodes)
+        self._num_nodes = min(self._session.generation.num_draft_nodes, most_nodes)
         inbox = TaggedInbox(self._queue, self._session.epoch, self.permit_number)
         self._opening = asyncio.create_task(_open(drafter, self._spec(drafter.description, target), inbox))
 
@@ -271,7 +276,8 @@ class DrafterSeat:
         self._wait.begin(self._session.round, num_draft_tokens, self._now(), timeout_s, is_held=is_held)
         self._misses_ahead = rounds_ahead > 0 and not is_held
         # Blocks that were drafted for later rounds may still be held when none is drafted ahead any more.
-        self._session.expected.request_block(num_draft_tokens, is_ahead=self._rounds_ahead > 0)
+        is_ahead = self._rounds_ahead > 0
+        self._session.expected.request_block(num_draft_tokens, num_nodes=self._num_nodes, is_ahead=is_ahead)
         new_ids = self._session.committed.ids[base_len:]
         permit = None if self._has_permit else self._named_permit()
         self._has_permit = True
@@ -282,6 +288,7 @@ class DrafterSeat:
             num_draft_tokens,
             permit=permit,
             max_rounds_ahead=rounds_ahead,
+            tree=tree_to_draft(self._session.generation, self._num_nodes, num_draft_tokens),
         )
         self._ready_drafter.calibrate(calibration)
         return timeout_s
@@ -412,7 +419,7 @@ class DrafterSeat:
         pass_s = None
         if verdict is not None and verdict.num_draft_tokens:
             drafting_s = (verdict.timings.calibration_us + verdict.timings.draft_us) / 1e6
-            pass_s = min(drafting_s, seconds) / verdict.num_draft_tokens
+            pass_s = min(drafting_s, seconds) / verdict.num_draft_positions
         self._ready_drafter.round_trip.add(seconds, self._wait.num_tokens, pass_s)
 
     def _is_capable_of(self, capability: str) -> bool:
@@ -479,6 +486,7 @@ class DrafterSeat:
             permit=Permit.make(session.permit_key, self.permit_number) if self._has_permit else None,
             max_branches=session.generation.max_branches if self._rounds_ahead else 0,
             max_held_blocks=session.generation.max_held_blocks if self._rounds_ahead else 0,
+            max_tree_nodes=self._num_nodes,
         )
 
 

@@ -19,22 +19,25 @@ class ExpectedVerdict:
         """
         self._generation = generation
         self._num_draft_tokens = 0
+        self._num_nodes = 0
         self._num_ahead = 0
         self._num_plain_rounds = 0
         self._local: LocalDraft | None = None
 
     def open(self, num_plain_rounds: int) -> None:
         """Records that the session is opened on a verifier, which starts with plain rounds."""
-        self._num_draft_tokens, self._num_ahead, self._num_plain_rounds, self._local = 0, 0, num_plain_rounds, None
+        self._num_draft_tokens = self._num_nodes = self._num_ahead = 0
+        self._num_plain_rounds, self._local = num_plain_rounds, None
 
-    def request_block(self, num_draft_tokens: int, *, is_ahead: bool = False) -> None:
+    def request_block(self, num_draft_tokens: int, *, num_nodes: int = 0, is_ahead: bool = False) -> None:
         """Records the request of a block; it may be judged even after its drafter was given up.
 
         Args:
-            num_draft_tokens: of the block.
+            num_draft_tokens: of the block; of a token tree, on each path.
+            num_nodes: of the token tree that it may be; 0 if it is a chain.
             is_ahead: whether the drafter may draft as many for further rounds, before they are requested.
         """
-        self._num_draft_tokens = num_draft_tokens
+        self._num_draft_tokens, self._num_nodes = num_draft_tokens, num_nodes
         self._num_ahead = max(self._num_ahead, num_draft_tokens) if is_ahead else 0
 
     def request_plain(self, num_rounds: int, draft: LocalDraft | None = None) -> None:
@@ -44,6 +47,7 @@ class ExpectedVerdict:
     def end_round(self, verdict: Verdict) -> None:
         """Ends the open round: what is left is the rest of a plain run."""
         self._num_draft_tokens, self._num_plain_rounds = self._num_ahead, verdict.plain_rounds_left
+        self._num_nodes = 0
         if not verdict.plain_rounds_left:
             self._local = None
 
@@ -64,8 +68,12 @@ class ExpectedVerdict:
         )
         _require(names_local, "has drafts of the verifier that were not requested")
         most_drafted = self._num_draft_tokens if local is None else local.num_draft_tokens
-        _require(verdict.num_draft_tokens <= most_drafted, "judges more draft tokens than were requested")
-        _require(verdict.num_accepted_tokens <= verdict.num_draft_tokens, "accepts more draft tokens than it judged")
+        _require(verdict.num_draft_positions <= most_drafted, "judges more draft tokens than were requested")
+        if verdict.draft_depth:
+            is_tree_wanted = local is None and verdict.num_draft_tokens <= self._num_nodes
+            _require(is_tree_wanted, "judges a larger token tree than was requested")
+            _require(verdict.draft_depth <= verdict.num_draft_tokens, "judges a tree deeper than it has tokens")
+        _require(verdict.num_accepted_tokens <= verdict.num_draft_positions, "accepts more draft tokens than it judged")
         _require(num_tokens == verdict.num_accepted_tokens + 1, "has another number of tokens than were accepted")
         _require(max(verdict.token_ids) < vocab_size, "has a token beyond the vocabulary")
         _require(prefix_len + num_tokens <= self._generation.max_len, "reaches beyond the end of the completion")

@@ -10,6 +10,7 @@ from draftwire.errors import ContextLengthError, InvalidRequestError
 from draftwire.method.ahead_limits import held_blocks
 from draftwire.method.keys import MAX_SEED, new_seed
 from draftwire.method.rounds import LocalDraft
+from draftwire.method.tree_limits import MAX_TREE_NODES
 from draftwire.models.description import ModelDescription
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
@@ -45,6 +46,8 @@ class SpeculationDefaults:
     """Rounds for which drafters may draft before their text is known."""
     max_branches: int = 0
     """Texts for which they may do so at once."""
+    num_draft_nodes: int = 0
+    """Draft tokens of a token tree, where the rule takes trees; 0 drafts chains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class RequestedGeneration:
     has_random_seed: bool = False
     """Whether the seed was drawn for this request alone."""
     num_speculative_tokens: int | None = None
+    num_draft_nodes: int | None = None
     drafter: tuple[str, ...] = ()
     """Names of draft models or of strategies of the verifier, that may draft; empty for all."""
     rule: str | None = None
@@ -108,7 +112,7 @@ class Generation:
     seed: int
     """The same for all choices of a request: their random numbers differ by `choice`."""
     num_speculative_tokens: int
-    """Draft tokens per round; with `adapts_length`, the most of them."""
+    """Draft tokens per round, of a token tree on each path; with `adapts_length`, the most of them."""
     rule: RuleFacts
     cache_salt: str = ""
     generated_ids: tuple[int, ...] = ()
@@ -135,6 +139,8 @@ class Generation:
     """Rounds for which a drafter may draft before their text is known."""
     max_branches: int = 0
     """Texts for which it may do so at once."""
+    num_draft_nodes: int = 0
+    """Draft tokens of a token tree, in the place of a chain, where drafter and verifier know trees; 0 drafts chains."""
     has_repeatable_seed: bool = False
     """Whether equal requests draw equal numbers, and the text depends on what is drafted."""
     shown_tokens: frozenset[str] = frozenset()
@@ -212,8 +218,9 @@ def complete_request(
     num_speculative_tokens = _num_speculative_tokens(request, defaults)
     # Equal seeds draw equal numbers: what a request with a seed of its own produced must not choose for another one.
     is_free = request.num_speculative_tokens is None and (request.seed is None or request.has_random_seed)
-    adapts_length = defaults.adapts_length and is_free and num_speculative_tokens > 0
     rule = target.rule_named(request.rule if request.rule is not None else defaults.rule)
+    num_draft_nodes = _num_draft_nodes(request, defaults, rule) if num_speculative_tokens else 0
+    adapts_length = defaults.adapts_length and is_free and num_speculative_tokens > 0 and not num_draft_nodes
     is_sampled = not (request.sampling.greedy or rule.is_coupled)
     draft_models, strategies = _drafters(request, defaults)
     template = Generation(
@@ -229,8 +236,9 @@ def complete_request(
         adapts_length=adapts_length,
         draft_models=draft_models,
         local_strategies=strategies,
-        rounds_ahead=defaults.rounds_ahead,
-        max_branches=defaults.max_branches if defaults.rounds_ahead else 0,
+        rounds_ahead=0 if num_draft_nodes else defaults.rounds_ahead,
+        max_branches=0 if num_draft_nodes or not defaults.rounds_ahead else defaults.max_branches,
+        num_draft_nodes=num_draft_nodes,
         has_repeatable_seed=is_sampled and not (request.seed is None or request.has_random_seed),
         rule=rule,
         cache_salt=_salt_of(request),
@@ -354,6 +362,19 @@ def _num_speculative_tokens(request: RequestedGeneration, defaults: SpeculationD
             f"num_speculative_tokens must be in 0..{defaults.max_speculative_tokens}, not {speculative}"
         )
     return 0 if request.max_tokens == 0 else speculative
+
+
+def _num_draft_nodes(request: RequestedGeneration, defaults: SpeculationDefaults, rule: RuleFacts) -> int:
+    """Returns how many tokens trees have; 0 drafts chains, as where nobody asked for trees and the rule takes none."""
+    takes_trees = rule.takes_trees or request.sampling.greedy
+    wanted = request.num_draft_nodes
+    if wanted is None:
+        return defaults.num_draft_nodes if takes_trees else 0
+    if not 0 <= wanted <= MAX_TREE_NODES:
+        raise InvalidRequestError(f"num_draft_nodes must be in 0..{MAX_TREE_NODES}, not {wanted}")
+    if wanted and not takes_trees:
+        raise InvalidRequestError(f"num_draft_nodes: rule {rule.name} takes no token trees but at temperature 0")
+    return wanted
 
 
 def _drafters(

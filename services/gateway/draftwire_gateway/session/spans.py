@@ -94,6 +94,7 @@ class RequestSpans:
             PREFIX + "choice": generation.choice,
             PREFIX + "rejection_sample_method": generation.rule.name,
             PREFIX + "num_speculative_tokens": generation.num_speculative_tokens,
+            PREFIX + "num_draft_nodes": generation.num_draft_nodes,
             PREFIX + "num_resumed_tokens": len(generation.generated_ids),
         }
         return ChoiceSpans(self._tracer, self._tracer.start("choice", self._span.context, attributes))

@@ -20,6 +20,11 @@ class Statistics:
     num_rounds: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
+    """Of token trees all of them."""
+    num_draft_positions: int = 0
+    """Draft tokens on the longest path of each block: what could have been accepted."""
+    num_trees: int = 0
+    """Rounds that verified a token tree."""
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     acceptance_histogram: list[int] = field(default_factory=list)
@@ -54,8 +59,8 @@ class Statistics:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted draft tokens over draft tokens; 0 if none were drafted."""
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+        """Accepted draft tokens over those that could have been accepted; 0 if none were drafted."""
+        return self.num_accepted_tokens / self.num_draft_positions if self.num_draft_positions else 0.0
 
     def count_time(self, seconds: float) -> None:
         """Records the time from the request's arrival to the tokens of a round."""
@@ -79,13 +84,15 @@ class Statistics:
         if verdict.num_draft_tokens:
             self.num_drafts += 1
             self.num_draft_tokens += verdict.num_draft_tokens
+            self.num_draft_positions += verdict.num_draft_positions
+            self.num_trees += verdict.draft_depth > 0
             self.num_accepted_tokens += verdict.num_accepted_tokens
             self.calibration_us += verdict.timings.calibration_us
             self.draft_us += verdict.timings.draft_us
-            missing = verdict.num_draft_tokens - len(self.num_accepted_tokens_per_pos)
+            missing = verdict.num_draft_positions - len(self.num_accepted_tokens_per_pos)
             self.num_accepted_tokens_per_pos += [0] * missing
             # From 0 to all tokens accepted: one entry more than positions.
-            self.acceptance_histogram += [0] * (verdict.num_draft_tokens + 1 - len(self.acceptance_histogram))
+            self.acceptance_histogram += [0] * (verdict.num_draft_positions + 1 - len(self.acceptance_histogram))
             self.acceptance_histogram[verdict.num_accepted_tokens] += 1
             for position in range(verdict.num_accepted_tokens):
                 self.num_accepted_tokens_per_pos[position] += 1

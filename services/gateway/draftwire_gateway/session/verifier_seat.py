@@ -201,4 +201,5 @@ class VerifierSeat:
             reports_draft_logprobs=generation.token_details,
             watched=generation.local_draft(target.description, most) if generation.adapts_length else None,
             max_held_blocks=generation.max_held_blocks if HELD_BLOCKS in target.description.capabilities else 0,
+            max_tree_nodes=min(generation.num_draft_nodes, target.description.max_tree_nodes),
         )

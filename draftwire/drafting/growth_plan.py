@@ -1,0 +1,67 @@
+"""How token trees are found that have no shape in advance. No torch here."""
+
+from dataclasses import dataclass
+
+PER_PASS = 10
+"""Nodes of each depth that get children, as in EAGLE-2."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthPlan:
+    """How a tree is found by the chances of its nodes, the product of the drafter's estimates along their paths."""
+
+    num_nodes: int
+    """Draft tokens; those with the best chances of all that were found are kept."""
+    depth: int
+    """Draft tokens on a path."""
+    width: int
+    """Children of a node that are looked at."""
+    per_pass: int
+    """Nodes that the drafter reads in one forward pass."""
+    num_passes: int
+    """Forward passes, the first, after the committed tokens, included."""
+    revisits: bool = False
+    """Whether nodes that were left out of a pass may be read in a later one."""
+    least_gain: float = 0.0
+    """The tree ends once a pass adds less than this to the accepted tokens that it promises."""
+
+    @classmethod
+    def eagle2(cls, num_nodes: int, depth: int, per_pass: int = PER_PASS) -> "GrowthPlan":
+        """Returns the plan of EAGLE-2 (Li et al. 2024, arXiv 2406.16858, section 4): the best few nodes of each depth
+        get as many children each, and the best of all are kept.
+        """
+        return cls(num_nodes, depth, per_pass, per_pass, depth)
+
+    @classmethod
+    def opt_tree(cls, num_nodes: int, depth: int, least_gain: float) -> "GrowthPlan":
+        """Returns the plan of OPT-Tree (Wang et al. 2024, arXiv 2406.17276, Algorithm 1): all nodes that the best tree
+        so far has at its last depth get children, until a pass no longer pays.
+
+        Args:
+            num_nodes: draft tokens.
+            depth: draft tokens on a path.
+            least_gain: what a pass has to add to the accepted tokens that the tree promises.
+        """
+        return cls(num_nodes, depth, num_nodes, num_nodes, depth, least_gain=least_gain)
+
+    @classmethod
+    def spec_exec(cls, num_nodes: int, depth: int, per_pass: int, num_passes: int) -> "GrowthPlan":
+        """Returns the plan of SpecExec (Svirschevski et al. 2024, arXiv 2406.02532, Algorithm 2): the best nodes of all
+        depths that were not read yet, pass after pass, for large trees.
+        """
+        return cls(num_nodes, depth, num_nodes, per_pass, num_passes, revisits=True)
+
+    @property
+    def most_read(self) -> int:
+        """Nodes that the drafter reads in all, at most."""
+        return self.per_pass * max(0, self.num_passes - 1)
+
+
+def num_read_nodes(max_tree_nodes: int, depth: int) -> int:
+    """Returns how many nodes of a tree the drafter may have in its KV cache: when it grows, also some that it drops.
+
+    Args:
+        max_tree_nodes: draft tokens of a tree; 0 if there are none.
+        depth: draft tokens on a path.
+    """
+    return max(max_tree_nodes, GrowthPlan.eagle2(max_tree_nodes, depth).most_read) if max_tree_nodes else 0

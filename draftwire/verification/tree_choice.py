@@ -1,0 +1,31 @@
+"""Which rule decides about the token trees of a session."""
+
+from draftwire.errors import InvalidRequestError
+from draftwire.requests.parameters import SamplingParams
+from draftwire.verification.block import BlockRule
+from draftwire.verification.rule import UndraftedRule, VerificationRule
+from draftwire.verification.traversal import TraversalRule
+from draftwire.verification.tree_rule import TreeRule, UndraftedTreeRule
+from draftwire.verification.walk import walking_rule
+
+TRAVERSAL = TraversalRule()
+"""Decides where chains are decided by `block`."""
+_UNDRAFTED = UndraftedTreeRule(TRAVERSAL)
+
+
+def tree_rule_for(rule: VerificationRule, sampling: SamplingParams) -> TreeRule:
+    """Returns the rule that decides about the trees of a session: a walk, or `traversal` in the place of `block`.
+
+    Args:
+        rule: of the session.
+        sampling: of the target.
+
+    Raises:
+        InvalidRequestError: the rule is for chains alone.
+    """
+    walking = walking_rule(rule, sampling)
+    if walking is not None:
+        return walking
+    if rule.name != BlockRule.name:
+        raise InvalidRequestError(f"rejection_sample_method: {rule.name} takes no token trees")
+    return _UNDRAFTED if isinstance(rule, UndraftedRule) else TRAVERSAL

@@ -1,0 +1,36 @@
+"""The token tree to ask a drafter for."""
+
+from functools import cache
+
+from draftwire.drafting.tree_shapes import shape_by_rank
+from draftwire.method.rounds import DraftTree
+from draftwire.method.token_tree import TokenTree
+from draftwire_gateway.session.generation import Generation
+
+CHANCES = (0.71, 0.11, 0.04, 0.021, 0.016, 0.014, 0.007, 0.005)
+"""How often the child of a rank is accepted, of children that are drawn without replacement: on the embedded pair at
+temperature 1, by `calibrate` of benchmarks/tree_efficiency.py."""
+
+
+def tree_to_draft(generation: Generation, num_nodes: int, depth: int) -> DraftTree | None:
+    """Returns the tree of a round; None for a chain.
+
+    Where distributions are sent, the shape is given: it depends on these numbers alone, never on drafted tokens. Else
+    the drafter finds the best nodes.
+
+    Args:
+        generation: of the session.
+        num_nodes: draft tokens; 0 for a chain.
+        depth: draft tokens on a path.
+    """
+    if not num_nodes:
+        return None
+    if not generation.rule.needs_draft_probs or generation.sampling.greedy:
+        return DraftTree(num_nodes)
+    shape = _drawn_shape(num_nodes, depth)
+    return DraftTree(len(shape), shape)
+
+
+@cache
+def _drawn_shape(num_nodes: int, depth: int) -> TokenTree:
+    return shape_by_rank(CHANCES, num_nodes, depth)
