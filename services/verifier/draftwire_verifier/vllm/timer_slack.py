@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30
-COARSE_NS = 40_000_000
+COARSE_NS = 200_000_000
 """Of threads that only look around."""
 FINE_NS = 50_000
 """Linux' default."""
