@@ -65,12 +65,11 @@ def parts_of(python: Path) -> list[Part]:
     """Returns what is run, one after the other."""
     two = {"TEST_VLLM_RANKS": "2"}
     decisions, engine = "tests/on_vllm/test_decisions.py", "tests/on_vllm/test_engine_on_vllm.py"
-    idle = "tests/on_vllm/test_core_on_vllm.py::test_idle_verifier_with_open_sessions_uses_no_processor"
     remote = "tests/on_vllm/test_remote_drafter.py"
     own = Path(sys.executable)
     return [
         Part("one rank", python, ("tests/on_vllm",)),
-        Part("two ranks", python, (decisions, engine, idle), two),
+        Part("two ranks", python, (decisions, engine), two),
         Part("remote drafter", python, (remote,), {"TEST_VLLM_REMOTE": "1"}),
         Part("remote drafter, two ranks", python, (remote,), {"TEST_VLLM_REMOTE": "1"} | two),
         *(

@@ -167,6 +167,18 @@ async def test_drafter_that_is_late_rests_longer_each_time_until_it_is_punctual(
     assert await steps_until_asked() == pytest.approx(DEADLINE_S * 2, abs=0.03), "forgiven: it starts from the shortest"
 
 
+async def test_drafter_that_is_late_is_not_forgiven_for_what_it_sent_before() -> None:
+    rig = Rig()
+    await rig.ask(r0=[1], r1=[2])
+    await rig.ask(r0=[1, 1], r1=[2, 2])
+    (punctual,) = (one for one in rig.drafter.asked if rig.drafter.texts[one.fence.session_id].ids == [1, 1])
+    rig.send(punctual, 5)
+    for length in range(3, 6):
+        assert await rig.ask(r0=[1] * length, r1=[2] * length) == {}, "it rests"
+    rig.now += 2 * DEADLINE_S
+    assert set(await rig.ask(r0=[1] * 6, r1=[2] * 6)) == {0}
+
+
 async def test_text_whose_block_is_missing_is_not_asked_for_again_and_others_are_not_blamed() -> None:
     slow, quick = FakeDrafterLink("slow:1"), FakeDrafterLink("quick:1")
     rig = Rig(slow, quick)

@@ -16,7 +16,6 @@ from draftwire.runtime.logging import configure_logging
 from draftwire.verification.rule_loading import served_rules
 from draftwire_verifier.vllm.items import StepItems, StepReport
 from draftwire_verifier.vllm.rank_decisions import RankDecisions, agreed
-from draftwire_verifier.vllm.timer_slack import FINE_NS, set_timer_slack
 
 log = structlog.get_logger()
 
@@ -35,7 +34,6 @@ class RankExtension:
         """
         if multiprocessing.parent_process() is not None:
             configure_logging(log_format, "verifier")
-            set_timer_slack(FINE_NS)  # of the thread that runs the forward passes
         RankStep(self.model_runner, own_rules).install()
 
     def draftwire_fingerprint(self) -> bytes:
