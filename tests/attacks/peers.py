@@ -5,13 +5,10 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from unittest.mock import patch
-from urllib.request import urlopen
 
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import stack_options
@@ -28,19 +25,15 @@ MAX_GAP_S = FROZEN_SECONDS / 2
 MAX_MORE_MIB = 256.0
 LONG = 400
 """Tokens of a stream that something happens to."""
-LEAST_PACE = 0.8
-"""Of others, beside a flood of blocks: the processes share two cores."""
 
 
 @contextmanager
-def own_stack(way: str, options: Mapping[str, Mapping[str, object]] | None = None) -> Iterator[LocalStack]:
-    """Starts services of which one behaves wrongly; see `tests/injected/wrong_peers`. By default all three, with the
-    embedded pair.
-    """
+def own_stack(way: str) -> Iterator[LocalStack]:
+    """Starts services of which one behaves wrongly; see `tests/injected/wrong_peers`."""
     path = os.pathsep.join([str(WRONG_PEERS), *filter(None, [os.environ.get("PYTHONPATH")])])
     with (
         patch.dict(os.environ, {"PYTHONPATH": path, "WRONG_PEER": way}),
-        LocalStack(options or stack_options(None, None, 4)) as stack,
+        LocalStack(stack_options(None, None, 4)) as stack,
     ):
         yield stack
 
@@ -104,54 +97,6 @@ def withholding_drafter(victim: Victim) -> Figures:
         {"largest_gap_s": gap_s, "rounds": numbers.num_rounds, "drafted": numbers.num_drafts},
         {"the stream waited": gap_s > MAX_GAP_S, "the drafter was kept": numbers.num_drafters_lost == 0},
     )
-
-
-@attack("drafter")
-def flooding_drafter(victim: Victim) -> Figures:
-    """A drafter sends thousands of blocks each second, for texts that its session never has. Another session of that
-    verifier, with a drafter of its own, keeps its pace and its texts. `victim` is left alone.
-    """
-    script = {"model": "scripted:verify_ms=10,draft_ms=1,acceptance=0.8,recovered=0.5", "threads": 1}
-    ahead = {"draft_ahead_rounds": 2, "speculation": "fixed", "num_speculative_tokens": 4}
-    with LocalStack({"verifier": script, "drafter": script, "gateway": ahead}) as stack, ExitStack() as wrong:
-        verifier = f"127.0.0.1:{stack.services['verifier'].port}"
-        options = {"drafter": script, "gateway": {**ahead, "verifier": verifier}}
-        flooding = wrong.enter_context(own_stack("flood", options))
-        client, flooded = (wrong.enter_context(Client(one.address)) for one in (stack, flooding))
-
-        def paced(seed: int) -> tuple[list[int], float]:
-            started = time.monotonic()
-            completion = client.generate(
-                PROMPT, max_tokens=LONG, ignore_eos=True, seed=seed, rejection_sample_method="coupled"
-            )
-            return completion.token_ids, LONG / (time.monotonic() - started)
-
-        quiet = [paced(seed) for seed in range(3)]
-        with ThreadPoolExecutor(1) as pool:
-            victims = pool.submit(flooded.generate, PROMPT, max_tokens=4 * LONG, ignore_eos=True)
-            before = _dropped(stack)
-            beside = [paced(seed) for seed in range(3)]
-            num_blocks = _dropped(stack) - before
-            is_beside = not victims.done()
-            numbers = victims.result().statistics
-    pace = median(rate for _, rate in beside) / median(rate for _, rate in quiet)
-    return judged(
-        {"pace": pace, "blocks": num_blocks, "tokens_of_the_flooded": numbers.num_generated_tokens},
-        {
-            "others were slower": pace < LEAST_PACE,
-            "others have other texts": [ids for ids, _ in beside] != [ids for ids, _ in quiet],
-            "the flooded session was shorter": numbers.num_generated_tokens != 4 * LONG,
-            "nothing was flooded": not is_beside or num_blocks < 1000,
-        },
-    )
-
-
-def _dropped(stack: LocalStack) -> float:
-    """Returns how many blocks for other texts a verifier has dropped."""
-    port = stack.services["verifier"].metrics_port
-    with urlopen(f"http://127.0.0.1:{port}/metrics") as response:
-        lines = response.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("draftwire:held_blocks_total"))
 
 
 @attack("verifier")

@@ -52,7 +52,7 @@ ATTRIBUTES = {
         *("queue_us", "verify_us"),
     },
     "calibrate": {"round", "epoch", "attempt", "num_sessions", "num_tokens"},
-    "draft": {"round", "epoch", "attempt", "num_sessions", "num_draft_tokens"},
+    "draft": {"round", "epoch", "attempt", "num_sessions", "num_draft_tokens", "is_ahead"},
 }
 """All that is ever said, by name of the span. `tokens` are numbers of tokens, never ids."""
 WORDS = re.compile(

@@ -4,8 +4,6 @@ folder; `WRONG_PEER` says how.
 stall           the verifier's step number 40, and each hundredth after it, takes 6 s
 draft_tokens    its fifth verdict says that 2**27 draft tokens were judged
 withhold        a drafter sends no block after its tenth, and says again and again that it did
-flood           a drafter sends a hundred blocks for texts that nobody has, of the round after, with each block and each
-                50th of a second
 slow_tokens     a drafter takes 0.18 s for each fourth token 1 after a token 0, and no time for other tokens; the
                 verifier's steps take 10 ms, so that much can happen between them
 """
@@ -22,7 +20,6 @@ TOKEN_SECONDS, SLOW_TOKENS, SLOW_EVERY = 0.18, [0, 1], 4
 STEP_SECONDS = 0.01
 LYING_VERDICT = 5
 SENT_BLOCKS, REPLY_SECONDS = 10, 0.2
-FLOOD_BLOCKS, FLOOD_SECONDS = 100, 0.02
 
 
 def stall() -> None:
@@ -77,38 +74,6 @@ def withhold_blocks() -> None:
     DrafterCore.send_drafted = say_it_is_sent  # type: ignore[method-assign]
 
 
-def flood_with_blocks() -> None:
-    from dataclasses import replace
-
-    from draftwire_drafter.core import DrafterCore
-
-    push = DrafterCore._push
-
-    def flood(self: DrafterCore, session: Any, block: Any) -> None:
-        if not self._scheduler.is_open(session):
-            return
-        fence = block.fence
-        for number in range(FLOOD_BLOCKS):
-            wrong = replace(
-                fence, round=session.root.fence.round + 1 + number % 2, prefix_hash=fence.prefix_hash ^ (number + 1)
-            )
-            push(self, session, replace(block, fence=wrong, permit=None, is_ahead=True))
-
-    def flood_again(self: DrafterCore, session: Any, block: Any) -> None:
-        if self._scheduler.is_open(session):
-            flood(self, session, block)
-            asyncio.get_running_loop().call_later(FLOOD_SECONDS, flood_again, self, session, block)
-
-    def flooding(self: DrafterCore, session: Any, block: Any) -> None:
-        push(self, session, block)
-        if block.permit is not None:
-            flood_again(self, session, block)
-        else:
-            flood(self, session, block)
-
-    DrafterCore._push = flooding  # type: ignore[method-assign]
-
-
 def take_time_for_steps() -> None:
     from draftwire_verifier.engine import TargetEngine
 
@@ -142,7 +107,6 @@ WAYS = {
     ("verifier", "draft_tokens"): lie_about_draft_tokens,
     ("verifier", "slow_tokens"): take_time_for_steps,
     ("drafter", "withhold"): withhold_blocks,
-    ("drafter", "flood"): flood_with_blocks,
     ("drafter", "slow_tokens"): take_time_for_tokens,
 }
 
