@@ -3,8 +3,9 @@
     python -m benchmarks.simulated_pair --output benchmarks/results/simulated_pair.json
 
 A verifier and a drafter batch what is ready into steps; the verifier may draft by itself too, which costs its rows
-alone. Each pair of a grid of speeds, acceptance and sessions is run with fixed lengths twice: the best length by one
-run is measured in the other. A drop is a pair whose acceptance falls from 0.9 to 0.1.
+alone; of its guesses few are right here. Each pair of a grid of speeds, acceptance and sessions is run with fixed
+lengths twice: the best length by one run is measured in the other. A drop is a pair whose acceptance falls from 0.9 to
+0.1.
 """
 
 import argparse
@@ -222,10 +223,11 @@ def round_times(
 FIXED = (0, 1, 2, 4, 8)
 VERIFY_MS, ROW_US, DRAFT_MS = (5, 20), (0, 200, 1000), (0.5, 2)
 ACCEPTANCE, SESSIONS = (0.1, 0.5, 0.8, 0.95), (1, 4, 16)
+OWN_ACCEPTANCE = 0.1
 FIXED_S = 20.0
 """How long fixed lengths are run."""
-EARLY_S, LATE_S = 30.0, 60.0
-"""Chosen lengths are measured from nothing to the first, and from there to the second."""
+FIRST_S, EARLY_S, LATE_S = 10.0, 30.0, 60.0
+"""Chosen lengths are measured from nothing to the first two, and from the second to the third."""
 DROP_AT_S, DROP_SECONDS = 8.0, 5.0
 
 
@@ -235,18 +237,21 @@ def constant(acceptance: float) -> Callable[[float], float]:
 
 
 def measure_pair(verify_ms: float, row_us: float, draft_ms: float, acceptance: float, sessions: int) -> dict[str, Any]:
-    """Returns the best fixed length of a pair, and what chosen ones make of its tokens/s, early and late."""
-    pair = SimulatedPair(verify_ms / 1e3, row_us / 1e6, draft_ms / 1e3, constant(acceptance), sessions)
+    """Returns the best fixed length of a pair, and what chosen ones make of its tokens/s, by part of the time."""
+    speeds = (verify_ms / 1e3, row_us / 1e6, draft_ms / 1e3)
+    pair = SimulatedPair(*speeds, constant(acceptance), sessions, own_acceptance=OWN_ACCEPTANCE)
     seeds = range(SESSIONS[-1] // sessions)  # one session alone is noisy
 
     def rate(length: int | None, seed: int, seconds: float, since: float) -> float:
-        return mean(Simulation(pair, length, seed + each).tokens_per_s(seconds, since) for each in seeds)
+        runs = [Simulation(pair, length, seed + each, PairChooser(8, 4, pair.sources)) for each in seeds]
+        return mean(run.tokens_per_s(seconds, since) for run in runs)
 
     best = max(FIXED, key=lambda length: rate(length, 0, FIXED_S, 1.0))
     measured = rate(best, 100, FIXED_S, 1.0)
-    early, late = rate(None, 200, EARLY_S, 0.0), rate(None, 200, LATE_S, EARLY_S)
+    spans = {"first": (FIRST_S, 0.0), "early": (EARLY_S, 0.0), "late": (LATE_S, EARLY_S)}
+    shares = {part: rate(None, 200, *span) / measured for part, span in spans.items()}
     named = f"verify {verify_ms} ms, row {row_us} us, draft {draft_ms} ms, acceptance {acceptance}, {sessions} sessions"
-    return {"pair": named, "best": best, "early": early / measured, "late": late / measured}
+    return {"pair": named, "best": best, **shares}
 
 
 def measure_drop(seed: int) -> float:
@@ -267,7 +272,7 @@ def main() -> None:
     grid = list(product(VERIFY_MS, ROW_US, DRAFT_MS, ACCEPTANCE, SESSIONS))[:: arguments.every]
     results = [measure_pair(*pair) for pair in progress(grid, "pairs")]
     figures: dict[str, Any] = {"pairs": len(results)}
-    for part in ("early", "late"):
+    for part in ("first", "early", "late"):
         ratios = [result[part] for result in results]
         figures[part] = {"median": median(ratios), "tenth": quantiles(ratios, n=10)[0], "least": min(ratios)}
     drops = [measure_drop(seed) for seed in range(arguments.drops)]

@@ -52,6 +52,11 @@ LEAST_GAIN = 0.01
 LEAST_GAIN_OVER_PLAIN = 0.05
 """Drafts are chosen if they are better than plain decoding by so much: the best of many arms looks better than it is,
 and a window of plain rounds just after drafts worse."""
+HOPELESS = 0.2
+"""A probe ends early, after `HOPELESS_ROUNDS` of each session, if its arm is slower than the chosen one by so much."""
+HOPELESS_ROUNDS = 3
+LEAST_HOPELESS_ROUNDS = 8
+"""Of all sessions together."""
 MAX_SLOW_READER = 0.5
 """Rounds that waited for their reader for longer than this share of their time are left out, unless most did."""
 SETTLING_ROUNDS = 2.0
@@ -188,10 +193,12 @@ class PairChooser:
                 current.quiet.add(times, expected_tokens)
         passed_s = times.ended_at - current.counts_from
         least_rounds = max(LEAST_ROUNDS, LEAST_ROUNDS_OF_EACH * self.num_sessions)
+        if self._loads[current.load].costs.is_empty:
+            least_rounds //= 2  # the first window is no better than a guess
         is_full = passed_s >= LEAST_WINDOW_S and current.num_rounds >= least_rounds
         is_due = times.ended_at >= current.next_due
         is_outdated = self._num_surprises(current.arm) > current.num_surprises
-        if is_full or is_due or is_outdated or passed_s >= MOST_WINDOW_S:
+        if is_full or is_due or is_outdated or passed_s >= MOST_WINDOW_S or self._is_hopeless(current):
             self._end_window(current, times.ended_at)
 
     def num_plain_rounds(self, most: int, now: float) -> int:
@@ -278,6 +285,15 @@ class PairChooser:
         """Returns the tokens/s that are expected of a session in rounds of an arm, of which some was measured."""
         return self._expected_tokens(arm) * state.costs.bias(arm) / state.costs.round_s(arm)
 
+    def _is_hopeless(self, window: Window) -> bool:
+        """Whether a probe's arm is so much slower than the chosen one that a few rounds show it."""
+        state = self._loads[window.load]
+        least_rounds = max(LEAST_HOPELESS_ROUNDS, HOPELESS_ROUNDS * self.num_sessions)
+        if not window.is_probe or state.costs.is_empty or window.num_rounds < least_rounds:
+            return False
+        rate = self._expected_tokens(window.arm) * state.costs.bias(window.arm) / window.sums.mean_round_s
+        return rate < (1.0 - HOPELESS) * self._expected_rate(state, state.arm)
+
     def _num_surprises(self, arm: Arm) -> int:
         return 0 if arm.source is None else self.acceptance[arm.source].num_surprises
 
@@ -339,7 +355,7 @@ class PairChooser:
     def _next_window(self, load: int, now: float) -> Window:
         state = self._loads.get(load)
         if state is None:
-            state = self._loads[load] = LoadState(self._arm_at_other_load(load))
+            state = self._loads[load] = LoadState(self._arm_to_begin_with(load))
         arm, probe, next_due = state.arm, None, math.inf
         if not state.costs.is_empty:
             state.arm = arm = self._best(state, load)
@@ -347,11 +363,7 @@ class PairChooser:
             left_s = self._probes_due_in_s(state, load)
             next_due = now + min(left_s.values(), default=math.inf)
             ready = [other for other, seconds in left_s.items() if seconds <= 0.0]
-            probe = (
-                PLAIN
-                if PLAIN in ready
-                else max(ready, key=lambda other: self.estimate(other, load).tokens_per_second, default=None)
-            )
+            probe = self._next_probe(state, load, ready)
         if probe is not None:
             arm, next_due = probe, math.inf
         counts_from = now
@@ -361,14 +373,30 @@ class PairChooser:
             counts_from += SETTLING_ROUNDS * before.sums.mean_round_s
         return Window(arm, load, now, probe is not None, counts_from, self._num_surprises(arm), next_due, self._used_s)
 
+    def _next_probe(self, state: LoadState, load: int, ready: Sequence[Arm]) -> Arm | None:
+        """Returns the arm to probe of those whose turn it is: plain decoding before all, else the fastest. Of a source
+        that was not measured at that load it is the shortest: that costs least, and tells what the others would take.
+        """
+        if PLAIN in ready or not ready:
+            return PLAIN if ready else None
+        fastest = max(ready, key=lambda arm: self.estimate(arm, load).tokens_per_second)
+        own = [arm for arm in self.arms if arm.source is fastest.source]
+        if any(state.costs.measured(arm) for arm in own):
+            return fastest
+        return min(own, key=lambda arm: arm.length)
+
     def _waits_for_calm(self, state: LoadState) -> bool:
         """Whether windows do not count that are not calm."""
         return state.calm_at is not None and self._used_s - state.calm_at < CALM_FOR_S
 
-    def _arm_at_other_load(self, load: int) -> Arm:
-        if not self._loads:
-            return self._first_arm
-        return self._loads[min(self._loads, key=lambda other: abs(other - load))].arm
+    def _arm_to_begin_with(self, load: int) -> Arm:
+        """Returns that of the next load, if it is known. Else one session begins with drafts, and several with plain
+        rounds: they cost least to measure, and the more sessions there are, the less do drafts pay.
+        """
+        near = [other for other in self._loads if abs(other - load) == 1]
+        if near:
+            return self._loads[near[0]].arm
+        return PLAIN if load else self._first_arm
 
     def _best(self, state: LoadState, load: int) -> Arm:
         """Returns the best arm that was measured; the chosen one, unless another is better by `LEAST_GAIN`; and plain
