@@ -127,4 +127,4 @@ def test_no_broken_block_raises_or_passes_and_each_violation_occurs() -> None:
 def test_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, *FAULTS[fault])
     with pytest.raises(DecodingFaultError, match="target of"):
-        run(40_000, seed=2)
+        run(20_000, seed=2)
