@@ -288,11 +288,11 @@ def samples_for(generator: random.Random, target: Target) -> list[Sample]:
         samples += [sparse_sample(generator, vocab_size, largest) for largest in (1, 2, 4, 8, 16) for _ in range(5)]
         samples += [dataless_sample(generator, vocab_size, encoding) for encoding in (ONE_HOT, NONE) for _ in range(3)]
         encodings = (SPARSE, NONE) if vocab_size >= MAX_TREE_NODES else (NONE,)
-        samples += [tree_sample(generator, vocab_size, encoding) for encoding in encodings for _ in range(5)]
+        samples += [tree_sample(generator, vocab_size, encoding) for encoding in encodings for _ in range(4)]
     for vocab_size in target.dense_vocab_sizes:
         samples += [dense_sample(generator, vocab_size, encoding) for encoding in DENSE for _ in range(5)]
     if target.vocab_size > 256:
-        samples += [sparse_sample(generator, target.vocab_size - 1, 1024, smallest=1024) for _ in range(3)]
+        samples += [sparse_sample(generator, target.vocab_size - 1, 1024, smallest=1024) for _ in range(5)]
     return samples
 
 

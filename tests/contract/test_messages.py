@@ -479,12 +479,12 @@ def test_sampling_parameters_have_fields_of_their_names_and_are_sent_even_where_
     assert all(message.HasField(name) for name in names)
 
 
-@given(made(DraftBlock))
+@given(made(DraftBlock, parents=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=12).map(tuple)))
 def test_draft_block_travels_with_all_it_says(block: DraftBlock) -> None:
     """Its distributions are any: they are checked after the wire."""
     message = sent(messages.block_to_proto(block))
     stated, distributions = message.distributions, block.distributions
-    assert list(message.token_ids) == block.token_ids
+    assert (list(message.token_ids), tuple(message.parent_indices)) == (block.token_ids, block.parents)
     assert (stated.vocab_size, stated.data) == (distributions.vocab_size, distributions.data)
     assert tuple(stated.support_sizes) == distributions.support_sizes
     assert tuple(stated.wide_sizes) == distributions.wide_sizes
@@ -544,9 +544,9 @@ GENERATED = gateway_pb2.GeneratedChoice(choice=3, token_ids=[7, 300], is_finishe
 DENSE_BLOCK = DraftBlock(
     FENCE, [1, 0], encode_dense(Encoding.DENSE_FLOAT32, np.array([[0.25, 0.75], [1.0, 0.0]], dtype=np.float32))
 )
-PARAMETERS_OF_TARGET, PARAMETERS_OF_DRAFT = f"ba01 59 {GOLDEN_PARAMETERS}", f"9201 59 {GOLDEN_PARAMETERS}"  # 23, 18
-TRACED_OF_TARGET = f"ba01 9201 {GOLDEN_PARAMETERS} 42 37 {SPAN}"  # 146 bytes; 8: traceparent
-TRACED_OF_DRAFT = f"9201 9201 {GOLDEN_PARAMETERS} 42 37 {SPAN}"
+PARAMETERS_OF_TARGET, PARAMETERS_OF_DRAFT = f"ba01 5b {GOLDEN_PARAMETERS}", f"9201 5b {GOLDEN_PARAMETERS}"  # 23, 18
+TRACED_OF_TARGET = f"ba01 9401 {GOLDEN_PARAMETERS} 42 37 {SPAN}"  # 148 bytes; 8: traceparent
+TRACED_OF_DRAFT = f"9201 9401 {GOLDEN_PARAMETERS} 42 37 {SPAN}"
 SPECS = {
     "opening of a target session": (TARGET_SPEC, GOLDEN_TARGET_SPEC.hex() + PARAMETERS_OF_TARGET),
     "its span": (with_changes(TARGET_SPEC, traceparent=TRACEPARENT), GOLDEN_TARGET_SPEC.hex() + TRACED_OF_TARGET),
@@ -888,6 +888,17 @@ def test_tree_travels_with_a_distribution_for_each_token_that_has_children() -> 
         (tree_block([-1, -1, 1, 1], [300, 9, 7, 5], ROWS[::-1]), Violation.OUTSIDE_SUPPORT, "probability 0"),
         (tree_block([-1, -1, 0, 0], [9, 7, 5, 300], ROWS), Violation.OUTSIDE_SUPPORT, "probability 0"),
         (tree_block([-1, -1, 1, 1], [9, 9, 7, 5], ROWS), Violation.TOKEN_ID, "drawn twice"),
+        (
+            session_pb2.DraftBlock(
+                token_ids=[1],
+                parent_indices=[-1],
+                distributions=session_pb2.DraftDistributions(
+                    encoding=session_pb2.DISTRIBUTION_ENCODING_ONE_HOT, vocab_size=4
+                ),
+            ),
+            Violation.ENCODING,
+            "all certain",
+        ),
     ],
 )
 def test_tree_that_nobody_can_have_drawn_is_refused(
@@ -931,12 +942,12 @@ def test_block_is_refused_for_its_fault_and_says_no_tokens_but_whose_it_is() -> 
     tree = wire_block(encoding=session_pb2.DISTRIBUTION_ENCODING_ONE_HOT)
     longest = wire_block(MAX_DRAFT_TOKENS, encoding=none)
     assert all(isinstance(block.draft, Supports) for block in received(tree, longest, good))
-    tree.parent_indices.append(-1)  # one-hot
+    tree.parent_indices.extend([-1, -1])
     unstated = [wire_block(encoding=encoding) for encoding in (0, 6, 99, -1)]
     for block, violation, text in (
         *((block, Violation.ENCODING, "encoding") for block in unstated),
         (session_pb2.DraftBlock(token_ids=[1]), Violation.ENCODING, ""),
-        (tree, Violation.ENCODING, "tree"),
+        (tree, Violation.ENCODING, "parents"),
         (wire_block(MAX_DRAFT_TOKENS + 1, encoding=none), Violation.LENGTH, str(MAX_DRAFT_TOKENS)),
     ):
         refused = changed(block, fence=good.fence, attempt=2)
