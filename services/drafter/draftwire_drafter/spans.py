@@ -18,7 +18,7 @@ class DrafterSpans(TracedSessions):
         read = {item.session.key: len(item.token_ids) for item in step.items}
         for key in read:
             self.note_step(key, started_at)
-        num_sessions = len({item.session.key for item in (*step.items, *step.ahead)})
+        num_sessions = len({*read, *(item.session.key for item in step.ahead)})
         for each in completed:
             traced = self._sessions.get(each.session.key)
             if traced is None:
