@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import linear_regression, mean
+from typing import Any
 
 from benchmarks.adaptive import SCRIPTED_CACHE
 from benchmarks.ahead_model import LENGTHS, Pair, ahead_rate, best, mean_tokens
@@ -62,7 +63,11 @@ class Requests:
     """Texts of one setting, one after another."""
 
     def __init__(self, setting: Setting, max_tokens: int) -> None:
-        self._options = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": setting.temperature}
+        self._options: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": setting.temperature,
+        }
         is_scripted = setting.verifier.startswith("scripted")
         self._prompts = ["a"] if is_scripted else load_prompts()
 
@@ -83,7 +88,7 @@ class Requests:
             last = None
             prompt = self._prompts[seed % len(self._prompts)]
             # A seed of its own would be drafted for ahead in any case.
-            seeded = {} if length is None else {"seed": seed, "num_speculative_tokens": length}
+            seeded: dict[str, Any] = {} if length is None else {"seed": seed, "num_speculative_tokens": length}
             async with client.stream(prompt, **self._options, **seeded) as stream:
                 async for piece in stream:
                     now = time.perf_counter()

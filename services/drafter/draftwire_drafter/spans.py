@@ -18,7 +18,7 @@ class DrafterSpans(TracedSessions):
         read = {item.session.key: len(item.token_ids) for item in step.items}
         for key in read:
             self.note_step(key, started_at)
-        num_sessions = len({item.session.key for item in (*step.items, *step.ahead)})
+        num_sessions = len({*read, *(item.session.key for item in step.ahead)})
         for each in completed:
             traced = self._sessions.get(each.session.key)
             if traced is None:
@@ -36,12 +36,11 @@ class DrafterSpans(TracedSessions):
             PREFIX + "epoch": block.fence.epoch,
             PREFIX + "attempt": block.attempt,
             PREFIX + "num_sessions": num_sessions,
-            PREFIX + "is_ahead": block.is_ahead,
         }
         calibrated_at = started_at + block.timings.calibration_us / 1e6
         drafted_at = calibrated_at + block.timings.draft_us / 1e6
         read = {**common, PREFIX + "num_tokens": num_read}
-        drawn = {**common, PREFIX + "num_draft_tokens": len(block.token_ids)}
+        drawn = {**common, PREFIX + "num_draft_tokens": len(block.token_ids), PREFIX + "is_ahead": block.is_ahead}
         if not block.is_ahead:  # nothing is calibrated before a verdict
             self.tracer.record("calibrate", traced.parent, started_at, calibrated_at, read)
         self.tracer.record("draft", traced.parent, calibrated_at, drafted_at, drawn)
