@@ -67,6 +67,7 @@ def test_block_whose_text_comes_true_is_judged_without_being_requested() -> None
     rig = Rig()
     offer(rig.scheduler, rig.ahead([10, 11, 20], token_ids=[30, 31]))
     offer(rig.scheduler, rig.ahead([10, 11, 21], token_ids=[40]))
+    assert rig.scheduler.held.num_kept == 2
     assert rig.step().next_is_held
     assert rig.session.block is not None
     assert rig.session.block.token_ids == [30, 31]

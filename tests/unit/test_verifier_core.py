@@ -26,6 +26,7 @@ from draftwire.runtime.metrics import PREFIX
 from draftwire.runtime.outbox import Outbox
 from draftwire.runtime.settings import ModelSettings
 from draftwire.v1 import session_pb2, verifier_pb2
+from draftwire_verifier.brake import BURST, REST_S, Brake
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.core import BlockRefused, VerifierCore
 from draftwire_verifier.drafters import MAX_DRAFTERS, PROVEN_TOKENS, Drafters
@@ -145,7 +146,7 @@ async def test_violation_is_told_once_to_its_own_lease_and_counted(
 async def test_block_of_a_wrong_peer_is_counted_and_told_to_nobody(core: VerifierCore) -> None:
     lease, outbox = core.open_lease()
     open_session(core, 1, lease)
-    core.push_blocks([make_block(1, [97], OTHER), make_block(1, [98])])
+    assert core.push_blocks([make_block(1, [97], OTHER), make_block(1, [98])]) == (1, 1)
     assert events_of(outbox) == []
     assert num_refused(core, Violation.PEER) == 1.0
     block = core._scheduler.sessions[1, 0].block
@@ -168,21 +169,34 @@ async def test_blocks_of_a_wrong_peer_are_logged_once_per_stream_and_all_counted
     assert num_refused(core, Violation.PEER) == 400.0
 
 
+def message_of(num_blocks: int) -> verifier_pb2.PushDraftBlocksRequest:
+    """Returns a message of blocks for sessions that are not there."""
+    blocks = [session_pb2.DraftBlock()] * num_blocks
+    return verifier_pb2.PushDraftBlocksRequest(blocks=verifier_pb2.DraftBlocks(blocks=blocks))
+
+
+async def test_stream_of_useless_blocks_is_read_slowly(core: VerifierCore) -> None:
+    servicer, brake, drafter = VerifierServicer(core), Brake(), core.drafters.get(DRAFTER)
+    assert drafter is not None
+    with patch("draftwire_verifier.server.asyncio.sleep") as sleep:
+        for _ in range(BURST // MAX_BLOCKS):
+            await servicer._push_blocks(message_of(MAX_BLOCKS), drafter, brake)
+        sleep.assert_not_called()
+        await servicer._push_blocks(message_of(MAX_BLOCKS), drafter, brake)
+    sleep.assert_awaited_once_with(MAX_BLOCKS * REST_S)
+    assert core.metrics.registry.get_sample_value(PREFIX + "drafter_rest_seconds_total") == MAX_BLOCKS * REST_S
+
+
 async def test_message_of_more_blocks_than_there_may_be_sessions_ends_the_stream_before_it_is_read(
     core: VerifierCore,
 ) -> None:
     servicer = VerifierServicer(core)
     most = max(MAX_BLOCKS, core.config.engine.max_sessions)
-
-    def message(num_blocks: int) -> verifier_pb2.PushDraftBlocksRequest:
-        blocks = [session_pb2.DraftBlock()] * num_blocks
-        return verifier_pb2.PushDraftBlocksRequest(blocks=verifier_pb2.DraftBlocks(blocks=blocks))
-
     drafter = core.drafters.get(DRAFTER)
     assert drafter is not None
-    await servicer._push_blocks(message(most), drafter)
+    await servicer._push_blocks(message_of(most), drafter, Brake())
     with patch.object(messages, "blocks_from_proto") as decode, pytest.raises(ProtocolViolationError, match="at most"):
-        await servicer._push_blocks(message(most + 1), drafter)
+        await servicer._push_blocks(message_of(most + 1), drafter, Brake())
     decode.assert_not_called()
 
 

@@ -1,6 +1,6 @@
 """The verifier without gRPC: sessions, drafters, audit, and delivery of verdicts."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -302,8 +302,13 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         )
         return drafter
 
-    def push_blocks(self, blocks: Iterable[ReceivedBlock]) -> None:
-        """Accepts blocks. Stale ones are dropped; a protocol violation ends the speculation of its session."""
+    def push_blocks(self, blocks: Collection[ReceivedBlock]) -> tuple[int, int]:
+        """Accepts blocks. Stale ones are dropped; a protocol violation ends the speculation of its session.
+
+        Returns:
+            How many were queued to be judged, and how many were for nothing.
+        """
+        num_queued, num_kept = 0, self._scheduler.held.num_kept
         for block in blocks:
             self.metrics.blocks_received.inc()
             try:
@@ -313,8 +318,10 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
                 self._refuse_block(block, error)
                 continue
             if session is not None:
+                num_queued += 1
                 self._set_aside_unless_trusted(session)
         self._work.set()
+        return num_queued, len(blocks) - num_queued - (self._scheduler.held.num_kept - num_kept)
 
     def open_stream(
         self, drafter: Drafter, model: ModelDescription, encoding: FeatureEncoding | None = None

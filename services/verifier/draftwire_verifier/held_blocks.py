@@ -35,6 +35,8 @@ class HeldTally:
 
     num_bytes: int = 0
     """Size of those that are held now."""
+    num_kept: int = 0
+    """Blocks that were held at some time."""
     fates: Counter[HeldFate] = field(default_factory=Counter)
     """Of those that are not held any more, or never were."""
 
@@ -68,6 +70,7 @@ class HeldBlocks:
             self.count(block, HeldFate.NO_ROOM)
         else:
             self._blocks[place] = block
+            self._tally.num_kept += 1
             self._resize(block.num_bytes)
 
     def take(self, fence: Fence, *, is_wanted: bool = True) -> ReceivedBlock | None:

@@ -29,6 +29,9 @@ class VerifierMetrics(EngineMetrics):
         self.blocks_set_aside = self.counter(
             "blocks_set_aside", "Draft blocks that were audited but not used: their drafters had not proved themselves."
         )
+        self.rest_s = self.counter(
+            "drafter_rest_seconds", "Time for which streams of blocks were not read, since theirs were for nothing."
+        )
         for violation in Violation:
             self.blocks_refused.labels(violation.value)  # exported at 0 from the start, so that `rate` sees the first
         self.draft_bytes = self.counter(

@@ -28,6 +28,7 @@ from draftwire.runtime.tls import expiries_of, server_credentials, watch_tls
 from draftwire.runtime.tracing_setup import open_tracer
 from draftwire.v1 import session_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
+from draftwire_verifier.brake import Brake
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.core import BlockRefused, TargetEvent, VerifierCore
 from draftwire_verifier.drafters import Drafter, Greeting
@@ -115,6 +116,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                         await context.write(verifier_pb2.PushDraftBlocksResponse(features=part))
 
         writing: asyncio.Future[None] | None = None
+        brake = Brake()
         try:
             response = verifier_pb2.PushDraftBlocksResponse(
                 welcome=messages.model_to_proto(self._core.description),
@@ -125,7 +127,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             async for request in requests:
                 match request.WhichOneof("message"):
                     case "blocks":
-                        await self._push_blocks(request, drafter)
+                        await self._push_blocks(request, drafter, brake)
                     case "feature_requests" if encoding is not None:
                         self._request_features(request, stream)
                     case _:
@@ -147,7 +149,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         """Blocks, or requests, in a message, at most: a session waits for one."""
         return max(messages.MAX_BLOCKS, self._core.config.engine.max_sessions)
 
-    async def _push_blocks(self, request: verifier_pb2.PushDraftBlocksRequest, drafter: Drafter) -> None:
+    async def _push_blocks(self, request: verifier_pb2.PushDraftBlocksRequest, drafter: Drafter, brake: Brake) -> None:
         core, num_bytes = self._core, num_received_bytes.get()
         core.metrics.count_bytes(num_bytes + FRAME_BYTES)
         if len(request.blocks.blocks) > self._most_items:
@@ -158,7 +160,10 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             blocks = await asyncio.to_thread(messages.blocks_from_proto, request.blocks.blocks, drafter.id, *limits)
         else:
             blocks = messages.blocks_from_proto(request.blocks.blocks, drafter.id, *limits)
-        core.push_blocks(blocks)
+        rest_s = brake.rest_s(*core.push_blocks(blocks))
+        if rest_s:
+            core.metrics.rest_s.inc(rest_s)
+            await asyncio.sleep(rest_s)
 
     async def _read_commands(
         self, requests: AsyncIterator[verifier_pb2.RunTargetSessionsRequest], lease_id: int
