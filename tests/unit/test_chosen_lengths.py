@@ -148,6 +148,13 @@ def test_first_seconds_of_a_load_cost_little(case: str) -> None:
     assert median(runs) > least * plain
 
 
+def test_sessions_that_join_one_after_the_other_begin_as_those_that_begin_together() -> None:
+    chooser = PairChooser(8, 4)
+    for number in range(16):
+        chooser.join()
+        assert chooser.window(0.001 * number).arm == (PLAIN if number else Arm(DraftSource.DRAFTER, 4))
+
+
 def num_probed_rounds(draft_s: float) -> int:
     """Returns how many rounds the first probe of drafts has, of one token of which 0.7 is accepted; plain ones take
     0.02 s.

@@ -353,13 +353,11 @@ class PairChooser:
         self._beside = Beside(window.arm, state.costs.slowness(window.arm, sums) ** share)
 
     def _next_window(self, load: int, now: float) -> Window:
-        state = self._loads.get(load)
-        if state is None:
-            state = self._loads[load] = LoadState(self._arm_to_begin_with(load))
-        arm, probe, next_due = state.arm, None, math.inf
-        if not state.costs.is_empty:
-            state.arm = arm = self._best(state, load)
-        if not state.costs.is_empty and not (self._num_reading and self._waits_for_calm(state)):
+        state = self._loads.setdefault(load, LoadState(PLAIN))
+        is_new = state.costs.is_empty
+        state.arm = arm = self._arm_to_begin_with(load) if is_new else self._best(state, load)
+        probe, next_due = None, math.inf
+        if not is_new and not (self._num_reading and self._waits_for_calm(state)):
             left_s = self._probes_due_in_s(state, load)
             next_due = now + min(left_s.values(), default=math.inf)
             ready = [other for other, seconds in left_s.items() if seconds <= 0.0]
@@ -390,12 +388,12 @@ class PairChooser:
         return state.calm_at is not None and self._used_s - state.calm_at < CALM_FOR_S
 
     def _arm_to_begin_with(self, load: int) -> Arm:
-        """Returns that of the next load, if it is known. Else one session begins with drafts, and several with plain
-        rounds: they cost least to measure, and the more sessions there are, the less do drafts pay.
+        """Returns that of the next load, if something was measured there. Else one session begins with drafts, and
+        several with plain rounds: they cost least to measure, and the more sessions there are, the less do drafts pay.
         """
-        near = [other for other in self._loads if abs(other - load) == 1]
-        if near:
-            return self._loads[near[0]].arm
+        for near in (self._loads.get(load - 1), self._loads.get(load + 1)):
+            if near is not None and not near.costs.is_empty:
+                return near.arm
         return PLAIN if load else self._first_arm
 
     def _best(self, state: LoadState, load: int) -> Arm:
