@@ -417,7 +417,13 @@ def ending(choice: int, prompt: int, **counts: Any) -> Ending:
 def test_costs_of_choices_are_added_and_those_of_a_prompt_count_once() -> None:
     first = {"num_prompt_tokens": 7, "num_cached_prompt_tokens": 1, "num_generated_tokens": 2, "num_rounds": 2}
     second = {"num_prompt_tokens": 7, "num_cached_prompt_tokens": 6, "num_generated_tokens": 3, "num_rounds": 1}
-    drafts = {"num_drafts": 1, "num_draft_tokens": 4, "num_accepted_tokens": 2, "num_emitted_tokens": 3}
+    drafts = {
+        "num_drafts": 1,
+        "num_draft_tokens": 4,
+        "num_draft_positions": 4,
+        "num_accepted_tokens": 2,
+        "num_emitted_tokens": 3,
+    }
     lists = {"acceptance_histogram": [0, 0, 1], "num_accepted_tokens_per_pos": [1, 1]}
     lists["draft_length_histogram"] = [2, 0, 0, 0, 1]
     endings = [
