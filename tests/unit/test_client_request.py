@@ -37,6 +37,7 @@ VALUES: dict[str, Any] = {
     "ignore_eos": True,
     "seed": 11,
     "num_speculative_tokens": 6,
+    "num_draft_nodes": 12,
     "drafter": ["suffix", "lookup"],
     "rejection_sample_method": "token",
     "logprobs": 1,

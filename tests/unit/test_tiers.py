@@ -34,13 +34,16 @@ def test_report_counts_outcomes_and_names_the_slowest(tmp_path: Path) -> None:
 def test_tier_that_takes_half_as_long_again_as_it_may_fails_the_summary(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(tiers, "REPORTS", tmp_path)
     limit = tiers.TOLERANCE * tiers.TIERS["test"].budget_s
-    for seconds, counts, status in (
-        (limit, {"passed": 3}, 0),
-        (limit + 1.0, {"passed": 3}, 1),
-        (1.0, {"passed": 2, "failed": 1}, 1),
-        (1.0, {"passed": 2, "error": 1}, 1),
+    for seconds, slowness, counts, status in (
+        (limit, 1.0, {"passed": 3}, 0),
+        (limit + 1.0, 1.0, {"passed": 3}, 1),
+        (limit + 1.0, 1.5, {"passed": 3}, 0),
+        (2 * limit, 1.5, {"passed": 3}, 1),
+        (1.0, 1.0, {"passed": 2, "failed": 1}, 1),
+        (1.0, 1.0, {"passed": 2, "error": 1}, 1),
     ):
-        (tmp_path / "test.json").write_text(tiers.json.dumps(tiers.asdict(Report("test", seconds, counts))))
+        report = Report("test", seconds, counts, slowness=slowness)
+        (tmp_path / "test.json").write_text(tiers.json.dumps(tiers.asdict(report)))
         assert tiers.summarize(["test"]) == status, (seconds, counts)
         last = capsys.readouterr().out.splitlines()[-1]
         assert last.startswith("=")
