@@ -99,7 +99,8 @@ def test_head_has_a_name_that_requests_may_say_and_metrics_show(stack: InProcess
             drawn = client.generate(PROMPT, max_tokens=20, ignore_eos=True, drafter=EAGLE3, num_speculative_tokens=3)
         assert drawn.statistics.num_draft_tokens > 0
         assert read_metric(stack, "verifier", "feature_bytes") > 0
-        assert read_metric(stack, "verifier", "audit_draft_tokens", f'model_name="{EAGLE3}",span="total"') > 0
+        audited = f'model_name="{EAGLE3}",span="total"'  # after the verdict, which ends the completion
+        wait_until(lambda: read_metric(stack, "verifier", "audit_draft_tokens", audited) > 0, "drafts are audited")
         return
     with Client(stack.address) as client:
         assert list(client.server().drafter_names) == [kind, "suffix", "lookup"]

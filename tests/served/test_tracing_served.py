@@ -37,7 +37,7 @@ ATTRIBUTES = {
     "choice": {
         *("choice", "session_id", "rejection_sample_method", "num_speculative_tokens", "num_resumed_tokens"),
         *("finish_reason", "num_prompt_tokens", "num_cached_prompt_tokens", "num_generated_tokens", "num_rounds"),
-        *("num_draft_tokens", "num_accepted_tokens", "num_ahead_hits", "num_ahead_late"),
+        *("num_draft_tokens", "num_accepted_tokens", "num_ahead_hits", "num_ahead_late", "num_draft_nodes"),
         *("num_ahead_misses", "num_ahead_wasted_tokens", "max_held_bytes"),
         *("num_drafters_lost", "num_verifiers_lost"),
         "time_to_first_token_us",
