@@ -11,7 +11,7 @@ from draftwire.client import Client
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.parameters import SamplingParams
 from tests.in_process import InProcessStack
-from tests.observing import read_metric
+from tests.observing import read_metric, wait_until
 from tests.tiny_heads import EAGLE3, MEDUSA, save_tiny_head
 
 ALPHA = 1e-6
