@@ -36,8 +36,17 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     running.close()
 
 
+@pytest.fixture
+def released(loop: asyncio.AbstractEventLoop) -> Iterator[Event]:
+    """Blocks the loop until it is set."""
+    event = Event()
+    loop.call_soon_threadsafe(event.wait)
+    yield event
+    event.set()
+
+
 def test_loop_that_is_blocked_is_waited_for_less_each_time(
-    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+    loop: asyncio.AbstractEventLoop, released: Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config: Any = SimpleNamespace(
         additional_config={"draftwire": {"drafters": ["localhost:1"], "deadline_ms": DEADLINE_S * 1e3}},
@@ -64,8 +73,6 @@ def test_loop_that_is_blocked_is_waited_for_less_each_time(
     def step() -> None:
         assert remote.propose([[1]], np.array([2]), np.zeros((1, 8), np.int32)) == [[]]
 
-    blocked = Event()
-    loop.call_soon_threadsafe(blocked.wait)
     for number in (1, 2, 3):
         for _ in range(3):
             step()
@@ -74,7 +81,7 @@ def test_loop_that_is_blocked_is_waited_for_less_each_time(
         step()
         assert num_waits == number
         now += 0.002
-    blocked.set()
+    released.set()
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(10)
     assert texts.num_asked == 0, "what nobody waits for any more is not asked"
     for _ in range(3):
