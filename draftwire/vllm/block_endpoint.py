@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
@@ -15,35 +16,41 @@ from draftwire.runtime.call_limits import CallLimits
 from draftwire.runtime.caller_identity import CallerRole, require_role
 from draftwire.runtime.channels import server_options
 from draftwire.runtime.interceptor import ServiceGate
+from draftwire.runtime.received_blocks import decoded_blocks
 from draftwire.runtime.settings import ConnectionSettings
 from draftwire.runtime.tls import TlsFiles, server_credentials
 from draftwire.v1 import verifier_pb2
 from draftwire.vllm.remote_settings import RemoteDrafterSettings
+from draftwire_verifier.brake import Brake
 
 SERVICE, METHOD = "draftwire.v1.VerifierService", "PushDraftBlocks"
 """The one method that is served."""
+BLOCK_BYTES, TOKEN_BYTES = 512, 5
+"""Most bytes of a block without distributions beside its tokens, and of a token."""
 
 
 class BlockEndpoint:
     """Receives blocks of drafters. Opens no sessions and decides nothing."""
 
     def __init__(
-        self, target: ModelDescription, num_draft_tokens: int, deliver: Callable[[Sequence[ReceivedBlock]], None]
+        self, target: ModelDescription, num_draft_tokens: int, deliver: Callable[[Sequence[ReceivedBlock]], int]
     ) -> None:
         """Prepares.
 
         Args:
             target: sent to drafters as their welcome.
             num_draft_tokens: longer blocks are not taken.
-            deliver: gets what arrives, on the event loop. Who may send a block is shown by its fence alone, which
-                holds the session's random id.
+            deliver: gets what arrives, on the event loop, and returns how many of it were of use. Who may send a block
+                is shown by its fence alone, which holds the session's random id.
         """
         self._target = target
         self._num_draft_tokens = num_draft_tokens
         self._deliver = deliver
         gate = ServiceGate(CallLimits())
         gate.refusal = ""
-        self._server = grpc.aio.server(interceptors=[gate], options=server_options(ConnectionSettings(), CallLimits()))
+        most_bytes = messages.MAX_BLOCKS * (BLOCK_BYTES + TOKEN_BYTES * num_draft_tokens)
+        options = server_options(ConnectionSettings(), CallLimits(max_request_bytes=most_bytes))
+        self._server = grpc.aio.server(interceptors=[gate], options=options)
 
     async def start(self, settings: RemoteDrafterSettings, files: TlsFiles | None) -> int:
         """Listens, and returns the port.
@@ -87,6 +94,9 @@ class BlockEndpoint:
             raise ProtocolViolationError("a drafter sends a hello first, then blocks")
         welcome = messages.model_to_proto(self._target)
         await context.write(verifier_pb2.PushDraftBlocksResponse(welcome=welcome))
-        limits = (first.hello.instance_id, self._target.vocab_size, self._num_draft_tokens)
+        limits = (self._target.vocab_size, self._num_draft_tokens, 0)
+        brake = Brake()
         async for request in requests:
-            self._deliver(messages.blocks_from_proto(request.blocks.blocks, *limits))
+            blocks = await decoded_blocks(request.blocks.blocks, first.hello.instance_id, limits)
+            num_used = self._deliver(blocks)
+            await asyncio.sleep(brake.rest_s(num_used, max(1, len(blocks)) - num_used))

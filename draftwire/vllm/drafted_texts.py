@@ -7,12 +7,13 @@ row continues the text that it starts with.
 import asyncio
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 import structlog
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from draftwire.errors import BlockViolationError, DraftwireError
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import Calibration, CommittedTokens, DraftSessionSpec, Fence, ReceivedBlock
-from draftwire.models.description import ModelDescription
+from draftwire.models.description import NEEDS_FEATURES, ModelDescription
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
 from draftwire.requests.session_parameters import SessionParameters
@@ -42,6 +43,10 @@ RESERVED_TOKENS = 2048
 """Room that a session reserves beyond its text: vLLM does not tell how long it may become. It is opened again after."""
 MOST_DOUBLINGS = 8
 """A drafter that is late again and again is asked once in `2**MOST_DOUBLINGS` deadlines at least."""
+MOST_REFUSALS = 4
+"""One that refuses or loses sessions again and again is sent new ones once in `RETRY_SECONDS * 2**MOST_REFUSALS`."""
+MOST_COMPARED = 64
+"""Texts that a row is compared with as a whole. One whose text is not among them counts as new."""
 
 RowIds = NDArray[np.int32]
 
@@ -49,8 +54,14 @@ RowIds = NDArray[np.int32]
 class RemoteSession:
     """One text's session on a drafter, and the `Inbox` of its events."""
 
-    def __init__(self, drafter: DrafterLink, spec: DraftSessionSpec) -> None:
-        """Starts to open the session."""
+    def __init__(self, drafter: DrafterLink, spec: DraftSessionSpec, refusals: "Lateness") -> None:
+        """Starts to open the session.
+
+        Args:
+            drafter: where.
+            spec: of the session.
+            refusals: how often in a row sessions of the drafter have failed. None any more once it has opened one.
+        """
         self.drafter = drafter
         self.session_id = spec.session_id
         self.max_len = spec.max_len
@@ -64,6 +75,8 @@ class RemoteSession:
         self._committed = CommittedTokens(spec.token_ids)
         self._fence: Fence | None = None
         self._num_rounds = 0
+        self._num_asked = 0
+        self._refusals = refusals
         self._opening = asyncio.get_running_loop().create_task(self._open(spec))
 
     @property
@@ -75,6 +88,7 @@ class RemoteSession:
         try:
             await self.drafter.open(spec, self)
             self.is_ready = True
+            self._refusals.num_late = 0
         except Exception as error:
             self._lose(error)
 
@@ -100,15 +114,18 @@ class RemoteSession:
         self._committed.append(new_ids)
         fence = Fence(self.session_id, 0, self._num_rounds, len(self._committed), self._committed.hash)
         self._num_rounds += 1
+        self._num_asked = num_draft_tokens
         self._fence, self.block, self.was_late = fence, Future(), False
         self.drafter.calibrate(Calibration(fence, base_len, new_ids, num_draft_tokens))
         return self.block
 
-    def deliver(self, block: ReceivedBlock) -> None:
-        """Takes a block, if it is the one that was requested."""
-        is_good = not isinstance(block.draft, BlockViolationError)
+    def deliver(self, block: ReceivedBlock) -> bool:
+        """Takes a block, if it is the one that was requested; returns whether it is."""
+        is_good = not isinstance(block.draft, BlockViolationError) and len(block.token_ids) <= self._num_asked
         if self.block is not None and not self.block.done() and block.fence == self._fence and is_good:
             self.block.set_result(block.token_ids)
+            return True
+        return False
 
     def close(self) -> None:
         """Ends the session."""
@@ -147,9 +164,9 @@ class Lateness:
     num_late: int = 0
     rests_until: float = 0.0
 
-    def count(self, now: float, deadline_s: float) -> None:
-        """It was late once more: it rests twice as long as the last time."""
-        self.num_late = min(self.num_late + 1, MOST_DOUBLINGS)
+    def count(self, now: float, deadline_s: float, most: int = MOST_DOUBLINGS) -> None:
+        """It was late once more: it rests twice as long as the last time, `deadline_s * 2**most` at most."""
+        self.num_late = min(self.num_late + 1, most)
         self.rests_until = now + deadline_s * 2.0**self.num_late
 
 
@@ -168,7 +185,11 @@ class DraftedTexts:
     clock: Callable[[], float] = time.monotonic
     texts: list[DraftedText] = field(default_factory=list)
     _sessions: dict[int, RemoteSession] = field(default_factory=dict)
+    _num_open: Counter[str] = field(default_factory=Counter)
+    """Sessions of each drafter."""
     _lateness: dict[str, Lateness] = field(default_factory=dict)
+    _refusals: defaultdict[str, Lateness] = field(default_factory=lambda: defaultdict(Lateness))
+    """By drafter, how often in a row it has refused or lost a session, and until when no new one is opened on it."""
 
     def ask(self, rows: Mapping[int, RowIds]) -> dict[int, Future[list[int]]]:
         """Requests a block for each text whose drafter is ready for one; opens sessions for new texts.
@@ -190,12 +211,13 @@ class DraftedTexts:
                 blocks[row] = text.session.ask(text.ids, min(room, self.num_draft_tokens))
         return blocks
 
-    def deliver(self, blocks: Sequence[ReceivedBlock]) -> None:
-        """Takes blocks of drafters."""
+    def deliver(self, blocks: Sequence[ReceivedBlock]) -> int:
+        """Takes blocks of drafters, and returns how many of them were requested."""
+        num_used = 0
         for block in blocks:
             session = self._sessions.get(block.fence.session_id)
-            if session is not None:
-                session.deliver(block)
+            num_used += session is not None and session.deliver(block)
+        return num_used
 
     def end_idle(self) -> None:
         """Ends all texts if vLLM has run no step for a while."""
@@ -221,9 +243,15 @@ class DraftedTexts:
             text = at_row.get(row)
             if text is not None and text.is_continued_by(ids):
                 take(row, text)
+        others = list(free.values())
+        lengths = np.array([len(text.ids) for text in others], np.int64)
+        ends = np.array([text.ids[-1] for text in others], np.int32)
         for row in rows.keys() - found.keys():
             ids = rows[row]
-            text = next((one for one in free.values() if one.is_continued_by(ids)), None)
+            shorter = np.flatnonzero(lengths <= len(ids))
+            alike = shorter[ids[lengths[shorter] - 1] == ends[shorter]]
+            likely = islice((others[at] for at in alike if id(others[at]) in free), MOST_COMPARED)
+            text = next((one for one in likely if one.is_continued_by(ids)), None)
             if text is None:
                 text = DraftedText(ids, row, now)
                 self.texts.append(text)
@@ -236,6 +264,9 @@ class DraftedTexts:
         if session is not None and session.is_lost:
             self._close(text)
             text.retry_at = now + RETRY_SECONDS
+            refusals = self._refusals[session.drafter.address]
+            if now >= refusals.rests_until:  # many sessions fail at once
+                refusals.count(now, RETRY_SECONDS, MOST_REFUSALS)
         elif session is not None and session.max_len <= length:
             self._close(text)
         if text.session is None:
@@ -250,12 +281,16 @@ class DraftedTexts:
         usable = [
             drafter
             for drafter in self.drafters
-            if drafter.connected and self._longest(drafter) > length and not self._rests(drafter, now)
+            if drafter.connected
+            and NEEDS_FEATURES not in drafter.description.capabilities
+            and self._longest(drafter) > length
+            and not self._rests(drafter, now)
+            and now >= self._refusals[drafter.address].rests_until
         ]
         if not usable:
             return
-        used = Counter(session.drafter.address for session in self._sessions.values())
-        drafter = min(usable, key=lambda one: (one.is_cooling_down, used[one.address]))
+        drafter = min(usable, key=lambda one: self._num_open[one.address])
+        self._num_open[drafter.address] += 1
         parameters = SessionParameters(
             prompt_len=length,
             sampling=SamplingParams(temperature=0.0),  # the likeliest token is what vLLM accepts most often
@@ -273,7 +308,7 @@ class DraftedTexts:
             max_len=min(self._longest(drafter), length + RESERVED_TOKENS),
             permit=None,
         )
-        text.session = self._sessions[spec.session_id] = RemoteSession(drafter, spec)
+        text.session = self._sessions[spec.session_id] = RemoteSession(drafter, spec, self._refusals[drafter.address])
 
     def _longest(self, drafter: DrafterLink) -> int:
         return min(drafter.description.context_length, self.target.context_length)
@@ -300,15 +335,18 @@ class DraftedTexts:
             self._lateness.setdefault(address, Lateness()).count(now, self.deadline_s)
 
     def _end(self, is_over: Callable[[DraftedText], bool]) -> None:
-        over = [text for text in self.texts if is_over(text)]
-        for text in over:
-            self._close(text)
-        if over:
-            self.texts = [text for text in self.texts if text not in over]
+        left = []
+        for text in self.texts:
+            if is_over(text):
+                self._close(text)
+            else:
+                left.append(text)
+        self.texts = left
 
     def _close(self, text: DraftedText) -> None:
         session, text.session = text.session, None
         if session is not None:
             del self._sessions[session.session_id]
+            self._num_open[session.drafter.address] -= 1
             with suppress(DraftwireError):  # the stream may be full
                 session.close()

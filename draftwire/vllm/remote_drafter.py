@@ -19,7 +19,7 @@ from draftwire.runtime.addresses import host_and_port
 from draftwire.runtime.settings import ConnectionSettings
 from draftwire.runtime.tls import Dialler, watch_tls
 from draftwire.vllm.block_endpoint import BlockEndpoint
-from draftwire.vllm.drafted_texts import DraftedTexts, RowIds
+from draftwire.vllm.drafted_texts import DraftedTexts, Lateness, RowIds
 from draftwire.vllm.remote_settings import parse_settings
 from draftwire_gateway.peers.wire import Check, DrafterLink, SessionLink
 
@@ -62,6 +62,8 @@ class RemoteDrafter:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._work: asyncio.Task[None] | None = None
         self._failed = ""
+        self._lateness = Lateness()
+        """Of the event loop. Kept by the thread of `propose`, since a loop that is blocked decides nothing."""
         self._thread = Thread(target=self._run, name="draftwire-drafts", daemon=True)
 
     def load_model(self, model: Any) -> None:
@@ -105,7 +107,10 @@ class RemoteDrafter:
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if not self._is_running:  # another rank, or it has ended
             return drafts
-        ends_at = time.monotonic() + self._deadline_s
+        began = time.monotonic()
+        if began < self._lateness.rests_until:
+            return drafts
+        ends_at = began + self._deadline_s
         try:
             rows = {
                 row: token_ids_cpu[row, : num_tokens_no_spec[row]].copy()
@@ -126,13 +131,20 @@ class RemoteDrafter:
     def _ask(self, rows: Mapping[int, RowIds]) -> dict[int, Future[list[int]]]:
         assert self._loop is not None, "it has started"
         texts = self._running.result()
+        is_late = False
 
         async def ask() -> dict[int, Future[list[int]]]:
-            return texts.ask(rows)
+            return {} if is_late else texts.ask(rows)  # a coroutine that is cancelled before it starts may still run
 
         asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
         try:
-            return asked.result(self._deadline_s)
+            blocks = asked.result(self._deadline_s)
+            self._lateness.num_late = 0
+            return blocks
+        except TimeoutError:
+            is_late = True
+            self._lateness.count(time.monotonic(), self._deadline_s)
+            raise
         finally:
             asked.cancel()
 

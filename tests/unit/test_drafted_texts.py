@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,11 +15,15 @@ from draftwire.errors import BlockViolationError, InvalidRequestError, NoRoomErr
 from draftwire.method.encoding import Claim, DraftDistributions, decode_one
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import Calibration, CommittedTokens, DraftSessionSpec, ReceivedBlock
+from draftwire.models.description import NEEDS_FEATURES
 from draftwire.vllm.drafted_texts import (
     ABSENT_SECONDS,
     IDLE_SECONDS,
+    MOST_COMPARED,
+    MOST_REFUSALS,
     RESERVED_TOKENS,
     RETRY_SECONDS,
+    DraftedText,
     DraftedTexts,
 )
 from draftwire.vllm.remote_settings import RemoteDrafterSettings, parse_settings
@@ -33,8 +39,8 @@ class FakeDrafterLink:
 
     def __init__(self, address: str = "drafter:1", context_length: int = CONTEXT) -> None:
         self.address = address
-        self.connected, self.is_cooling_down = True, False
-        self.description = SimpleNamespace(context_length=context_length)
+        self.connected = True
+        self.description = SimpleNamespace(context_length=context_length, capabilities=frozenset[str]())
         self.texts: dict[int, CommittedTokens] = {}
         self.specs: list[DraftSessionSpec] = []
         self.inboxes: dict[int, Any] = {}
@@ -96,7 +102,11 @@ class Rig:
     def send(self, calibration: Calibration, *token_ids: int, **changes: Any) -> None:
         draft = decode_one(Claim(list(token_ids), DraftDistributions(Encoding.NONE, VOCAB_SIZE)), VOCAB_SIZE)
         given: dict[str, Any] = {"fence": calibration.fence, "token_ids": list(token_ids), "draft": draft} | changes
-        self.texts.deliver([ReceivedBlock(**given, has_distributions=False, drafter_id=1)])
+        block = ReceivedBlock(**given, has_distributions=False, drafter_id=1)
+        blocks = [session.block for session in self.texts._sessions.values()]
+        done_before = sum(one is not None and one.done() for one in blocks)
+        num_used = self.texts.deliver([block])
+        assert num_used == sum(one is not None and one.done() for one in blocks) - done_before
 
 
 async def test_text_is_opened_then_drafted_for_with_what_was_added() -> None:
@@ -215,12 +225,75 @@ async def test_text_whose_drafter_fails_goes_to_another_one_after_a_while(how: s
     assert len(good.asked) == 1
 
 
+async def test_drafter_that_refuses_everybody_keeps_no_text_from_another_one() -> None:
+    bad, good = FakeDrafterLink("bad:1"), FakeDrafterLink("good:1")
+    bad.refusal = NoRoomError("full")
+    rig = Rig(bad, good)
+    for length in range(1, 6):
+        await rig.ask(r0=[1] * length, r1=[2] * length, r2=[3] * length)
+        rig.now += RETRY_SECONDS / 2
+    assert good.num_sessions == 3
+
+
+async def test_drafter_that_refuses_again_and_again_is_sent_less_until_it_has_opened_a_session() -> None:
+    rig = Rig()
+    drafter, text = rig.drafter, [1]
+    refused_at: list[float] = []
+
+    async def refuse(spec: DraftSessionSpec, inbox: Any) -> None:
+        refused_at.append(rig.now)
+        raise NoRoomError("full")
+
+    async def steps(seconds: float) -> None:
+        ends_at = rig.now + seconds
+        while rig.now < ends_at:
+            text.append(2)
+            await rig.ask(r0=text, r1=[9, *text])
+            rig.now += 0.09
+
+    with patch.object(drafter, "open", refuse):
+        await steps(50.0)
+    waits = [after - before for before, after in pairwise(refused_at) if after > before]
+    expected = [RETRY_SECONDS * 2 ** min(number, MOST_REFUSALS) for number in range(1, len(waits) + 1)]
+    assert waits == pytest.approx(expected, abs=0.5)
+    assert len(waits) > MOST_REFUSALS
+    await steps(RETRY_SECONDS * 2**MOST_REFUSALS + 1)
+    assert drafter.num_sessions == 2
+    drafter.inboxes[drafter.specs[0].session_id].put_nowait(DrafterLost(UnavailableError("gone")))
+    await steps(RETRY_SECONDS * 2 + 1)
+    assert len(drafter.specs) == 3, "it starts from the shortest rest"
+
+
+async def test_drafter_that_needs_the_targets_features_is_not_used() -> None:
+    needy, other = FakeDrafterLink("needy:1"), FakeDrafterLink("other:1")
+    needy.description.capabilities = frozenset({NEEDS_FEATURES})
+    await Rig(needy, other).ask(r0=[1], r1=[2])
+    assert (len(needy.specs), len(other.specs)) == (0, 2)
+
+
+async def test_row_is_compared_as_a_whole_with_few_texts() -> None:
+    rig = Rig()
+    many = 3 * MOST_COMPARED
+    rows = {row: np.array([row, 7], np.int32) for row in range(many)}
+    rig.texts.ask(rows)
+    compare = DraftedText.is_continued_by
+    with patch.object(DraftedText, "is_continued_by", autospec=True, side_effect=compare) as compared:
+        rig.texts.ask({many: np.array([99, 8], np.int32)})
+        assert compared.call_count == 0, "none ends so"
+        rig.texts.ask({many + 1: np.array([99, 7, 5], np.int32)})
+        assert compared.call_count == MOST_COMPARED
+        rig.texts.ask({many + 2: np.array([MOST_COMPARED - 1, 7, 5], np.int32)})
+    assert len(rig.texts.texts) == many + 2, "the last row continues a text"
+
+
 async def test_session_that_is_full_is_opened_again_up_to_the_longest_text() -> None:
     rig = Rig(context_length=RESERVED_TOKENS + 10)
     await rig.ask(r0=[1] * 6)
     assert rig.drafter.specs[0].max_len == RESERVED_TOKENS + 6
-    await rig.ask(r0=[1] * (RESERVED_TOKENS + 4))
+    blocks = await rig.ask(r0=[1] * (RESERVED_TOKENS + 4))
     assert rig.drafter.asked[-1].num_draft_tokens == 2, "no further than its room"
+    rig.send(rig.drafter.asked[-1], 5, 5, 5)
+    assert not blocks[0].done(), "longer than was requested"
     rig.send(rig.drafter.asked[-1], 5)
     await rig.ask(r0=[1] * (RESERVED_TOKENS + 6))
     assert rig.drafter.closed == [rig.drafter.specs[0].session_id]

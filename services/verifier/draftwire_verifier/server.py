@@ -22,6 +22,7 @@ from draftwire.runtime.channels import FRAME_BYTES, check_prompt_fits, in_messag
 from draftwire.runtime.interceptor import num_received_bytes
 from draftwire.runtime.model_service import ModelServicer
 from draftwire.runtime.outbox import exchange
+from draftwire.runtime.received_blocks import decoded_blocks
 from draftwire.runtime.service import Service
 from draftwire.runtime.time_limits import Watchdog
 from draftwire.runtime.tls import expiries_of, server_credentials, watch_tls
@@ -36,9 +37,6 @@ from draftwire_verifier.feeding import DrafterStream
 from draftwire_verifier.spans import VerifierSpans
 
 _ORDER = "a drafter says hello once, first, and then sends blocks, or requests of features if its hello names some"
-
-OFF_LOOP_BYTES = 2**18
-"""Larger messages (dense distributions) are decoded on another thread than the event loop's."""
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
@@ -150,16 +148,10 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         return max(messages.MAX_BLOCKS, self._core.config.engine.max_sessions)
 
     async def _push_blocks(self, request: verifier_pb2.PushDraftBlocksRequest, drafter: Drafter, brake: Brake) -> None:
-        core, num_bytes = self._core, num_received_bytes.get()
-        core.metrics.count_bytes(num_bytes + FRAME_BYTES)
-        if len(request.blocks.blocks) > self._most_items:
-            raise ProtocolViolationError(f"a message holds at most {self._most_items} blocks")
-        model = core.description
+        core, model = self._core, self._core.description
+        core.metrics.count_bytes(num_received_bytes.get() + FRAME_BYTES)
         limits = (model.vocab_size, core.config.engine.max_draft_tokens, model.max_tree_nodes)
-        if num_bytes > OFF_LOOP_BYTES:
-            blocks = await asyncio.to_thread(messages.blocks_from_proto, request.blocks.blocks, drafter.id, *limits)
-        else:
-            blocks = messages.blocks_from_proto(request.blocks.blocks, drafter.id, *limits)
+        blocks = await decoded_blocks(request.blocks.blocks, drafter.id, limits, self._most_items)
         rest_s = brake.rest_s(*core.push_blocks(blocks))
         if rest_s:
             core.metrics.rest_s.inc(rest_s)

@@ -88,7 +88,7 @@ def load_vllm(config: VerifierConfig) -> LoadedVllm:
     if isinstance(config.engine.kv_cache_tokens, int):
         _make_room(settings, config.engine.kv_cache_tokens + _spare(config.engine))
     fault = Fault()
-    is_alone = settings.parallel_config.world_size == 1  # others would inherit it, and wait long for each other
+    is_alone = settings.parallel_config.world_size == 1  # see docs/vllm.md: two were seen not to start in time
     with coarse_timers() if is_alone else nullcontext():
         core = EngineCore(settings, Executor.get_class(settings), log_stats=False, executor_fail_callback=fault.set)
     core.log_error_detail = lambda _: nullcontext()  # would log draft tokens
