@@ -217,9 +217,9 @@ async def test_features_of_many_sessions_are_taken_together(
     stream, row_bytes = open_stream(core, encoding), encoding.row_bytes(SIZE) + encoding.scale_bytes
     sessions = [open_session(core, number, max_len=len(PROMPT) + 8) for number in range(1, 7)]
     advance(core)
-    for number, session in enumerate(sessions, 1):
+    for session in sessions:
         permit = Permit.make(KEY, 0, stream.drafter.id)
-        core.request_features(stream, [FeatureRequest(number, 0, permit, 999, len(PROMPT) - 3)])
+        core.request_features(stream, [FeatureRequest(*session.key, permit, 999, len(PROMPT) - 3)])
     monkeypatch.setattr("draftwire_verifier.feeding.MOST_BYTES", 10 * row_bytes)
     sizes, run = [], core._engine.features  # type: ignore[attr-defined]
 

@@ -57,7 +57,7 @@ from draftwire.verification.rule_loading import served_rules
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.drafters import Drafter, DrafterOrigin, Drafters, Greeting
 from draftwire_verifier.engine import TargetEngine
-from draftwire_verifier.feeding import DrafterStream, Feed, FeaturePart
+from draftwire_verifier.feeding import DrafterStream, FeaturePart, Feed
 from draftwire_verifier.metrics import VerifierMetrics
 from draftwire_verifier.progress import LoadProgress
 from draftwire_verifier.scheduler import Completed, Scheduler, Step, StepResult, TargetSession

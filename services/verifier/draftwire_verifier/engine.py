@@ -107,7 +107,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
         )
 
     def features(self, parts: Sequence[FeaturePart], encoding: FeatureEncoding) -> list[tuple[bytes, bytes] | None]:
-        """Returns the features of each part, encoded, and their scales; None for a session that was closed meanwhile."""
+        """Returns the encoded features of each part, and their scales; None for a session that was closed meanwhile."""
         spans: dict[int, FeatureSpan[CachedSequence]] = {}
         for index, part in enumerate(parts):
             sequence = self._sequences.get(part.key)
