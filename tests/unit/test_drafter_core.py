@@ -14,6 +14,7 @@ from observing import until
 from session_specs import changed, draft_spec
 
 from draftwire.errors import GroupLostError, UnavailableError
+from draftwire.method.features import SessionFeatures
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import (
     BlockSent,
@@ -257,6 +258,25 @@ async def test_every_flush_gets_one_reply_when_its_block_is_sent_and_no_block_do
 
 
 # Several processes
+
+
+async def test_features_that_the_engine_cannot_take_fail_their_session_alone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks would wait for what the scheduler takes to be there."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    for session_id in (1, 2):
+        await rig.open(session_id)
+    monkeypatch.setattr(rig.core._scheduler, "take_features", lambda features: True)
+    monkeypatch.setattr(rig.core._engine, "feed", fail)
+    rig.core.feed("a:1", SessionFeatures(1, 0, 0, 1, b""))
+    await until(lambda: rig.events, "no session failed")
+    (failed,) = rig.events
+    assert (failed.session_id, str(failed.error)) == (1, "the drafter failed")
+    assert list(rig.core._scheduler.sessions) == [(2, 0)]
 
 
 @pytest.mark.parametrize("rig", ["scripted:calibration_ms=100"], indirect=True)

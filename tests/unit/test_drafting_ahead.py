@@ -35,7 +35,7 @@ from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.parameters import SamplingParams
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.lookahead import Lookahead
-from draftwire_drafter.scheduler import Scheduler
+from draftwire_drafter.scheduler import Scheduler, Step
 from draftwire_verifier.held_blocks import HeldBlocks, HeldFate, HeldTally
 
 torch.set_num_threads(1)
@@ -90,11 +90,15 @@ class Rig:
             step = self.scheduler.next_step()
             if step is None:
                 return count
-            for done in self.scheduler.complete(step, self.engine.step(step)):
-                if isinstance(done.outcome, DraftBlock):
-                    self.sent.append(done.outcome)
-            self.move()
+            self.finish(step)
         return most
+
+    def finish(self, step: Step) -> None:
+        """Runs a step."""
+        for done in self.scheduler.complete(step, self.engine.step(step)):
+            if isinstance(done.outcome, DraftBlock):
+                self.sent.append(done.outcome)
+        self.move()
 
     def move(self) -> None:
         lookahead = self.scheduler.lookahead
@@ -272,11 +276,12 @@ def test_false_outcome_is_left_to_the_calibration() -> None:
         RoundOutcome(longer.fence, []),
         RoundOutcome(replace(longer.fence, session_id=7), [5]),
         RoundOutcome(text.fence, [4]),
+        *(RoundOutcome(text.copy().commit(*ids).fence, ids) for ids in ([5] * 6, [5] * 400)),
     ]
     for outcome in wrong:
         rig.scheduler.learn(outcome)
     assert rig.scheduler.sessions[1, 0].committed.ids == text.committed.ids
-    assert rig.scheduler.dropped == {"outcome": 3, "unknown_session": 1, "stale": 1}
+    assert rig.scheduler.dropped == {"outcome": 5, "unknown_session": 1, "stale": 1}
     rig.calibrate(longer, len(text.committed))
     rig.run(1)
     assert rig.sent[-1].fence == longer.fence
@@ -294,6 +299,100 @@ def test_session_that_is_not_drafted_for_ahead_takes_no_outcome() -> None:
     assert not rig.blocks_of(2)
     rig.tell(text.copy().commit(5), [5])
     assert rig.scheduler.sessions[1, 0].committed.ids == text.committed.ids
+
+
+def test_outcome_beyond_the_longest_text_is_left_to_the_calibration() -> None:
+    rig, text = begun(max_len=8)
+    for ids, is_dropped in (([5, 5, 5, 5, 5], True), ([5, 5, 5, 5], False)):
+        rig.scheduler.learn(RoundOutcome(text.copy().commit(*ids).fence, ids))
+        assert rig.scheduler.dropped["outcome"] == 1
+        assert (rig.scheduler.sessions[1, 0].committed.ids == text.committed.ids) is is_dropped
+
+
+def drafting_further() -> tuple[Rig, Text, Step, Text]:
+    """Returns a drafter in a step for round 3, the text before round 1, the step, and one that round 3 may have."""
+    rig, text = Rig(), Text().commit(4)
+    rig.calibrate(text, len(PROMPT), max_rounds_ahead=2)
+    while (step := rig.scheduler.next_step()) is not None:
+        if step.ahead and step.ahead[0].parent is not None and step.ahead[0].branch.fence.round == 3:
+            branch = step.ahead[0].branch
+            assert branch.parent is not None
+            text_of_3 = text.copy().commit(*branch.parent.added).commit(*branch.added)
+            assert text_of_3.fence == branch.fence
+            return rig, text, step, text_of_3
+        rig.finish(step)
+    raise AssertionError("it goes two rounds ahead")
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_branch_that_comes_true_while_it_is_drafted_keeps_nothing_else_in_the_cache(
+    is_asked: bool, goes_on: bool
+) -> None:
+    """Also if nobody asks for its block: its sequence is the session's, whatever the text has become since."""
+    rig, text, step, last = drafting_further()
+    branch = step.ahead[0].branch
+    assert branch.parent is not None
+    rig.tell(text.commit(*branch.parent.added), branch.parent.added)
+    rig.calibrate(text, len(text.committed) - len(branch.parent.added), max_rounds_ahead=int(is_asked))
+    rig.tell(last, branch.added)
+    if goes_on:
+        rig.tell(last.commit(7), [7])
+    rig.finish(step)
+    assert not rig.engine._branches
+    rig.calibrate(last, len(text.committed), max_rounds_ahead=0)
+    rig.run()
+    assert [block.fence for block in rig.sent].count(last.fence) == 1
+    assert len(rig.model.cache.sequences) == 1 + len(rig.engine._branches)
+    strict = Rig(max_branches=0)
+    strict.calibrate(last, len(PROMPT), max_rounds_ahead=0)
+    strict.run()
+    assert next(block for block in rig.sent if block.fence == last.fence).token_ids == strict.sent[0].token_ids
+
+
+def test_step_that_fails_is_not_repeated() -> None:
+    """No session fails with it: nobody has asked."""
+    rig, text = Rig(), Text().commit(4)
+    rig.calibrate(text, len(PROMPT), max_rounds_ahead=2)
+    rig.run(2)
+    num_failed = 0
+    while (step := rig.scheduler.next_step()) is not None:
+        assert step.ahead
+        rig.scheduler.abandon(step)
+        rig.move()
+        num_failed += 1
+        assert num_failed <= 2, "reading on, and drafting if that was done before"
+    longer = text.copy().commit(5)
+    rig.calibrate(longer, len(text.committed))
+    rig.run(1)
+    assert rig.sent[-1].fence == longer.fence, "what is asked for is drafted"
+
+
+def test_branch_that_is_asked_for_in_a_step_that_fails_is_drafted_again() -> None:
+    rig, text = Rig(), Text().commit(4)
+    rig.calibrate(text, len(PROMPT))
+    rig.run(3)
+    step = rig.scheduler.next_step()
+    assert step is not None
+    longer = text.copy().commit(*step.ahead[0].branch.added)
+    rig.calibrate(longer, len(text.committed))
+    rig.scheduler.abandon(step)
+    rig.move()
+    rig.run(1)
+    assert rig.sent[-1].fence == longer.fence
+
+
+def test_step_has_no_more_rows_than_sessions_may_be_open() -> None:
+    """So many were tried when the cache was sized."""
+    rig, text = Rig(), Text().commit(4)
+    rig.scheduler.room.max_sessions = 4
+    rig.calibrate(text, len(PROMPT))
+    sizes = []
+    while (step := rig.scheduler.next_step()) is not None:
+        sizes.append(sum(not item.reads_on for item in step.ahead))
+        rig.finish(step)
+    assert sizes == [0, 0, 0, 4, BRANCHES - 4]
+    assert len(rig.blocks_of(2)) == BRANCHES
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2])
@@ -424,15 +523,16 @@ def test_every_requested_round_has_one_block_and_nothing_is_left_over(seed: int)
     """Outcomes and calibrations come at random, in and between steps, and rounds end at random."""
     chance = random.Random(seed)
     rig, text = Rig(**chance.choice(list(SAMPLINGS.values()))), Text()
-    ahead = chance.choice([1, 2])
     base_len, wanted = len(PROMPT), []
     text.commit(4)
+    step: Step | None = None
     for _ in range(25):
-        rig.calibrate(text, base_len, max_rounds_ahead=ahead)
+        rig.calibrate(text, base_len, max_rounds_ahead=chance.choice([0, 1, 2, 2]))
         base_len = len(text.committed)
         wanted.append(text.fence)
-        rig.run(chance.choice([0, 1, 2, 3, 10]))
-        step = rig.scheduler.next_step() if chance.random() < 0.5 else None
+        if step is None:
+            rig.run(chance.choice([0, 1, 2, 3, 10]))
+            step = rig.scheduler.next_step() if chance.random() < 0.5 else None
         if text.fence not in {block.fence for block in rig.sent} and step is None:
             rig.run(1)
         sent = [block.token_ids for block in rig.sent if block.fence == text.fence]
@@ -442,12 +542,13 @@ def test_every_requested_round_has_one_block_and_nothing_is_left_over(seed: int)
         text.commit(*tokens)
         if chance.random() < 0.5:
             rig.tell(text, tokens)
-        if step is not None:
-            done = rig.scheduler.complete(step, rig.engine.step(step))
-            rig.sent += [one.outcome for one in done if isinstance(one.outcome, DraftBlock)]
-            rig.move()
+        if step is not None and chance.random() < 0.6:
+            rig.finish(step)
+            step = None
         rig.model.cache.check_integrity()
-    rig.calibrate(text, base_len, max_rounds_ahead=ahead)
+    rig.calibrate(text, base_len, max_rounds_ahead=1)
+    if step is not None:
+        rig.finish(step)
     rig.run()
     counts = Counter(block.fence for block in rig.sent)
     assert set(counts.values()) == {1}, "a text gets one block of a round at most"

@@ -242,6 +242,30 @@ def test_features_of_a_session_that_is_closed_are_dropped() -> None:
     assert rig.scheduler.features_to_request(session.key) is None
 
 
+def test_tokens_that_the_head_does_not_know_are_read_as_another_one() -> None:
+    """A gateway, or a verifier, may name any id: the other sessions of a step draft all the same."""
+    rig = Rig()
+    session = rig.open([1, VOCAB_SIZE, 3])
+    rig.ask(session, 0, [2, 2**32 - 1, 1])
+    rig.scheduler.features_to_request(session.key)
+    rig.feed(session, 0, 5)
+    (block,) = rig.run()
+    assert len(block.token_ids) == 3
+    assert session.committed.ids == [1, VOCAB_SIZE, 3, 2, 2**32 - 1, 1]
+
+
+def test_text_of_one_token_waits_for_another() -> None:
+    """There are no features of a token before it, and the scheduler knows that as the head does: no step runs."""
+    rig = Rig()
+    session = rig.open(TEXT[:1])
+    rig.ask(session, 0, [])
+    rig.scheduler.features_to_request(session.key)
+    assert rig.feed(session, 0, 2), "ahead of the text"
+    assert rig.scheduler.next_step() is None
+    rig.ask(session, 1, TEXT[1:2])
+    assert len(rig.run()) == 1
+
+
 def test_warm_up_runs_the_head() -> None:
     rig = Rig()
     rig.engine.warm_up()

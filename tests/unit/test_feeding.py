@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,18 +16,18 @@ from tiny_models import save_spelling_model
 from draftwire.drafting.heads.head_loading import load_fusion
 from draftwire.errors import InvalidRequestError, ProtocolViolationError
 from draftwire.method.feature_format import FeatureEncoding
-from draftwire.method.features import FeatureRequest
+from draftwire.method.features import FeatureRequest, SessionFeatures
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import Permit, PlainRun
 from draftwire.models.cached_model import FeatureSpan
 from draftwire.models.description import FEATURES
-from draftwire.models.feature_encoding import decode_rows
+from draftwire.models.feature_encoding import decode_rows, encode_rows
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire_verifier.config import HeadSettings, TargetEngineSettings, VerifierConfig
 from draftwire_verifier.core import VerifierCore
 from draftwire_verifier.drafters import Greeting
-from draftwire_verifier.feeding import MAX_TOLD, DrafterStream
+from draftwire_verifier.feeding import MAX_TOLD, DrafterStream, FeaturePart
 from draftwire_verifier.scheduler import TargetSession
 
 TOKENS = ["a", "b", "ab", "c", "<e>"]
@@ -91,13 +92,12 @@ async def sent(core: VerifierCore, stream: DrafterStream) -> dict[int, torch.Ten
     """Does what the writer of a stream does until nothing is due; returns the rows by position."""
     rows: dict[int, torch.Tensor] = {}
     while stream.outbox._items:
-        for key in await asyncio.wait_for(stream.outbox.take_all(), 5.0):
-            features = await core.take_features(stream, key)  # type: ignore[arg-type]
-            if features is not None:
-                assert stream.encoding is not None
-                part = decode_rows(features.rows, features.scales, features.num_positions, stream.encoding)
-                assert not rows or features.first_position == max(rows) + 1, "in order, none twice"
-                rows |= dict(enumerate(part, features.first_position))
+        keys = await asyncio.wait_for(stream.outbox.take_all(), 5.0)
+        for features in await core.take_features(stream, keys):  # type: ignore[arg-type]
+            assert stream.encoding is not None
+            part = decode_rows(features.rows, features.scales, features.num_positions, stream.encoding)
+            assert not rows or features.first_position == max(rows) + 1, "in order, none twice"
+            rows |= dict(enumerate(part, features.first_position))
     return rows
 
 
@@ -132,8 +132,7 @@ async def test_long_texts_are_sent_in_parts(core: VerifierCore, monkeypatch: pyt
     stream, session = open_stream(core), open_session(core)
     advance(core)
     ask(core, stream, limit=999, first_position=0)
-    features = await core.take_features(stream, session.key)
-    assert features is not None
+    (features,) = await core.take_features(stream, [session.key])
     assert (features.first_position, features.num_positions) == (0, 7)
     assert list(await sent(core, stream)) == list(range(7, len(PROMPT)))
 
@@ -190,9 +189,55 @@ async def test_nobody_without_a_permit_gets_features(core: VerifierCore) -> None
     assert await sent(core, stream) == {}, "it was refused meanwhile"
     ask(core, stream, limit=999, first_position=0)
     assert await sent(core, stream) == {}
-    stream.drafter.audit.alarm = object()  # type: ignore[assignment,misc]
-    ask(core, stream, number=1, limit=999, first_position=0)
-    assert session.feed is None, "who is in quarantine gets nothing"
+
+
+async def test_drafter_in_quarantine_is_refused_when_it_asks_and_once_in_a_session(
+    core: VerifierCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gateway would wait for its blocks: it never sends one."""
+    stream, session = open_stream(core), open_session(core)
+    advance(core)
+    events: list[Any] = []
+    monkeypatch.setattr(core._leases, "send", lambda lease_id, event: events.append(event))
+    monkeypatch.setattr(stream.drafter.audit, "alarm", SimpleNamespace(message="2 of 3"))
+    for _ in range(3):
+        ask(core, stream, limit=999, first_position=0)
+    assert session.feed is None
+    assert await sent(core, stream) == {}
+    (refused,) = events
+    assert (refused.session_id, refused.permit_number, refused.quarantined_drafter_id) == (1, 0, stream.drafter.id)
+    assert refused.reason.endswith("2 of 3")
+
+
+@pytest.mark.parametrize("encoding", FeatureEncoding)
+async def test_features_of_many_sessions_are_taken_together(
+    core: VerifierCore, monkeypatch: pytest.MonkeyPatch, encoding: FeatureEncoding
+) -> None:
+    """A call may wait for a whole step of the target: as many sessions as fit into a message share one."""
+    stream, row_bytes = open_stream(core, encoding), encoding.row_bytes(SIZE) + encoding.scale_bytes
+    sessions = [open_session(core, number, max_len=len(PROMPT) + 8) for number in range(1, 7)]
+    advance(core)
+    for session in sessions:
+        permit = Permit.make(KEY, 0, stream.drafter.id)
+        core.request_features(stream, [FeatureRequest(*session.key, permit, 999, len(PROMPT) - 3)])
+    monkeypatch.setattr("draftwire_verifier.feeding.MOST_BYTES", 10 * row_bytes)
+    sizes, run = [], core._engine.features  # type: ignore[attr-defined]
+
+    def features(parts: list[FeaturePart], encoding: FeatureEncoding) -> Any:
+        sizes.append([part.stop - part.start for part in parts])
+        return run(parts, encoding)
+
+    monkeypatch.setattr(core._engine, "features", features)
+    parts: list[SessionFeatures] = []
+    while stream.outbox._items:
+        parts += await core.take_features(stream, await stream.outbox.take_all())  # type: ignore[arg-type]
+    assert sizes == [[3, 3, 3, 1], [3, 3, 2]]
+    for session in sessions:
+        found = [part for part in parts if part.session_id == session.key[0]]
+        rows = [row for part in found for row in decode_rows(part.rows, part.scales, part.num_positions, encoding)]
+        exact = torch.stack(kept(core, session, len(PROMPT) - 3, len(PROMPT)))
+        expected = decode_rows(*encode_rows(exact, encoding), 3, encoding)
+        assert torch.equal(torch.stack(rows), expected)
 
 
 async def test_nothing_is_kept_for_a_drafter_that_reads_slowly(core: VerifierCore) -> None:
@@ -219,10 +264,10 @@ async def test_session_that_closes_or_begins_anew_while_rows_are_taken_sends_non
     stream, session = open_stream(core), open_session(core)
     advance(core)
     ask(core, stream, limit=999, first_position=0)
-    taking = asyncio.create_task(core.take_features(stream, session.key))
+    taking = asyncio.create_task(core.take_features(stream, [session.key]))
     await asyncio.sleep(0)
     ask(core, stream, limit=999, first_position=20)
-    assert await taking is None
+    assert await taking == []
     assert min(await sent(core, stream)) == 20
     ask(core, stream, limit=999, first_position=0)
     core.close_session(*session.key)

@@ -223,6 +223,18 @@ def test_tree_that_is_asked_for_is_checked(changes: dict[str, Any], tree: DraftT
         scheduler.calibrate(calibration)
 
 
+@pytest.mark.parametrize(("tree", "is_learnt"), [(DraftTree(8), False), (None, True)])
+def test_price_of_rows_is_not_learnt_from_trees(tree: DraftTree | None, is_learnt: bool) -> None:
+    """One session's tree has many rows in a pass."""
+    scheduler = drafting()
+    scheduler.calibrate(drafter.make_calibration(PROMPT, [7], tree=tree))
+    step = scheduler.next_step()
+    result = drafter.Engine()
+    result.sequences = [[scheduler.sessions[step.items[0].session.key], PROMPT, len(PROMPT)]]
+    scheduler.complete(step, replace(result.run(step), num_passes=2, draft_s=0.1))
+    assert (scheduler.lookahead.pass_times._first_s is not None) is is_learnt
+
+
 def test_drafter_reserves_what_a_growing_tree_reads_and_refuses_larger_ones() -> None:
     assert num_read_nodes(0, 5) == 0
     assert num_read_nodes(8, 1) == 8

@@ -68,7 +68,7 @@ class FedSequence:
         """Takes the head's drafter, an empty tensor like the rows, and the prompt."""
         self._drafter = drafter
         self._like = like
-        self.ids = list(token_ids)
+        self.ids = self._readable(token_ids)
         self.received: ReceivedFeatures | None = None
         self.head: HeadSequence | None = None
         """None, as the features, before the first ones came."""
@@ -96,8 +96,12 @@ class FedSequence:
         received.add(rows[received.stop - first_position :])
 
     def calibrate(self, base_len: int, token_ids: list[int]) -> None:
-        """Sets the committed tokens; see `DraftSequence`."""
-        self.ids[base_len:] = token_ids
+        """Sets the committed tokens; see `DraftSequence`. Tokens that the head does not know are read as token 0."""
+        self.ids[base_len:] = self._readable(token_ids)
+
+    def _readable(self, token_ids: list[int]) -> list[int]:
+        size = self._drafter.head.config.vocab_size
+        return [token if token < size else 0 for token in token_ids]
 
     def close(self) -> None:
         """Frees what the head keeps."""

@@ -223,10 +223,25 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
             return
         try:
             if self._scheduler.take_features(features):
-                self._torch.post(self._engine.feed, key, features)
+                self._torch.post(self._feed, asyncio.get_running_loop(), session, features)
         except ProtocolViolationError as error:
             self._fail(key, error)
         self._work.set()
+
+    def _feed(self, loop: asyncio.AbstractEventLoop, session: DraftSession, features: SessionFeatures) -> None:
+        """Passes features to the engine, on the torch thread. The session fails if that does: its blocks would wait
+        for what the scheduler takes to be there.
+        """
+        try:
+            self._engine.feed(session.key, features)
+        except Exception:
+            log.exception("drafter.feed_failed", session_id=session.key[0])
+            loop.call_soon_threadsafe(self._fail_session, session)
+
+    def _fail_session(self, session: DraftSession) -> None:
+        """Fails a session that the engine could not serve, unless it was closed meanwhile."""
+        if self._scheduler.is_open(session):
+            self._fail(session.key, UnavailableError(self.failure))
 
     def learn(self, address: str, outcomes: Iterable[RoundOutcome]) -> None:
         """Takes note of how rounds ended, of sessions of the verifier at an address, which tells it."""

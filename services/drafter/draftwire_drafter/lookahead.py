@@ -48,7 +48,7 @@ class Lookahead:
     def adopt(self, session: DraftSession, branch: Branch) -> None:
         """Makes a branch's sequence the session's own: it has read what it was drafted from."""
         session.num_known = branch.fence.prefix_len
-        session.num_unread = 1
+        session.num_unread = 1 + len(session.committed) - session.num_known
         self._settle(branch, "hit")
         self.adopted.append(branch)
 

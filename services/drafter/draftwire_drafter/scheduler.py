@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from draftwire.drafting.strategy import Draft
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.session_book import SessionBook
-from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError
+from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError, UnavailableError
 from draftwire.method.features import FeatureNeed, FeatureRequest, SessionFeatures
 from draftwire.method.rounds import (
     Calibration,
@@ -195,7 +195,8 @@ class Scheduler(SessionBook[DraftSession, Step]):
 
     def learn(self, outcome: RoundOutcome) -> None:
         """Commits what a round has committed, before its calibration comes, and schedules the next block, unless that
-        was drafted ahead. An outcome that does not continue the committed tokens is dropped: the calibration decides.
+        was drafted ahead. An outcome that does not continue the committed tokens, or has more tokens than the session
+        allows, is dropped: the calibration decides.
         """
         fence = outcome.fence
         session = self.sessions.get((fence.session_id, fence.epoch))
@@ -204,7 +205,9 @@ class Scheduler(SessionBook[DraftSession, Step]):
             return
         base_len = fence.prefix_len - len(outcome.token_ids)
         follows = base_len == len(session.committed) and bool(outcome.token_ids) and session.spec.max_branches > 0
-        if not follows or fence.prefix_hash != session.committed.hash_with(outcome.token_ids):
+        most = session.spec.parameters.max_draft_tokens + 1
+        fits = fence.prefix_len <= session.spec.max_len and len(outcome.token_ids) <= most
+        if not (follows and fits) or fence.prefix_hash != session.committed.hash_with(outcome.token_ids):
             self.dropped["outcome"] += 1
             return
         self._commit(session, fence, outcome.token_ids)
@@ -232,14 +235,15 @@ class Scheduler(SessionBook[DraftSession, Step]):
         if items:
             return Step(items)
         ahead = [item for session in self.sessions.values() for item in self._ahead_items(session)]
+        ahead = ahead[: self.room.max_sessions]  # rows; more were never tried. The others are next
         for item in ahead:
             item.branch.in_step = True
         return Step([], ahead) if ahead else None
 
     def abandon(self, step: Step) -> None:
-        """Forgets a step that failed."""
+        """Forgets a step that failed. Its branches are not tried again: nobody who asked for them would be failed."""
         for item in step.ahead:
-            self._end_ahead(item, None, DraftTimings())
+            self._end_ahead(item, UnavailableError("the step failed"), DraftTimings())
 
     @property
     def has_requests(self) -> bool:
@@ -259,7 +263,8 @@ class Scheduler(SessionBook[DraftSession, Step]):
         self._record_costs(step.items, result.num_reused, result.num_read, result.calibration_s)
         num_rows = sum(item.calibration is not None for item in step.items)
         num_rows += sum(not item.reads_on for item in step.ahead)
-        if result.num_passes:
+        has_trees = any(item.calibration is not None and item.calibration.tree is not None for item in step.items)
+        if result.num_passes and not has_trees:  # a pass over a tree has many rows for one session
             self.lookahead.pass_times.learn(num_rows, result.draft_s / result.num_passes)
         completed: list[Completed] = []
         for ahead, draft, num_passes in zip(step.ahead, result.ahead, result.ahead_passes, strict=True):
@@ -356,10 +361,13 @@ class Scheduler(SessionBook[DraftSession, Step]):
             self._ready.append(session)
 
     def _awaits_features(self, session: DraftSession) -> bool:
-        """Whether features of committed tokens are still to come."""
+        """Whether features of committed tokens are still to come. Of one token alone there is nothing to draft from: a
+        head reads a token with the features of the one before.
+        """
         if self.need is None:
             return False
-        return session.fed is None or session.fed.stop < len(session.committed) - 1
+        last = len(session.committed) - 1
+        return last < 1 or session.fed is None or session.fed.stop < last
 
     def features_to_request(self, key: SessionKey) -> FeatureRequest | None:
         """Returns what to ask the verifier for, so that a session can be drafted for, now and in coming rounds; None if
@@ -418,8 +426,8 @@ class Scheduler(SessionBook[DraftSession, Step]):
             if not node.is_expanded and session.num_branches_left > 0:
                 node.is_expanded = True
                 self.lookahead.expand(session, node, len(self.sessions) - 1)
-                if node.children:
-                    return [AheadItem(session, child, node) for child in node.children]
+            if waiting := [child for child in node.children if child.block is None]:
+                return [AheadItem(session, child, node) for child in waiting]
             if not node.children:
                 return []
             node = node.children[0]
@@ -447,8 +455,9 @@ class Scheduler(SessionBook[DraftSession, Step]):
             return None
         branch.block, branch.guesses = draft.token_ids, draft.guesses
         block = DraftBlock(branch.fence, draft.token_ids, draft.distributions, timings=timings, is_ahead=True)
-        if calibration is not None:
+        if branch.parent is None:  # it came true meanwhile, whether its block was asked for or not
             self.lookahead.adopt(session, branch)
+        if calibration is not None:
             if session.calibration is calibration:
                 session.calibration, session.queued = None, False
             else:

@@ -57,7 +57,7 @@ from draftwire.verification.rule_loading import served_rules
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.drafters import Drafter, DrafterOrigin, Drafters, Greeting
 from draftwire_verifier.engine import TargetEngine
-from draftwire_verifier.feeding import DrafterStream
+from draftwire_verifier.feeding import DrafterStream, FeaturePart, Feed
 from draftwire_verifier.metrics import VerifierMetrics
 from draftwire_verifier.progress import LoadProgress
 from draftwire_verifier.scheduler import Completed, Scheduler, Step, StepResult, TargetSession
@@ -339,10 +339,15 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             del self._streams[stream.drafter.id]
 
     def request_features(self, stream: DrafterStream, requests: Iterable[FeatureRequest]) -> None:
-        """Takes requests of a drafter. Those without a permit, or for sessions that are not here, are dropped."""
+        """Takes requests of a drafter. Those without a permit, or for sessions that are not here, are dropped. One in
+        quarantine is refused: a request may be the first that its session hears of it.
+        """
+        drafter = stream.drafter
         for request in requests:
-            session = None if stream.drafter.is_quarantined else self._scheduler.feed(request, stream.drafter.id)
-            if session is not None:
+            session = self._scheduler.feed(request, drafter.id)
+            if session is not None and drafter.is_quarantined:
+                self._end_speculation(session, _quarantine_message(drafter), drafter.id)
+            elif session is not None:
                 self._offer_features(session)
 
     def _offer_features(self, session: TargetSession) -> None:
@@ -355,31 +360,42 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             stream.outbox.put(session.key)
             feed.is_due = True
 
-    async def take_features(self, stream: DrafterStream, key: SessionKey) -> SessionFeatures | None:
-        """Returns the next features of a session that are to be sent, as many as fit into a message; None if there are
-        none any more. They are read when the stream has room for them: nothing is kept for a drafter.
+    async def take_features(self, stream: DrafterStream, keys: Iterable[SessionKey]) -> list[SessionFeatures]:
+        """Returns the next features of sessions that are to be sent, together as many as fit into a message; none of
+        sessions that have none any more. What is left is offered again, behind what waits. They are read when the
+        stream has room for them, in one call to the engine, which may wait for a step: nothing is kept for a drafter.
         """
-        session = self._scheduler.sessions.get(key)
-        if session is None or session.feed is None or session.feed.drafter_id != stream.drafter.id:
-            return None
-        feed = session.feed
-        feed.is_due = False
         assert stream.encoding is not None, "features are offered to streams that want them"
         assert isinstance(self._engine, TargetEngine), "of the only engine that keeps them"
-        start, count = feed.next_position, min(session.num_feedable, stream.most_positions(self._feature_size))
-        if not count:
-            return None
+        parts: list[tuple[TargetSession, Feed, FeaturePart]] = []
+        num_left = stream.most_positions(self._feature_size)
+        for key in keys:
+            session = self._scheduler.sessions.get(key)
+            if session is None or session.feed is None or session.feed.drafter_id != stream.drafter.id:
+                continue
+            session.feed.is_due = False
+            count, start = min(session.num_feedable, num_left), session.feed.next_position
+            if count:
+                parts.append((session, session.feed, FeaturePart(key, start, start + count)))
+                num_left -= count
+            else:
+                self._offer_features(session)
+        if not parts:
+            return []
         try:
-            encoded = await self._torch.run(self._engine.features, key, start, start + count, stream.encoding)
+            taken = await self._torch.run(self._engine.features, [part for _, _, part in parts], stream.encoding)
         except Exception:
-            log.exception("verifier.features_failed", session_id=key[0])
-            return None
-        if encoded is None or session.feed is not feed or feed.next_position != start:  # closed, or begun anew
-            return None
-        feed.next_position += count
-        self._offer_features(session)
-        self.metrics.feature_bytes.inc(sum(map(len, encoded)))
-        return SessionFeatures(*key, start, count, *encoded)
+            log.exception("verifier.features_failed", num_sessions=len(parts))
+            return []
+        found: list[SessionFeatures] = []
+        for (session, feed, part), encoded in zip(parts, taken, strict=True):
+            if encoded is None or session.feed is not feed or feed.next_position != part.start:  # closed, or anew
+                continue
+            feed.next_position = part.stop
+            self._offer_features(session)
+            self.metrics.feature_bytes.inc(sum(map(len, encoded)))
+            found.append(SessionFeatures(*part.key, part.start, part.stop - part.start, *encoded))
+        return found
 
     def _tell(self, session: TargetSession, verdict: Verdict) -> None:
         """Tells the drafter of a round's block how the round ended, if its session holds blocks. One that reads too

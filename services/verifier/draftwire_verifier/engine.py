@@ -1,6 +1,7 @@
 """The engine of the verifier: runs the target model, on the torch thread."""
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -24,6 +25,7 @@ from draftwire.verification.deciding import Judgement
 from draftwire.verification.rule import UndraftedRule
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.auditing import audits_of
+from draftwire_verifier.feeding import FeaturePart
 from draftwire_verifier.head_drafts import HeadDrafts, HeadStep
 from draftwire_verifier.scheduler import Step, StepItem, StepResult
 
@@ -104,15 +106,25 @@ class TargetEngine(StepEngine[Step, StepResult]):
             head_s=own.seconds,
         )
 
-    def features(self, key: SessionKey, start: int, stop: int, encoding: FeatureEncoding) -> tuple[bytes, bytes] | None:
-        """Returns the features of a session's tokens from `start` to `stop`, encoded, and their scales; None if it was
-        closed meanwhile.
-        """
-        sequence = self._sequences.get(key)
-        if sequence is None or sequence.length < stop:
-            return None
+    def features(self, parts: Sequence[FeaturePart], encoding: FeatureEncoding) -> list[tuple[bytes, bytes] | None]:
+        """Returns the encoded features of each part, and their scales; None for a session that was closed meanwhile."""
+        spans: dict[int, FeatureSpan[CachedSequence]] = {}
+        for index, part in enumerate(parts):
+            sequence = self._sequences.get(part.key)
+            if sequence is not None and sequence.length >= part.stop:
+                spans[index] = FeatureSpan(sequence, part.start, part.stop)
+        taken: list[tuple[bytes, bytes] | None] = [None] * len(parts)
+        if not spans:
+            return taken
         assert isinstance(self.model, FeatureModel), "features are asked for where they are kept"
-        return encode_rows(self.model.features([FeatureSpan(sequence, start, stop)]), encoding)
+        features = self.model.features(list(spans.values()))
+        rows, scales = encode_rows(features, encoding)
+        row_bytes, scale_bytes, row = encoding.row_bytes(features.shape[-1]), encoding.scale_bytes, 0
+        for index, span in spans.items():
+            stop = row + span.stop - span.start
+            taken[index] = rows[row * row_bytes : stop * row_bytes], scales[row * scale_bytes : stop * scale_bytes]
+            row = stop
+        return taken
 
     def forget(self, key: SessionKey) -> None:
         """Frees a session's KV cache, and what the head keeps of it."""

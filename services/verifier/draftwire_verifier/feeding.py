@@ -17,7 +17,7 @@ MAX_TOLD = 4096
 """Outcomes, and sessions with features to send, that wait for a drafter's stream at most; further outcomes are left
 out, and features wait for the next round."""
 MOST_BYTES = LEAST_MESSAGE_BYTES // 2
-"""Of the features in one message, unless a single token has more."""
+"""Of the features that are taken at once, and so of those in one message, unless a single token has more."""
 
 
 @dataclass(slots=True)
@@ -31,6 +31,17 @@ class Feed:
     """Behind the last one that was asked for."""
     is_due: bool = False
     """Whether the drafter's stream is to send some."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturePart:
+    """Features that are taken at once: of one session's consecutive tokens."""
+
+    key: SessionKey
+    start: int
+    """Position of the first token."""
+    stop: int
+    """Position behind the last one."""
 
 
 class DrafterStream:
@@ -51,6 +62,6 @@ class DrafterStream:
         """Outcomes, and sessions that have features for it; see `VerifierCore.take_features`."""
 
     def most_positions(self, size: int) -> int:
-        """Returns how many tokens' features fit into a message, where those of a token are `size` numbers."""
+        """Returns of how many tokens features are taken at once, where those of a token are `size` numbers."""
         assert self.encoding is not None, "asked of streams that want features"
         return max(1, MOST_BYTES // (self.encoding.row_bytes(size) + self.encoding.scale_bytes))

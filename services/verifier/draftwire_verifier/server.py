@@ -107,11 +107,10 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 if outcomes:
                     told = messages.outcomes_to_proto(outcomes)
                     await context.write(verifier_pb2.PushDraftBlocksResponse(outcomes=told))
-                for key in some:
-                    features = None if isinstance(key, RoundOutcome) else await self._core.take_features(stream, key)
-                    if features is not None:
-                        part = messages.features_to_proto(features)
-                        await context.write(verifier_pb2.PushDraftBlocksResponse(features=part))
+                keys = [each for each in some if not isinstance(each, RoundOutcome)]
+                for features in await self._core.take_features(stream, keys) if keys else []:
+                    part = messages.features_to_proto(features)
+                    await context.write(verifier_pb2.PushDraftBlocksResponse(features=part))
 
         writing: asyncio.Future[None] | None = None
         brake = Brake()

@@ -90,7 +90,7 @@ class DrafterSeat:
         self._verifier_address = ""
         self._has_permit = False
         self._rounds_ahead = 0
-        self._misses_ahead = False
+        self._counts_ahead = False
         """Whether no block was there when the open round began, for which one may have been drafted ahead."""
         self._num_nodes = 0
         """Of the token trees that the drafter is asked for; 0 if it is asked for chains."""
@@ -274,7 +274,7 @@ class DrafterSeat:
         else:
             timeout_s = self.timeout_s(num_draft_tokens, most_s)
         self._wait.begin(self._session.round, num_draft_tokens, self._now(), timeout_s, is_held=is_held)
-        self._misses_ahead = rounds_ahead > 0 and not is_held
+        self._counts_ahead = rounds_ahead > 0 or is_held
         # Blocks that were drafted for later rounds may still be held when none is drafted ahead any more.
         is_ahead = self._rounds_ahead > 0
         self._session.expected.request_block(num_draft_tokens, num_nodes=self._num_nodes, is_ahead=is_ahead)
@@ -342,10 +342,12 @@ class DrafterSeat:
             verdict: of the open round.
             arrived_at: when it arrived, by the event loop's clock: who reads the text may have been away since.
         """
-        if self._misses_ahead:
-            self._misses_ahead = False
-            self._session.statistics.num_ahead_late += verdict.is_ahead
-            self._session.statistics.num_ahead_misses += not verdict.is_ahead
+        if self._counts_ahead:
+            self._counts_ahead = False
+            statistics, is_hit = self._session.statistics, self._wait.is_held and verdict.is_ahead
+            statistics.num_ahead_hits += is_hit
+            statistics.num_ahead_late += verdict.is_ahead and not is_hit
+            statistics.num_ahead_misses += not verdict.is_ahead
         match self._wait.end(verdict.fence.round, verdict.num_draft_tokens > 0 and not verdict.local_strategy):
             case BlockFate.VERIFIED:
                 if not self._wait.is_held:

@@ -38,7 +38,7 @@ class Statistics:
     verify_us: int = 0
     queue_us: int = 0
     num_ahead_hits: int = 0
-    """Rounds whose block was drafted before their text was known, and there when they began."""
+    """Rounds whose block was drafted before their text was known, there when they began, and judged."""
     num_ahead_late: int = 0
     """Rounds whose block was drafted before their text was known, and came after they began."""
     num_ahead_misses: int = 0
@@ -70,7 +70,6 @@ class Statistics:
     def count(self, verdict: Verdict) -> None:
         """Counts one round."""
         self.num_rounds += 1
-        self.num_ahead_hits += verdict.next_is_held
         self.num_ahead_wasted_tokens += verdict.num_wasted_draft_tokens
         self.max_held_bytes = max(self.max_held_bytes, verdict.held_bytes)
         # After a move, generated tokens may be cached too.
