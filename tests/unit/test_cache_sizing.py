@@ -294,6 +294,35 @@ def test_number_stays_what_it_is_to_the_token(tmp_path: Path) -> None:
     assert (core.kv_cache_tokens, core.description.context_length) == (50, 50)
 
 
+@pytest.mark.parametrize("kv_cache_tokens", [100, 90, "auto"])
+async def test_text_as_long_as_the_stated_context_is_admitted_with_its_trees(kv_cache_tokens: Any) -> None:
+    """As requests without max_tokens ask for. With `auto` of as many sessions as may be open."""
+    settings = EngineSettings(3, 4, max_tree_nodes=8, kv_cache_tokens=kv_cache_tokens)
+    model = ModelSettings("scripted:context_length=100")
+    is_auto = kv_cache_tokens == "auto"
+    core = VerifierCore(VerifierConfig(model, engine=settings))
+    await core.start()
+    assert core.description.context_length == (100 if is_auto else kv_cache_tokens - 8)
+    changes = {"max_len": core.description.context_length, "max_tree_nodes": 8, "rule": "coupled"}
+    for number in range(3 if is_auto else 1):
+        lease_id, _ = core.open_lease()
+        core.open_session(target_spec(token_ids=[1], session_id=number, max_draft_tokens=4, **changes), lease_id)
+    core.stop()
+
+    drafter = DrafterConfig(model, engine=settings)
+    context = ConfiguredContext(drafter, GroupGuard("drafter"))
+    card = context.limited(Script.parse(model.model).card())
+    room = Room(3, context.kv_cache_tokens)
+    for number in range(3 if is_auto else 1):
+        spec = draft_spec(token_ids=[1], max_len=card.description.context_length, max_tree_nodes=8, max_draft_tokens=4)
+        room.reserve((number, 0), DraftSession(spec, 1).num_reserved)
+
+
+def test_cache_that_holds_a_tree_and_no_text_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="no room for a text beside 64 of a tree"):
+        loaded_core("scripted:", EngineSettings(max_tree_nodes=64, kv_cache_tokens=64))
+
+
 def test_scripted_target_has_room_for_every_session_to_fill_its_context() -> None:
     core = loaded_core("scripted:context_length=100", AUTO)
     assert (core.kv_cache_tokens, core.description.context_length) == (304, 100), "whole blocks"
