@@ -7,9 +7,9 @@ from functools import partial
 import structlog
 import torch
 
-from draftwire.engine.model_settings import num_tree_tokens
 from draftwire.drafting.heads.draft_head import FeatureUser
 from draftwire.engine.memory import CpuMeter, FreeMemory, GpuMeter, MemoryMeter
+from draftwire.engine.model_settings import num_tree_tokens
 from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel

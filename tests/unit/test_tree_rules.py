@@ -37,8 +37,8 @@ from draftwire.verification import (
 from draftwire.verification.coupled import CoupledRule
 from draftwire.verification.k_seq import KSeqRule
 from draftwire.verification.multi_round import MultiRoundRule, WithoutReplacementRule
-from draftwire.verification.traversal import TraversalRule
 from draftwire.verification.rule import UndraftedRule
+from draftwire.verification.traversal import TraversalRule
 from draftwire.verification.tree_rule import TreeLawRule, TreeRule, UndraftedTreeRule, verify_trees
 from draftwire.verification.trees import NOTHING, TreeBatch, cut_undrawable
 from draftwire.verification.walk import TargetOnlyRule

@@ -34,6 +34,7 @@ from draftwire_drafter.core import DrafterCore
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict
 from draftwire_gateway.session.generation import Generation, SpeculationDefaults, complete_request
+from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
 from draftwire_gateway.session.statistics import Statistics
 from draftwire_gateway.session.tree_request import tree_to_draft
 from draftwire_verifier.config import TargetEngineSettings, VerifierConfig
@@ -86,6 +87,12 @@ def test_verdict_tells_how_deep_the_tree_was_and_whether_the_path_went_to_its_en
     verdict = verdict_of(scheduler, path, 20)
     assert (verdict.num_draft_tokens, verdict.draft_depth, verdict.num_draft_positions) == (5, 3, 3)
     assert (verdict.num_accepted_tokens, verdict.extra) == (len(path), extra)
+    told: list[RoundTimes] = []
+    watch = RoundWatch(told.append)
+    watch.ask(WhyPlain.NO_ROOM)
+    watch.take(verdict, 0.0)
+    watch.end()
+    assert [times.extra for times in told] == [extra], "of the round's span"
     assert verdict.token_ids == [*(TOKENS[node] for node in path), 20]
 
 
