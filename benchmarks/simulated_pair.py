@@ -211,11 +211,7 @@ def round_times(
         "num_draft_tokens": length,
         "num_accepted_tokens": accepted,
         "num_tokens": accepted + 1,
-        "extra": TokenSource.PLAIN
-        if not length
-        else TokenSource.BONUS
-        if accepted == length
-        else TokenSource.RECOVERED,
+        "extra": TokenSource.RECOVERED if accepted < length else TokenSource.BONUS if length else TokenSource.PLAIN,
         "why_plain": None if length else WhyPlain.DOES_NOT_PAY,
         "is_first": False,
         "draft_s": draft_s,

@@ -210,7 +210,7 @@ def test_numbers_count_what_the_chunks_say_and_end_with_the_gateways(gateway: Sc
         "num_accepted_draft_tokens": 4,
         "block_efficiency": 2.5,
     }
-    told["num_accepted_tokens_per_pos"] = [2, 1, 1, 0]
+    told |= {"num_draft_tokens": 35, "num_accepted_tokens_per_pos": [2, 1, 1, 0]}
     gateway.answers = [stream(first, second, ends), stream(first, second, last(**told))]
     watched = gateway.fail("stopped here", compare=False)
     expect(watched.page.locator("#rounds")).to_have_text("2")

@@ -242,11 +242,11 @@ def test_drafter_reserves_what_a_growing_tree_reads_and_refuses_larger_ones() ->
             drafting(**changes)
 
 
-def generation(defaults: SpeculationDefaults | None = None, **changes: Any) -> Generation:
+def generation(defaults: SpeculationDefaults | None = None, max_tree_nodes: int = 64, **changes: Any) -> Generation:
     defaults = defaults or SpeculationDefaults(4, 16, "block")
     facts = {"block": RuleFacts("block", takes_trees=True), "token": RuleFacts("token")}
     facts["coupled"] = RuleFacts("coupled", needs_draft_probs=False, is_coupled=True, takes_trees=True)
-    target = replace(TARGET, rules=tuple(facts.values()))
+    target = replace(TARGET, rules=tuple(facts.values()), max_tree_nodes=max_tree_nodes)
     (own,) = complete_request(replace(MINIMAL, **changes), target, defaults)
     return own
 
@@ -262,6 +262,9 @@ def test_request_gets_trees_where_its_rule_takes_them() -> None:
         (trees, {"num_draft_nodes": 0}, 0),
         (trees, {"rule": "token"}, 0),
         (trees, {"rule": "token", "sampling": GREEDY}, 9),
+        (trees, {"max_tree_nodes": 4}, 9),
+        (trees, {"max_tree_nodes": 0}, 0),
+        (trees, {"max_tree_nodes": 0, "num_draft_nodes": 12}, 0),
     ):
         own = generation(defaults, **changes)
         assert own.num_draft_nodes == nodes
