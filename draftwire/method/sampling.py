@@ -222,7 +222,8 @@ def _penalize(logits: Tensor, span: Span) -> None:
         is_generated = np.append(is_generated, np.ones(len(drafted), dtype=bool))
         is_early = np.arange(len(text)) < len(positions)
     is_known = text < vocab_size
-    text, rows, is_generated, is_early = (each[is_known] for each in (text, rows, is_generated, is_early))
+    text, rows = text[is_known], rows[is_known]
+    is_generated, is_early = is_generated[is_known], is_early[is_known]
     early = np.bincount(text[is_early], minlength=vocab_size)
     early_generated = np.bincount(text[is_early & is_generated], minlength=vocab_size)
     tokens = np.union1d(np.flatnonzero(early), text[~is_early])
