@@ -20,6 +20,7 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 from benchmarks.report import progress, write_report
+from draftwire.method.token_source import TokenSource
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser
@@ -210,6 +211,7 @@ def round_times(
         "num_draft_tokens": length,
         "num_accepted_tokens": accepted,
         "num_tokens": accepted + 1,
+        "extra": TokenSource.RECOVERED if accepted < length else TokenSource.BONUS if length else TokenSource.PLAIN,
         "why_plain": None if length else WhyPlain.DOES_NOT_PAY,
         "is_first": False,
         "draft_s": draft_s,

@@ -82,7 +82,7 @@ class Row:
             _shown(history.value("num_sessions", "num_requests_running"), "{:.0f}"),
             _shown(history.value("requests"), "{:.0f}"),
             _shown(history.rate("generation_tokens"), "{:.1f}"),
-            _shown(history.ratio("spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"), "{:.3f}"),
+            _shown(history.ratio("spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens_per_pos"), "{:.3f}"),
             _shown(history.ratio("generation_tokens", "target_passes"), "{:.2f}"),
             _shown(history.rate("blocks_sent"), "{:.1f}"),
             _shown(history.value("kv_cache_usage_perc"), "{:.1%}"),

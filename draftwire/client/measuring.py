@@ -63,10 +63,12 @@ class Run:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted draft tokens over draft tokens; None where none were drafted."""
+        """Accepted draft tokens over those that could have been, as `Completion.acceptance_rate`; None where none were
+        drafted.
+        """
         statistics = [timing.completion.statistics for timing in self.timings]
-        num_draft_tokens = sum(one.num_draft_tokens for one in statistics)
-        return sum(one.num_accepted_tokens for one in statistics) / num_draft_tokens if num_draft_tokens else None
+        num_positions = sum(one.num_draft_positions or one.num_draft_tokens for one in statistics)
+        return sum(one.num_accepted_tokens for one in statistics) / num_positions if num_positions else None
 
 
 async def measure(

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,13 +107,14 @@ class GrowingTree(ABC):
         position, stops = len(start.committed) + depth, request.stop_token_ids
         if not sampling.penalizes and request.automaton is None:
             return [Span(sampling, 1, (), request.prompt_len, stops, position, edits=start.edits)] * len(nodes)
-        spans = []
-        for node in nodes:
-            path = self.path(node)
-            text = [*start.committed, *path] if sampling.penalizes else ()
-            mask = mask_after(request, start.committed, path)
-            spans.append(Span(sampling, 1, text, request.prompt_len, stops, position, mask, start.edits))
-        return spans
+        paths = [self.path(node) for node in nodes]
+        found = [mask_after(request, start.committed, path) for path in paths]
+        known = next((mask for mask in found if mask is not None), None)
+        masks = None
+        if known is not None:  # where the form cannot be followed, every token is allowed
+            masks = np.concatenate([np.full_like(known, 255) if mask is None else mask for mask in found])
+        text, text_len = start.committed if sampling.penalizes else (), len(start.committed)
+        return [Span(sampling, len(nodes), text, request.prompt_len, stops, text_len, masks, start.edits, paths)]
 
 
 def grow(model: DraftModel, trees: Sequence[GrowingTree], logits: Tensor) -> int:
@@ -149,8 +151,7 @@ def _read(model: DraftModel, growing: Sequence[tuple[GrowingTree, list[int]]], d
 def _distributions(growing: Sequence[tuple[GrowingTree, list[int]]], logits: Tensor, depth: int) -> Tensor:
     """Returns the distributions after nodes of a depth, `[nodes, vocab] float32`; 0 where there are none."""
     spans: list[Span] = []
-    for tree, nodes in growing:
-        rows = logits[len(spans) : len(spans) + len(nodes)]
+    for (tree, nodes), rows in zip(growing, logits.split([len(nodes) for _, nodes in growing]), strict=True):
         if tree.start.vocab_size < rows.shape[1]:
             rows[:, tree.start.vocab_size :] = -torch.inf
         spans += tree.spans(nodes, depth)

@@ -7,9 +7,9 @@ from functools import partial
 import structlog
 import torch
 
-from draftwire.drafting.growth_plan import num_read_nodes
 from draftwire.drafting.heads.draft_head import FeatureUser
 from draftwire.engine.memory import CpuMeter, FreeMemory, GpuMeter, MemoryMeter
+from draftwire.engine.model_settings import num_tree_tokens
 from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel
@@ -62,8 +62,8 @@ def size_while_loading(settings: EngineSettings) -> int:
     """Returns the size of the cache that a model is loaded with: the option's, or as much as the largest step takes."""
     if isinstance(settings.kv_cache_tokens, int):
         return settings.kv_cache_tokens
-    num_nodes = num_read_nodes(settings.max_tree_nodes, settings.max_draft_tokens)
-    of_a_session = blocks_for(max(settings.max_draft_tokens, num_nodes) + 2) * BLOCK_SIZE
+    num_drafted = max(settings.max_draft_tokens, num_tree_tokens(settings))
+    of_a_session = blocks_for(num_drafted + 2) * BLOCK_SIZE
     return (settings.max_sessions + 1) * of_a_session + LARGEST_CHUNK
 
 
@@ -104,7 +104,8 @@ class CacheFitter:
             head.resize(BLOCK_SIZE)
         # CUDA graphs keep a second copy of what a step holds for a while.
         free = self._meter.free(2 if model.is_static else 1)
-        size = cache_size(free, token_bytes, layer_bytes, self._settings.max_sessions * context_length)
+        most_tokens = self._settings.max_sessions * (context_length + num_tree_tokens(self._settings))
+        size = cache_size(free, token_bytes, layer_bytes, most_tokens)
         log.info(
             "models.cache_sized",
             num_tokens=size.num_tokens,

@@ -2,13 +2,31 @@
 
 from dataclasses import replace
 
+from draftwire.drafting.growth_plan import num_read_nodes
 from draftwire.models.card import ModelCard
 from draftwire.runtime.settings import EngineSettings, ModelSettings, require
 
 
-def limited(card: ModelCard, num_tokens: int) -> ModelCard:
-    """Returns the card with the context length limited to the capacity of the KV cache, tokens."""
-    context_length = min(card.description.context_length, num_tokens)
+def num_tree_tokens(settings: EngineSettings) -> int:
+    """Returns how many tokens a session may have in a KV cache beside its text, for trees: those of a drafter, which
+    are at least as many as a verifier's.
+    """
+    return num_read_nodes(settings.max_tree_nodes, settings.max_draft_tokens)
+
+
+def limited(card: ModelCard, num_tokens: int, num_spare: int = 0) -> ModelCard:
+    """Returns the card with its context length limited to what one session has room for.
+
+    Args:
+        card: of the model.
+        num_tokens: capacity of the KV cache, tokens.
+        num_spare: tokens of it that a session reserves beside its text, for trees.
+
+    Raises:
+        InvalidRequestError: no room is left for a text.
+    """
+    require(num_tokens > num_spare, f"kv_cache_tokens {num_tokens} has no room for a text beside {num_spare} of a tree")
+    context_length = min(card.description.context_length, num_tokens - num_spare)
     return replace(card, description=replace(card.description, context_length=context_length))
 
 
@@ -20,7 +38,7 @@ def size_without_memory(settings: EngineSettings, context_length: int) -> int:
         context_length: of the model, tokens.
     """
     size = settings.kv_cache_tokens
-    return size if isinstance(size, int) else settings.max_sessions * context_length
+    return size if isinstance(size, int) else settings.max_sessions * (context_length + num_tree_tokens(settings))
 
 
 def refuse_settings_of_weights(settings: ModelSettings, what: str) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,7 @@ class TokenEdits:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive positions of one text whose distributions are requested."""
+    """Positions of one text whose distributions are requested: consecutive, or at the ends of paths of a tree."""
 
     params: SamplingParams
     num_rows: int
@@ -95,12 +95,22 @@ class Span:
     lowest first. Computed by `draftwire.requests.automaton`; None allows all."""
     edits: TokenEdits | None = None
     """Those of `params` and `stop_token_ids`, kept from earlier calls; None makes them for this one."""
+    paths: Sequence[Sequence[int]] | None = None
+    """Of a tree: the generated tokens between `text` and each position; `text` then comes before all of them, and is
+    counted once. None: positions are consecutive."""
 
     @property
     def num_generated(self) -> int:
-        """Number of tokens generated before the first position."""
+        """Number of tokens generated before the first position; of a tree before all paths."""
         text_len = len(self.text) if self.text_len is None else self.text_len
-        return text_len - (self.num_rows - 1) - self.prompt_len
+        return text_len - (self.num_rows - 1 if self.paths is None else 0) - self.prompt_len
+
+    def rows_below(self, num_tokens: int) -> list[int]:
+        """Returns the positions before which fewer tokens than this were generated."""
+        num_missing = num_tokens - self.num_generated
+        if self.paths is None:
+            return list(range(min(self.num_rows, num_missing)))
+        return [row for row, path in enumerate(self.paths) if len(path) < num_missing]
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -180,10 +190,12 @@ def _edit(logits: Tensor, span: Span) -> None:
         logits += edits.not_allowed(logits)
     if span.masks is not None:
         _keep_form(logits, span.masks)
-    num_masked = min(span.num_rows, params.min_tokens - span.num_generated)
-    if params.min_tokens and num_masked > 0:
-        logits[:num_masked] += edits.stops(logits)
-    if params.penalizes and span.text:
+    if params.min_tokens and (rows := span.rows_below(params.min_tokens)):
+        if rows[-1] + 1 == len(rows):
+            logits[: len(rows)] += edits.stops(logits)
+        else:
+            logits[upload(rows, logits.device, torch.int64)] += edits.stops(logits)
+    if params.penalizes and (span.text or span.paths):
         _penalize(logits, span)
 
 
@@ -199,10 +211,19 @@ def _penalize(logits: Tensor, span: Span) -> None:
     """Applies the penalties, in place. Reads and writes the logits of the text's tokens alone."""
     params, vocab_size = span.params, logits.shape[1]
     text = np.asarray(span.text, dtype=np.int64)
-    positions = np.flatnonzero(text < vocab_size)
-    text, is_generated = text[positions], positions >= span.prompt_len
-    rows = positions - (len(span.text) - span.num_rows)  # the first row that a token counts for; <= 0: for all rows
+    positions = np.arange(len(text))
+    is_generated = positions >= span.prompt_len
+    rows = positions - (len(text) - span.num_rows)  # the first row that a token counts for; <= 0: for all rows
     is_early = rows <= 0
+    if span.paths is not None:  # all of the text counts for all rows, and the tokens of a path for its own
+        lengths = list(map(len, span.paths))
+        drafted = np.fromiter(chain.from_iterable(span.paths), dtype=np.int64, count=sum(lengths))
+        text, rows = np.append(text, drafted), np.append(rows, np.repeat(np.arange(span.num_rows), lengths))
+        is_generated = np.append(is_generated, np.ones(len(drafted), dtype=bool))
+        is_early = np.arange(len(text)) < len(positions)
+    is_known = text < vocab_size
+    text, rows = text[is_known], rows[is_known]
+    is_generated, is_early = is_generated[is_known], is_early[is_known]
     early = np.bincount(text[is_early], minlength=vocab_size)
     early_generated = np.bincount(text[is_early & is_generated], minlength=vocab_size)
     tokens = np.union1d(np.flatnonzero(early), text[~is_early])
@@ -210,8 +231,10 @@ def _penalize(logits: Tensor, span: Span) -> None:
     later = np.zeros((2, span.num_rows, len(tokens)), dtype=np.int64)
     np.add.at(later[0], (rows[~is_early], places), 1)
     np.add.at(later[1], (rows[~is_early], places), is_generated[~is_early].astype(np.int64))
+    if span.paths is None:
+        later = later.cumsum(axis=1)
     # [num_rows, tokens]: how often each token occurs before each row, in all of the text and in what was generated
-    counts = later.cumsum(axis=1) + np.stack([early[tokens], early_generated[tokens]])[:, None]
+    counts = later + np.stack([early[tokens], early_generated[tokens]])[:, None]
     seen, generated = upload(counts, logits.device, logits.dtype)
     index = upload(tokens, logits.device)
     values = logits[:, index]

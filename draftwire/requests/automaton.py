@@ -175,15 +175,20 @@ class Automaton:
         """
         return self._masks(generated_ids, draft_tokens, first_place=0)
 
-    def along(self, generated_ids: Sequence[int], draft_tokens: Sequence[int]) -> BlockMasks:
+    def along(self, generated_ids: Sequence[int], draft_tokens: Sequence[int], first_place: int = 0) -> BlockMasks:
         """Returns the masks of a draft block. An error at a draft position is returned, not raised, because the block
         may be rejected before it.
+
+        Args:
+            generated_ids: as `masks`.
+            draft_tokens: as `masks`.
+            first_place: the first row that is wanted, of `masks`; those before it hold nothing of use.
 
         Raises:
             InvalidRequestError: as `masks`, for the generated tokens.
         """
         try:
-            return BlockMasks(self.masks(generated_ids, draft_tokens), len(draft_tokens) + 1)
+            return BlockMasks(self._masks(generated_ids, draft_tokens, first_place), len(draft_tokens) + 1)
         except InvalidRequestError as error:
             rows = np.full((len(draft_tokens) + 1, len(self._possible)), 255, dtype=np.uint8)
             rows[0] = self.masks(generated_ids)[0]
@@ -213,9 +218,17 @@ class Automaton:
         """
         rows = np.full((len(draft_tokens) + 1, len(self._possible)), 255, dtype=np.uint8)
         faults: dict[int, InvalidRequestError] = {}
+        before: Sequence[int] | None = None
         for path in paths or [()]:  # of a tree without nodes there is the first place
-            own = self.along(generated_ids, [draft_tokens[node] for node in path])
-            rows[[0, *(node + 1 for node in path)]] = own.rows
+            shared = 0 if before is None else num_alike(list(before), list(path))
+            places = [0, *(node + 1 for node in path)]
+            first_place = 0 if before is None else shared + 1
+            before = path
+            if shared and path[shared - 1] in faults:  # what follows has no mask either
+                faults.update(dict.fromkeys(path[shared:], faults[path[shared - 1]]))
+                continue
+            own = self.along(generated_ids, [draft_tokens[node] for node in path], first_place)
+            rows[places[first_place:]] = own.rows[first_place:]
             if own.fault is not None:
                 faults.update(dict.fromkeys(path[own.num_places - 1 :], own.fault))
         return TreeMasks(rows, faults)

@@ -81,14 +81,9 @@ class Case:
         """
         if self.tree is None or not (self.sampling.penalizes or self.sampling.min_tokens):
             return [self._span]
-        rows = self.masks.rows if self.masks is not None else None
-        spans = []
-        for node in range(ROOT, len(self.tree)):
-            path = [self.draft_tokens[each] for each in self.tree.path_to(node)]
-            text, text_len = self._text(path), self.num_committed + len(path)
-            mask = None if rows is None else rows[node + 1 : node + 2]
-            spans.append(Span(self.sampling, 1, text, self.prompt_len, self.stop_token_ids, text_len, mask, self.edits))
-        return spans
+        paths = [[self.draft_tokens[each] for each in self.tree.path_to(node)] for node in range(ROOT, len(self.tree))]
+        text = self.committed if self.sampling.penalizes else ()
+        return [replace(self._span, text=text, text_len=self.num_committed, paths=paths)]
 
     def _text(self, drafted: Sequence[int]) -> Sequence[int]:
         return [*self.committed, *drafted] if self.sampling.penalizes else ()

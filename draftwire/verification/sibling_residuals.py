@@ -84,12 +84,15 @@ class _Residuals:
         self._target_rows = trees.target_rows[level.blocks, level.nodes + 1]
 
     def _next(self, mass: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Sets w_j of the first nodes from S_j; returns 1 / (S_j + 1 - w_{j-1}), and where that is infinite."""
+        """Sets w_j of the first nodes from S_j; returns S_j + 1 - w_{j-1}, or 1 where that is 0, and where it is.
+
+        It is to be divided by: its inverse may be infinite, and a residual times that is no number where it is 0.
+        """
         weights = self.weights[:count]
         total = mass + (1.0 - weights)  # in this order: (mass + 1) - weight would lose a small mass
         is_equal = total <= 0.0  # the target's law is the drafter's, and the child is accepted with certainty
         self.weights[:count] = torch.where(is_equal, 1.0, mass / total)
-        return torch.where(is_equal, 1.0, 1.0 / total), is_equal
+        return torch.where(is_equal, 1.0, total), is_equal
 
 
 class _DenseResiduals(_Residuals):
@@ -111,11 +114,11 @@ class _DenseResiduals(_Residuals):
     def take(self, rank: int) -> None:
         count = self._counts[rank]
         own, scaled = self._own[:count], self._scaled[:count]
-        residual = own * (1.0 / self._rest[:count]).unsqueeze(1).to(own.dtype)
-        residual = (scaled - residual).clamp_(min=0.0)
+        # A sum of a few float32 is one, also below the normal ones, where its inverse would be infinite.
+        residual = (scaled - own / self._rest[:count].unsqueeze(1).to(own.dtype)).clamp_(min=0.0)
         mass = residual.sum(dim=1, dtype=torch.float64)
-        scale, is_equal = self._next(mass, count)
-        residual *= scale.unsqueeze(1).to(residual.dtype)
+        total, is_equal = self._next(mass, count)
+        residual /= total.unsqueeze(1).to(residual.dtype)
         self._scaled[:count] = torch.where(is_equal.unsqueeze(1), scaled, residual)
         following = self._counts[rank + 1] if rank + 1 < len(self._counts) else 0
         if not following:
@@ -162,9 +165,9 @@ class _SparseResiduals(_Residuals):
         own, scaled = self._own[:count], self._scaled[:count]
         residual = (scaled - own / self._rest[:count].unsqueeze(1)).clamp_(min=0.0)
         mass = residual.sum(dim=1) + self._factor[:count] * self._outside[:count]
-        scale, is_equal = self._next(mass, count)
-        self._scaled[:count] = torch.where(is_equal.unsqueeze(1), scaled, residual * scale.unsqueeze(1))
-        self._factor[:count] *= scale
+        total, is_equal = self._next(mass, count)
+        self._scaled[:count] = torch.where(is_equal.unsqueeze(1), scaled, residual / total.unsqueeze(1))
+        self._factor[:count] /= total
         if self._is_distinct:
             own.masked_fill_(self._ids[:count] == self._tokens[:count, rank : rank + 1], 0.0)
             self._rest[:count] = own.sum(dim=1)

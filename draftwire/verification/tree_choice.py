@@ -10,22 +10,23 @@ from draftwire.verification.walk import walking_rule
 
 TRAVERSAL = TraversalRule()
 """Decides where chains are decided by `block`."""
-_UNDRAFTED = UndraftedTreeRule(TRAVERSAL)
+_undrafted: dict[int, UndraftedTreeRule] = {}
+"""By the id of the rule that each wraps and so keeps: those that decide together are told apart by identity."""
 
 
 def tree_rule_for(rule: VerificationRule, sampling: SamplingParams) -> TreeRule:
     """Returns the rule that decides about the trees of a session: a walk, or `traversal` in the place of `block`.
 
     Args:
-        rule: of the session.
+        rule: of the session, or an `UndraftedRule` of it.
         sampling: of the target.
 
     Raises:
         InvalidRequestError: the rule is for chains alone.
     """
-    walking = walking_rule(rule, sampling)
-    if walking is not None:
-        return walking
-    if rule.name != BlockRule.name:
+    judging = rule.rule if isinstance(rule, UndraftedRule) else rule
+    walking = walking_rule(judging, sampling)
+    if walking is None and judging.name != BlockRule.name:
         raise InvalidRequestError(f"rejection_sample_method: {rule.name} takes no token trees")
-    return _UNDRAFTED if isinstance(rule, UndraftedRule) else TRAVERSAL
+    tree_rule = walking or TRAVERSAL
+    return tree_rule if judging is rule else _undrafted.setdefault(id(tree_rule), UndraftedTreeRule(tree_rule))

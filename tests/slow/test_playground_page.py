@@ -74,9 +74,11 @@ def token(text: str, source: str = "accepted", **values: object) -> dict[str, An
     return {"id": 7, "text": text, "source": source, "logprob": -0.5, "draft_logprob": None, **values}
 
 
-def chunk(num_draft_tokens: int, *tokens: dict[str, Any]) -> str:
+def chunk(num_draft_positions: int, *tokens: dict[str, Any], width: int = 1) -> str:
+    """Returns a chunk of a round that judged a chain, or a token tree of several at each depth."""
     text = "".join(one["text"] for one in tokens)
-    draftwire = {"num_draft_tokens": num_draft_tokens, "tokens": tokens}
+    num_draft_tokens = width * num_draft_positions
+    draftwire = {"num_draft_tokens": num_draft_tokens, "num_draft_positions": num_draft_positions, "tokens": tokens}
     return data({"choices": [{"index": 0, "text": text, "finish_reason": None, "draftwire": draftwire}]})
 
 
@@ -88,6 +90,7 @@ def last(**values: object) -> str:
     metrics = {
         "num_rounds": 1,
         "num_draft_tokens": 4,
+        "num_draft_positions": 4,
         "num_accepted_draft_tokens": 2,
         "num_accepted_tokens_per_pos": [1, 1, 0, 0],
         "draft_length_histogram": [0, 0, 0, 0, 1],
@@ -196,12 +199,18 @@ def test_events_are_read_however_they_are_written(gateway: ScriptedGateway) -> N
 
 
 def test_numbers_count_what_the_chunks_say_and_end_with_the_gateways(gateway: ScriptedGateway) -> None:
-    """The second round accepted more than is shown: only the gateway knows."""
-    first = chunk(4, token("a"), token("b", "recovered"))
+    """The second round accepted more than is shown: only the gateway knows. The first one judged a token tree."""
+    first = chunk(4, token("a"), token("b", "recovered"), width=8)
     second = chunk(3, token("c"))
     ends = data({"error": {"message": "stopped here"}})
-    told = {"num_rounds": 2, "num_draft_tokens": 7, "num_accepted_draft_tokens": 4, "block_efficiency": 2.5}
-    told["num_accepted_tokens_per_pos"] = [2, 1, 1, 0]
+    told = {
+        "num_rounds": 2,
+        "num_draft_tokens": 35,
+        "num_draft_positions": 7,
+        "num_accepted_draft_tokens": 4,
+        "block_efficiency": 2.5,
+    }
+    told |= {"num_draft_tokens": 35, "num_accepted_tokens_per_pos": [2, 1, 1, 0]}
     gateway.answers = [stream(first, second, ends), stream(first, second, last(**told))]
     watched = gateway.fail("stopped here", compare=False)
     expect(watched.page.locator("#rounds")).to_have_text("2")

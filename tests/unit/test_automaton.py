@@ -129,6 +129,24 @@ def test_tree_without_nodes_has_the_mask_of_the_first_place(compiler: FormCompil
     assert not of_tree.faults
 
 
+def test_each_mask_of_a_tree_is_computed_once(compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a spine on which a leaf hangs at every depth, whose paths share almost everything."""
+    name, size = next(iter(FORMS)), 8
+    text = random_text(compiler.compile(FORMS[name]), random.Random(2), size + 3)
+    committed, spine = text[:3], [token for token in text[3:] if token != STOP]
+    tokens, paths = [*spine, *spine], [tuple(range(len(spine)))]
+    paths += [(*range(depth), len(spine) + depth) for depth in reversed(range(len(spine)))]
+    filled, fill = [], Automaton._fill
+    monkeypatch.setattr(Automaton, "_fill", lambda self, row: (filled.append(0), fill(self, row))[1])
+    automaton = compiler.compile(FORMS[name], committed)
+    filled.clear()
+    of_tree = automaton.along_paths(committed, tokens, paths)
+    assert len(filled) == 1 + len(tokens)
+    expected = compiler.compile(FORMS[name]).masks(committed, spine)
+    assert (of_tree.rows[: len(spine) + 1] == expected).all()
+    assert (of_tree.rows[len(spine) + 1 :] == expected[1:]).all()
+
+
 TOKENS = ["a", "b", "ab", "c", "<one>", "<two>"]
 
 

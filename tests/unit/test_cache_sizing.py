@@ -2,26 +2,35 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from session_specs import draft_spec, target_spec
 from strategy_loading import load_drafter
 from structlog.testing import capture_logs
 from tiny_models import save_tiny_model
 
+from draftwire.drafting.growth_plan import num_read_nodes
 from draftwire.engine import cache_sizing
+from draftwire.engine.admission import Room
 from draftwire.engine.cache_sizing import GATHERED_LAYERS, MOST_SESSIONS, cache_size, run_largest, size_while_loading
 from draftwire.engine.memory import CPU_SHARE, CpuMeter, FreeMemory, GpuMeter
 from draftwire.engine.model_loading import LoadedTarget, load_target
 from draftwire.engine.prefill import LARGEST_CHUNK
+from draftwire.engine.ranks.guard import GroupGuard
+from draftwire.engine.ranks.place import Place
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import BLOCK_SIZE
+from draftwire.models.script import Script
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 from draftwire_drafter.config import DrafterConfig
+from draftwire_drafter.draft_session import DraftSession
+from draftwire_drafter.strategy_context import ConfiguredContext
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.core import VerifierCore
 from draftwire_verifier.engine import TargetEngine
@@ -294,6 +303,35 @@ def test_number_stays_what_it_is_to_the_token(tmp_path: Path) -> None:
     assert (core.kv_cache_tokens, core.description.context_length) == (50, 50)
 
 
+@pytest.mark.parametrize("kv_cache_tokens", [100, 90, "auto"])
+async def test_text_as_long_as_the_stated_context_is_admitted_with_its_trees(kv_cache_tokens: Any) -> None:
+    """As requests without max_tokens ask for. With `auto` of as many sessions as may be open."""
+    settings = EngineSettings(3, 4, max_tree_nodes=8, kv_cache_tokens=kv_cache_tokens)
+    model = ModelSettings("scripted:context_length=98")
+    is_auto = kv_cache_tokens == "auto"
+    core = VerifierCore(VerifierConfig(model, engine=settings))
+    await core.start()
+    assert core.description.context_length == (98 if is_auto else kv_cache_tokens - 8)
+    changes = {"max_len": core.description.context_length, "max_tree_nodes": 8, "rule": "coupled"}
+    for number in range(3 if is_auto else 1):
+        lease_id, _ = core.open_lease()
+        core.open_session(target_spec(token_ids=[1], session_id=number, max_draft_tokens=4, **changes), lease_id)
+    core.stop()
+
+    drafter = DrafterConfig(model, engine=settings)
+    context = ConfiguredContext(drafter, cast(GroupGuard, SimpleNamespace(place=Place())))
+    card = context.limited(Script.parse(model.model).card())
+    room = Room(3, context.kv_cache_tokens)
+    for number in range(3 if is_auto else 1):
+        spec = draft_spec(token_ids=[1], max_len=card.description.context_length, max_tree_nodes=8, max_draft_tokens=4)
+        room.reserve((number, 0), DraftSession(spec=spec, lease_id=1, num_known=0).num_reserved)
+
+
+def test_cache_that_holds_a_tree_and_no_text_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="no room for a text beside 64 of a tree"):
+        loaded_core("scripted:", EngineSettings(max_tree_nodes=64, kv_cache_tokens=64))
+
+
 def test_scripted_target_has_room_for_every_session_to_fill_its_context() -> None:
     core = loaded_core("scripted:context_length=100", AUTO)
     assert (core.kv_cache_tokens, core.description.context_length) == (304, 100), "whole blocks"
@@ -311,7 +349,8 @@ def test_drafter_takes_what_fits_and_drafts(tmp_path: Path, layers: LayerParalle
     (line,) = [line for line in lines if line["event"] == "models.cache_sized"]
     strategy: Any = loaded.strategy
     assert strategy.model.cache.num_blocks * BLOCK_SIZE == line["num_tokens"] < 3 * 4096
-    assert loaded.card.description.context_length == min(4096, line["num_tokens"])
+    spare = num_read_nodes(nodes, AUTO.max_draft_tokens)
+    assert loaded.card.description.context_length == min(4096, line["num_tokens"] - spare)
     assert not strategy.model.cache.sequences
 
 

@@ -112,6 +112,8 @@ def test_numbers_of_a_column() -> None:
     assert {name: column[name] for name in expected} == expected
     plain = Run([Timing(completion(num_draft_tokens=0, num_accepted_tokens=0), 0.1, 0.2)], 1.0)
     assert summary([plain])["acceptance_rate"] is None, "without drafts there is none"
+    trees = completion(num_draft_tokens=24, num_draft_positions=4, num_accepted_tokens=3)
+    assert summary([Run([Timing(trees, 0.1, 0.2)], 1.0)])["acceptance_rate"] == 0.75, "of a path, not of all nodes"
 
 
 def test_what_must_be_known_of_the_numbers_is_counted() -> None:

@@ -17,10 +17,11 @@ from draftwire.method.encoding import Claim, DraftDistributions, decode
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import Permit, ReceivedBlock
+from draftwire.method.token_tree import ROOT, TokenTree
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.caller_identity import ROLE_PREFIX, CallerRole, origin_of, require_role
 from draftwire.runtime.metrics import PREFIX
-from draftwire.runtime.settings import ModelSettings
+from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.core import VerifierCore
 from draftwire_verifier.drafters import (
@@ -102,7 +103,7 @@ def test_caller_of_another_role_is_refused_and_one_without_a_role_is_logged_once
 
 @pytest.fixture
 async def core() -> AsyncIterator[VerifierCore]:
-    core = VerifierCore(VerifierConfig(ModelSettings("scripted:")))
+    core = VerifierCore(VerifierConfig(ModelSettings("scripted:"), engine=EngineSettings(max_tree_nodes=BLOCK)))
     await core.start()
     yield core
     core.stop()
@@ -111,7 +112,9 @@ async def core() -> AsyncIterator[VerifierCore]:
 session_ids = itertools.count(1)
 
 
-def open_session(core: VerifierCore, temperature: float = 1.0, rule: str = "block", seed: int = 0) -> TargetSession:
+def open_session(
+    core: VerifierCore, temperature: float = 1.0, rule: str = "block", seed: int = 0, max_tree_nodes: int = 0
+) -> TargetSession:
     session_id = next(session_ids)
     spec = target_spec(
         session_id=session_id,
@@ -121,18 +124,23 @@ def open_session(core: VerifierCore, temperature: float = 1.0, rule: str = "bloc
         verifying_key=(seed or session_id).to_bytes(KEY_BYTES, "little"),
         max_draft_tokens=BLOCK,
         permit_key=PERMIT_KEY,
+        max_tree_nodes=max_tree_nodes,
     )
     lease_id, _ = core.open_lease()
     core.open_session(spec, lease_id)
     return core._scheduler.sessions[session_id, 0]
 
 
-def push(core: VerifierCore, session: TargetSession, drafter: Drafter, named: int | None = None) -> ReceivedBlock:
-    """Has a drafter send a block with its permit, and returns it as it was queued."""
-    tokens = [97] * BLOCK
-    (draft,) = decode([Claim(tokens, DraftDistributions(Encoding.ONE_HOT, 320))], 320)
+def push(
+    core: VerifierCore, session: TargetSession, drafter: Drafter, named: int | None = None, num_tokens: int = BLOCK
+) -> ReceivedBlock:
+    """Has a drafter send a block with its permit, and returns it as it was queued: a tree if the session takes them."""
+    tokens = list(range(97, 97 + num_tokens))
+    tree = TokenTree((ROOT,) * num_tokens) if session.spec.max_tree_nodes else None
+    encoding = Encoding.ONE_HOT if tree is None else Encoding.NONE
+    (draft,) = decode([Claim(tokens, DraftDistributions(encoding, 320), tree)], 320)
     permit = Permit.make(PERMIT_KEY, session.permit_number + 1, drafter.id if named is None else named)
-    core.push_blocks([ReceivedBlock(session.fence, tokens, draft, True, drafter.id, permit=permit)])
+    core.push_blocks([ReceivedBlock(session.fence, tokens, draft, True, drafter.id, permit=permit, tree=tree)])
     assert session.block is not None, "it is queued"
     return session.block
 
@@ -219,6 +227,23 @@ async def test_credit_of_an_origin_bounds_what_is_used_at_any_time(core: Verifie
     aside = core.metrics.registry.get_sample_value(PREFIX + "blocks_set_aside_total")
     assert aside == 3 * num_blocks // 60 * 60 - used
     assert push(core, open_session(core), connect(core, origin="certificate b")).is_used, "others have their own"
+
+
+@pytest.mark.parametrize("nodes", [0, 6])
+async def test_whether_a_block_is_used_does_not_depend_on_what_it_holds(core: VerifierCore, nodes: int) -> None:
+    """Of every number of tokens that a session allows, at every credit near its end. How many nodes a drawn tree has
+    depends on its tokens: a drafter that had smaller ones used than larger ones would choose among texts.
+    """
+    outcomes = {}
+    for left, count in itertools.product(range(BLOCK + 2), range(1, (nodes or BLOCK) + 1)):
+        drafter = connect(core, origin=f"host of {left} and {count}")
+        drafter.origin._spent = CREDIT_TOKENS - left
+        drafter.origin._refill = lambda: None
+        session = open_session(core, max_tree_nodes=nodes)
+        outcomes[left, count] = push(core, session, drafter, num_tokens=count).is_used
+        core.close_session(*session.key)
+    allowed = nodes or BLOCK
+    assert outcomes == {(left, count): left >= allowed for left, count in outcomes}
 
 
 async def test_liar_leaves_replicas_with_its_certificate_alone(core: VerifierCore) -> None:

@@ -38,7 +38,7 @@ def told(index: int) -> ReportedToken:
 
 def piece(choice: int, num_tokens: int) -> ChoiceDelta:
     details = [{"id": index, "text": "a"} for index in range(num_tokens)]
-    rounds = [{"num_draft_tokens": 4, "num_tokens": 1}] * num_tokens
+    rounds = [{"num_draft_tokens": 4, "num_draft_positions": 3, "num_tokens": 1}] * num_tokens
     prompt: list[dict[str, Any] | None] = [None, *({"id": index} for index in range(num_tokens))]
     tokens = list(map(told, range(num_tokens)))
     return ChoiceDelta(choice, "a\u00e9\n" * num_tokens, tokens, prompt, details, rounds, "stop")

@@ -419,7 +419,7 @@ def test_costs_of_choices_are_added_and_those_of_a_prompt_count_once() -> None:
     second = {"num_prompt_tokens": 7, "num_cached_prompt_tokens": 6, "num_generated_tokens": 3, "num_rounds": 1}
     drafts = {
         "num_drafts": 1,
-        "num_draft_tokens": 4,
+        "num_draft_tokens": 24,  # of a token tree whose longest path has four
         "num_draft_positions": 4,
         "num_accepted_tokens": 2,
         "num_emitted_tokens": 3,
@@ -441,8 +441,8 @@ def test_costs_of_choices_are_added_and_those_of_a_prompt_count_once() -> None:
     assert (total["num_rounds"], total["block_efficiency"]) == (3, 1.0)
     assert (total["time_to_first_token_ms"], total["duration_ms"]) == (4.0, 20.0)
     assert [one["index"] for one in total["choices"]] == [0, 1, 2]
-    assert total["choices"][1]["num_draft_tokens"] == 4
-    assert endings[0].statistics.num_draft_tokens == 4, "nothing is added to what is added"
+    assert total["choices"][1]["num_draft_tokens"] == 24
+    assert endings[0].statistics.num_draft_tokens == 24, "nothing is added to what is added"
 
 
 # Pages

@@ -57,7 +57,7 @@ class Parity:
     def row(self, text: list[int]) -> np.ndarray[Any, Any]:
         return np.packbits([token < 6 and token % 3 != sum(text) % 3 for token in range(8)], bitorder="little")
 
-    def along(self, generated: list[int], drafted: list[int]) -> BlockMasks:
+    def along(self, generated: list[int], drafted: list[int], first_place: int = 0) -> BlockMasks:
         rows = np.full((len(drafted) + 1, 1), 255, dtype=np.uint8)
         for place in range(len(drafted) + 1):
             if place and drafted[place - 1] in self.faults:

@@ -107,8 +107,8 @@ def test_state_follows_the_log() -> None:
 def test_row_shows_what_a_service_has_and_leaves_the_rest_empty() -> None:
     row = Row("verifier", "serving")
     first = {"num_sessions": 2.0, "generation_tokens": 0.0, "target_passes": 0.0, "kv_cache_usage_perc": 0.125}
-    first |= {"spec_decode_num_draft_tokens": 0.0, "spec_decode_num_accepted_tokens": 0.0}
-    accepted = {"spec_decode_num_draft_tokens": 40.0, "spec_decode_num_accepted_tokens": 30.0}
+    first |= {"spec_decode_num_draft_tokens_per_pos": 0.0, "spec_decode_num_accepted_tokens": 0.0}
+    accepted = {"spec_decode_num_draft_tokens_per_pos": 40.0, "spec_decode_num_accepted_tokens": 30.0}
     row.history = history((0.0, first), (2.0, first | {"generation_tokens": 50.0, "target_passes": 20.0} | accepted))
     assert row.cells() == ["verifier", "serving", "2", "", "25.0", "0.750", "2.50", "", "12.5%"]
 

@@ -37,8 +37,9 @@ from draftwire.verification import (
 from draftwire.verification.coupled import CoupledRule
 from draftwire.verification.k_seq import KSeqRule
 from draftwire.verification.multi_round import MultiRoundRule, WithoutReplacementRule
+from draftwire.verification.rule import UndraftedRule
 from draftwire.verification.traversal import TraversalRule
-from draftwire.verification.tree_rule import TreeLawRule, TreeRule, verify_trees
+from draftwire.verification.tree_rule import TreeLawRule, TreeRule, UndraftedTreeRule, verify_trees
 from draftwire.verification.trees import NOTHING, TreeBatch, cut_undrawable
 from draftwire.verification.walk import TargetOnlyRule
 
@@ -245,6 +246,12 @@ def test_session_with_trees_is_decided_by_the_rule_for_trees_that_fits_its_own()
     for rule in (token, typical):
         with pytest.raises(InvalidRequestError, match="takes no token trees"):
             tree_rule_for(rule, drawn)
+    for rule, sampling in ((block, drawn), (coupled, drawn), (coupled, greedy), (token, greedy)):
+        undrafted = tree_rule_for(UndraftedRule(rule), sampling)
+        assert undrafted == UndraftedTreeRule(tree_rule_for(rule, sampling))
+        assert tree_rule_for(UndraftedRule(rule), sampling) is undrafted, "they are decided together"
+    with pytest.raises(InvalidRequestError, match="takes no token trees"):
+        tree_rule_for(UndraftedRule(token), drawn)
     for name in TREE_RULES:
         assert tree_rule_named(name) is TREE_RULES[name]
     with pytest.raises(InvalidRequestError, match="traversal, coupled, target_only"):
@@ -444,6 +451,32 @@ def test_tree_is_cut_before_tokens_that_cannot_have_been_drawn(name: str, rows_o
         node = int(alone.last_nodes)
         assert int(outcome.last_nodes) == (ROOT if node == ROOT else kept[0][node])
         assert torch.equal(outcome.extra_tokens, alone.extra_tokens)
+
+
+@every("name", STATED)
+@LAYOUTS
+def test_distributions_that_leave_less_than_a_normal_number_are_judged_by_their_law(name: str, rows_of: type) -> None:
+    """What a first child leaves of the drafter's distribution, or of the target's, is 1e-40, whose inverse is infinite
+    in float32. Two children are drawn without replacement here; the law is compared with that of twice the precision.
+    """
+    tiny, size = 1e-40, 300  # above `WHOLE_ROW`, where a sum that is no number draws an id beyond the vocabulary
+    shape, spare = TokenTree((-1, -1)), [0.0] * (size - 3)
+    drafts = {"drafter": [1.0, tiny, 0.0], "target": [0.5, 0.5, 0.0], "both": [1.0, tiny, 0.0]}
+    targets = {"drafter": [0.25, 0.25, 0.5], "target": [0.5, 0.5, tiny], "both": [1.0, tiny, tiny]}
+    for case, draft in drafts.items():
+        laws = []
+        for dtype in (torch.float32, torch.float64):
+            rows = torch.tensor([[*draft, *spare]], dtype=dtype)
+            target = torch.tensor([[*targets[case], *spare]] * 3, dtype=dtype)
+            trees = TreeBatch.packed(target, [rows_of(rows)], [[0, 1]], [shape], [0])
+            law = STATED[name].tree_law(trees)
+            extra = STATED[name].extra_weights(trees, law, torch.tensor([ROOT])).to(torch.float64)
+            laws.append((law.stop_probs, extra / extra.sum(dim=1, keepdim=True)))
+            for number in range(8):
+                outcome = verify_trees(STATED[name], trees, KeyedNoise([DrawKey(KEY, number, 0)], [3], CPU))
+                assert 0 <= int(outcome.extra_tokens) < 3, case
+        for single, double in zip(*laws, strict=True):
+            assert torch.allclose(single, double, rtol=0.0, atol=1e-4), case
 
 
 @every("name", ALL_RULES)

@@ -34,6 +34,7 @@ from draftwire_drafter.core import DrafterCore
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict
 from draftwire_gateway.session.generation import Generation, SpeculationDefaults, complete_request
+from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
 from draftwire_gateway.session.statistics import Statistics
 from draftwire_gateway.session.tree_request import tree_to_draft
 from draftwire_verifier.config import TargetEngineSettings, VerifierConfig
@@ -86,6 +87,12 @@ def test_verdict_tells_how_deep_the_tree_was_and_whether_the_path_went_to_its_en
     verdict = verdict_of(scheduler, path, 20)
     assert (verdict.num_draft_tokens, verdict.draft_depth, verdict.num_draft_positions) == (5, 3, 3)
     assert (verdict.num_accepted_tokens, verdict.extra) == (len(path), extra)
+    told: list[RoundTimes] = []
+    watch = RoundWatch(told.append)
+    watch.ask(WhyPlain.NO_ROOM)
+    watch.take(verdict, 0.0)
+    watch.end()
+    assert [times.extra for times in told] == [extra], "of the round's span"
     assert verdict.token_ids == [*(TOKENS[node] for node in path), 20]
 
 
@@ -247,11 +254,11 @@ def test_drafter_reserves_what_a_growing_tree_reads_and_refuses_larger_ones() ->
             drafting(**changes)
 
 
-def generation(defaults: SpeculationDefaults | None = None, **changes: Any) -> Generation:
+def generation(defaults: SpeculationDefaults | None = None, max_tree_nodes: int = 64, **changes: Any) -> Generation:
     defaults = defaults or SpeculationDefaults(4, 16, "block")
     facts = {"block": RuleFacts("block", takes_trees=True), "token": RuleFacts("token")}
     facts["coupled"] = RuleFacts("coupled", needs_draft_probs=False, is_coupled=True, takes_trees=True)
-    target = replace(TARGET, rules=tuple(facts.values()))
+    target = replace(TARGET, rules=tuple(facts.values()), max_tree_nodes=max_tree_nodes)
     (own,) = complete_request(replace(MINIMAL, **changes), target, defaults)
     return own
 
@@ -267,6 +274,9 @@ def test_request_gets_trees_where_its_rule_takes_them() -> None:
         (trees, {"num_draft_nodes": 0}, 0),
         (trees, {"rule": "token"}, 0),
         (trees, {"rule": "token", "sampling": GREEDY}, 9),
+        (trees, {"max_tree_nodes": 4}, 9),
+        (trees, {"max_tree_nodes": 0}, 0),
+        (trees, {"max_tree_nodes": 0, "num_draft_nodes": 12}, 0),
     ):
         own = generation(defaults, **changes)
         assert own.num_draft_nodes == nodes

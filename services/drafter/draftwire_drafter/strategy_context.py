@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from draftwire.drafting.model_free.names import RETRIEVAL, SUFFIX
 from draftwire.drafting.model_free.registry import TextDrafters
-from draftwire.engine.model_settings import limited, refuse_settings_of_weights, size_without_memory
+from draftwire.engine.model_settings import limited, num_tree_tokens, refuse_settings_of_weights, size_without_memory
 from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.method.features import FeatureNeed
@@ -59,10 +59,10 @@ class ConfiguredContext:
         return self._config.layers.bonus_calibration
 
     def limited(self, card: ModelCard) -> ModelCard:
-        """Returns the card with the context length limited to the capacity of the KV cache."""
+        """Returns the card with the context length limited to one session's room in the KV cache."""
         if self._num_tokens is None:
             self._num_tokens = size_without_memory(self._config.engine, card.description.context_length)
-        return limited(card, self._num_tokens)
+        return limited(card, self._num_tokens, num_tree_tokens(self._config.engine))
 
     def load_card(self) -> ModelCard:
         """Loads tokenizer and configuration, without weights."""

@@ -148,7 +148,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         self._check_head()
         target = self._load_target()
         self.kv_cache_tokens = self._size_cache(target)
-        card = limited(target.card, self.kv_cache_tokens)
+        card = limited(target.card, self.kv_cache_tokens, self._max_tree_nodes)
         if self._own_head is not None:
             self._own_head.resize(self.kv_cache_tokens)  # a text has fewer pairs than tokens
             self._head_names = (self._own_head.config.kind.value,)
@@ -418,7 +418,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     def _may_use(self, session: TargetSession, block: ReceivedBlock) -> bool:
         """Whether the tokens of a queued block may enter the text, as far as their sender is trusted.
 
-        Depends on the sender and on lengths, never on the tokens: see docs/exactness.md.
+        Depends on the sender and on what the session allows, never on the block: see docs/exactness.md.
         """
         drafter = self.drafters.get(block.drafter_id)
         if drafter is None or drafter.is_proven or not session.can_be_biased:
@@ -426,12 +426,17 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         return drafter.origin.has_credit(self._num_pending(drafter.origin))
 
     def _num_pending(self, origin: DrafterOrigin) -> int:
-        """Returns how many tokens of the unproven drafters of an origin are queued or being judged, to be used."""
-        blocks = [session.block for session in self._scheduler.sessions.values() if session.can_be_biased]
-        senders = ((block, self.drafters.get(block.drafter_id)) for block in blocks if block and block.is_used)
+        """Returns how many tokens of the unproven drafters of an origin may be queued or being judged, to be used.
+
+        As many as the sessions allow: how many nodes a drawn tree has, or where a block ends, may depend on its tokens.
+        """
+        queued = ((session, session.block) for session in self._scheduler.sessions.values() if session.can_be_biased)
+        senders = (
+            (session, self.drafters.get(block.drafter_id)) for session, block in queued if block and block.is_used
+        )
         return sum(
-            len(block.token_ids)
-            for block, sender in senders
+            session.spec.max_tree_nodes or session.spec.parameters.max_draft_tokens
+            for session, sender in senders
             if sender is not None and sender.origin is origin and not sender.is_proven
         )
 

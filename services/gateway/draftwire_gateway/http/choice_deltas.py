@@ -175,7 +175,13 @@ class DeltaMaker:
             choice_delta.tokens = [self._reported_token(*pair) for pair in zip(delta.logprobs, offsets, strict=True)]
         if self._options.details:
             choice_delta.details = _details(delta, ends)
-            choice_delta.rounds = [{"num_draft_tokens": delta.num_draft_tokens, "num_tokens": len(delta.token_ids)}]
+            choice_delta.rounds = [
+                {
+                    "num_draft_tokens": delta.num_draft_tokens,
+                    "num_draft_positions": delta.num_draft_positions,
+                    "num_tokens": len(delta.token_ids),
+                }
+            ]
         return choice_delta
 
     async def _echo(self, generation: Generation, echo: PromptEcho) -> list[ChoiceDelta]:

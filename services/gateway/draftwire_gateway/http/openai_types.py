@@ -195,8 +195,9 @@ class ResponseWriter:
         if delta.reason is not None and not delta.tokens:
             choice["logprobs"] = None
         if self._options.details:
-            num_draft_tokens = sum(counts["num_draft_tokens"] for counts in delta.rounds)
-            choice["draftwire"] = {"num_draft_tokens": num_draft_tokens, "tokens": delta.details}
+            names = ("num_draft_tokens", "num_draft_positions")
+            judged = {name: sum(counts[name] for counts in delta.rounds) for name in names}
+            choice["draftwire"] = {**judged, "tokens": delta.details}
         data = self._chunk_head + _dumped(choice) + ('],"usage":null}' if self._reports_usage else "]}")
         return event(data, event_id=delta.event_id)
 

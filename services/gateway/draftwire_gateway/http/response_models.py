@@ -128,6 +128,8 @@ class RoundDetail(Described):
     """What a round judged and committed."""
 
     num_draft_tokens: int
+    num_draft_positions: int
+    """Of these, those that could all have been accepted: of a token tree, those of its longest path."""
     num_tokens: int
 
 
@@ -142,6 +144,8 @@ class ChunkDetails(Described):
     """Details of a round of a choice."""
 
     num_draft_tokens: int
+    num_draft_positions: int
+    """Of these, those that could all have been accepted: of a token tree, those of its longest path."""
     tokens: list[TokenDetail]
 
 

@@ -40,7 +40,7 @@ def usage_of(endings: Sequence[Ending]) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": sum(one.num_cached_prompt_tokens for one in prompts.values())},
         "completion_tokens_details": {
             "accepted_prediction_tokens": total.num_accepted_tokens,
-            "rejected_prediction_tokens": total.num_draft_tokens - total.num_accepted_tokens,
+            "rejected_prediction_tokens": total.num_draft_positions - total.num_accepted_tokens,
         },
     }
 

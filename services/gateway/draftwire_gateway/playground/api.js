@@ -13,11 +13,11 @@ import { readEvents } from "./sse.js";
  * @typedef {object} Choice
  * @property {string} [text] Of a completion.
  * @property {{content?: string | null}} [delta] Of an answer in a conversation.
- * @property {{num_draft_tokens: number, tokens?: Token[]}} [draftwire] Details of the chunk, which is one round.
+ * @property {{num_draft_tokens: number, num_draft_positions: number, tokens?: Token[]}} [draftwire] Details of the chunk, which is one round.
  *
  * @typedef {object} Metrics
  * @property {number} num_rounds
- * @property {number} num_draft_tokens
+ * @property {number} num_draft_positions
  * @property {number} num_accepted_draft_tokens
  * @property {number[]} num_accepted_tokens_per_pos
  * @property {number[]} draft_length_histogram

@@ -160,8 +160,13 @@ async function complete(request, text, counts, signal) {
       const choice = chunk.choices[0];
       const added = choice?.text ?? choice?.delta?.content ?? "";
       if (added || choice?.draftwire?.tokens?.length) {
-        const { num_draft_tokens: numDraftTokens = 0, tokens = [] } = choice.draftwire ?? {};
-        const round = { numDraftTokens, tokens, text: added };
+        const { num_draft_tokens = 0, num_draft_positions = 0, tokens = [] } = choice.draftwire ?? {};
+        const round = {
+          numDraftTokens: num_draft_tokens,
+          numDraftPositions: num_draft_positions,
+          tokens,
+          text: added,
+        };
         whole += added;
         counts.add(round);
         text.add(round);

@@ -3,7 +3,7 @@
 /**
  * @typedef {import("./api.js").Token} Token
  * @typedef {import("./api.js").Metrics} Metrics
- * @typedef {{numDraftTokens: number, tokens: Token[], text: string}} Round
+ * @typedef {{numDraftTokens: number, numDraftPositions: number, tokens: Token[], text: string}} Round
  */
 
 export const SOURCES = /** @type {const} */ (["accepted", "recovered", "bonus", "plain"]);
@@ -15,7 +15,8 @@ export class Tally {
   constructor() {
     this.numTokens = 0;
     this.numRounds = 0;
-    this.numDraftTokens = 0;
+    /** Draft tokens that could all have been accepted: of a token tree, those of its longest path. */
+    this.numDraftPositions = 0;
     this.numAccepted = 0;
     /** Rounds whose block had a token at this position. @type {number[]} */
     this.judged = [];
@@ -40,13 +41,13 @@ export class Tally {
     if (this.numTokens === 0) this.firstTokenMs = this.durationMs;
     this.numRounds += 1;
     this.numTokens += round.tokens.length;
-    this.numDraftTokens += round.numDraftTokens;
+    this.numDraftPositions += round.numDraftPositions;
     this.byLength[round.numDraftTokens] = (this.byLength[round.numDraftTokens] ?? 0) + 1;
     for (const token of round.tokens) this.bySource[token.source] += 1;
     const numAccepted = round.tokens.filter((token) => token.source === "accepted").length;
     this.numAccepted += numAccepted;
-    this.latest = [...this.latest, { drafted: round.numDraftTokens, accepted: numAccepted }].slice(-NUM_LATEST);
-    for (let place = 0; place < round.numDraftTokens; place += 1) {
+    this.latest = [...this.latest, { drafted: round.numDraftPositions, accepted: numAccepted }].slice(-NUM_LATEST);
+    for (let place = 0; place < round.numDraftPositions; place += 1) {
       this.judged[place] = (this.judged[place] ?? 0) + 1;
       this.accepted[place] = (this.accepted[place] ?? 0) + (place < numAccepted ? 1 : 0);
     }
@@ -85,7 +86,7 @@ export class Tally {
     this.metrics = metrics;
     this.numRounds = metrics.num_rounds;
     this.byLength = metrics.draft_length_histogram;
-    this.numDraftTokens = metrics.num_draft_tokens;
+    this.numDraftPositions = metrics.num_draft_positions;
     this.numAccepted = metrics.num_accepted_draft_tokens;
     this.accepted = this.judged.map((_, place) => metrics.num_accepted_tokens_per_pos[place] ?? 0);
     this.firstTokenMs = metrics.time_to_first_token_ms;
@@ -97,9 +98,9 @@ export class Tally {
     return this.metrics ? this.metrics.block_efficiency : this.numTokens / this.numRounds;
   }
 
-  /** Accepted draft tokens over draft tokens; NaN if none were drafted. */
+  /** Accepted draft tokens over those that could have been; NaN if none were drafted. */
   get acceptanceRate() {
-    return this.numAccepted / this.numDraftTokens;
+    return this.numAccepted / this.numDraftPositions;
   }
 
   get tokensPerSecond() {

@@ -30,6 +30,8 @@ class Delta:
     """Source of each token."""
     num_draft_tokens: int = 0
     """Draft tokens that the round verified."""
+    num_draft_positions: int = 0
+    """Of these, those that could all have been accepted."""
     draft_logprobs: list[float] = field(default_factory=list)
     """The drafter's log-probability of each token, if requested; see `Verdict.draft_logprobs`."""
     text_lengths: list[int] = field(default_factory=list)
@@ -117,6 +119,7 @@ class CommittedText:
             verdict.logprobs[:num_tokens],
             verdict.sources[:num_tokens],
             verdict.num_draft_tokens,
+            verdict.num_draft_positions,
             verdict.draft_logprobs[:num_tokens],
             lengths,
         )

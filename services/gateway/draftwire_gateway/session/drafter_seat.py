@@ -268,12 +268,15 @@ class DrafterSeat:
         self._known_len = len(self._session.committed)
         length = self._pair.length
         rounds_ahead = self._rounds_ahead if length is None or length.goes_ahead else 0
+        tree = tree_to_draft(self._session.generation, self._num_nodes, num_draft_tokens)
+        # A shape may be less deep than was asked for: its nodes ran out.
+        depth = num_draft_tokens if tree is None or tree.shape is None else tree.shape.depth
         is_held = self._session.next_is_held
         if is_held:
-            timeout_s = self._ready_drafter.round_trip.sent_timeout_s(num_draft_tokens, most_s)
+            timeout_s = self._ready_drafter.round_trip.sent_timeout_s(depth, most_s)
         else:
-            timeout_s = self.timeout_s(num_draft_tokens, most_s)
-        self._wait.begin(self._session.round, num_draft_tokens, self._now(), timeout_s, is_held=is_held)
+            timeout_s = self.timeout_s(depth, most_s)
+        self._wait.begin(self._session.round, depth, self._now(), timeout_s, is_held=is_held)
         self._counts_ahead = rounds_ahead > 0 or is_held
         # Blocks that were drafted for later rounds may still be held when none is drafted ahead any more.
         is_ahead = self._rounds_ahead > 0
@@ -288,7 +291,7 @@ class DrafterSeat:
             num_draft_tokens,
             permit=permit,
             max_rounds_ahead=rounds_ahead,
-            tree=tree_to_draft(self._session.generation, self._num_nodes, num_draft_tokens),
+            tree=tree,
         )
         self._ready_drafter.calibrate(calibration)
         return timeout_s

@@ -219,7 +219,7 @@ def complete_request(
     # Equal seeds draw equal numbers: what a request with a seed of its own produced must not choose for another one.
     is_free = request.num_speculative_tokens is None and (request.seed is None or request.has_random_seed)
     rule = target.rule_named(request.rule if request.rule is not None else defaults.rule)
-    num_draft_nodes = _num_draft_nodes(request, defaults, rule) if num_speculative_tokens else 0
+    num_draft_nodes = _num_draft_nodes(request, defaults, rule, target) if num_speculative_tokens else 0
     adapts_length = defaults.adapts_length and is_free and num_speculative_tokens > 0 and not num_draft_nodes
     is_sampled = not (request.sampling.greedy or rule.is_coupled)
     draft_models, strategies = _drafters(request, defaults)
@@ -364,17 +364,21 @@ def _num_speculative_tokens(request: RequestedGeneration, defaults: SpeculationD
     return 0 if request.max_tokens == 0 else speculative
 
 
-def _num_draft_nodes(request: RequestedGeneration, defaults: SpeculationDefaults, rule: RuleFacts) -> int:
-    """Returns how many tokens trees have; 0 drafts chains, as where nobody asked for trees and the rule takes none."""
+def _num_draft_nodes(
+    request: RequestedGeneration, defaults: SpeculationDefaults, rule: RuleFacts, target: ModelDescription
+) -> int:
+    """Returns how many tokens trees have; 0 drafts chains, as where nobody asked for trees and the rule takes none, or
+    where the target takes none: lengths are chosen then, and rounds drafted ahead, as without trees.
+    """
     takes_trees = rule.takes_trees or request.sampling.greedy
     wanted = request.num_draft_nodes
     if wanted is None:
-        return defaults.num_draft_nodes if takes_trees else 0
+        return defaults.num_draft_nodes if takes_trees and target.max_tree_nodes else 0
     if not 0 <= wanted <= MAX_TREE_NODES:
         raise InvalidRequestError(f"num_draft_nodes must be in 0..{MAX_TREE_NODES}, not {wanted}")
     if wanted and not takes_trees:
         raise InvalidRequestError(f"num_draft_nodes: rule {rule.name} takes no token trees but at temperature 0")
-    return wanted
+    return wanted if target.max_tree_nodes else 0
 
 
 def _drafters(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from draftwire.method.rounds import DraftTimings, Verdict, WatchedGuess
+from draftwire.method.token_source import TokenSource
 
 
 class WhyPlain(Enum):
@@ -53,6 +54,8 @@ class RoundTimes:
     num_accepted_tokens: int
     num_tokens: int
     """Tokens that the round committed."""
+    extra: TokenSource
+    """Source of the last one."""
     why_plain: WhyPlain | None
     """None if draft tokens were verified."""
     is_first: bool
@@ -176,6 +179,7 @@ class RoundWatch:
             num_draft_tokens=verdict.num_draft_tokens,
             num_accepted_tokens=verdict.num_accepted_tokens,
             num_tokens=len(verdict.token_ids),
+            extra=verdict.extra,
             why_plain=None if verdict.num_draft_tokens else self._why,
             is_first=is_first,
             lost_s=asked_at - started_at,

@@ -7,7 +7,6 @@ round, round, ...    one for each verdict, end to end
 
 import random
 
-from draftwire.method.token_source import TokenSource
 from draftwire.runtime.traceparent import parse_traceparent, traceparent_of
 from draftwire.runtime.tracing import PREFIX, Tracer, TraceSpan
 from draftwire_gateway.session.generation import Generation
@@ -40,7 +39,7 @@ class ChoiceSpans:
             PREFIX + "num_draft_tokens": times.num_draft_tokens,
             PREFIX + "num_accepted_tokens": times.num_accepted_tokens,
             PREFIX + "num_tokens": times.num_tokens,
-            PREFIX + "extra_token": _extra(times).value,
+            PREFIX + "extra_token": times.extra.value,
         }
         if times.is_ahead:
             attributes[PREFIX + "ahead"] = "hit" if times.is_held else "late"
@@ -131,10 +130,3 @@ class RequestTracing:
             return None
         attributes: dict[str, int | str] = {PREFIX + "num_choices": num_choices, PREFIX + "request_id": request_id}
         return RequestSpans(self._tracer, self._tracer.start("generate", given, attributes, is_entry=True))
-
-
-def _extra(times: RoundTimes) -> TokenSource:
-    """Returns the source of a round's last token."""
-    if not times.num_draft_tokens:
-        return TokenSource.PLAIN
-    return TokenSource.BONUS if times.num_accepted_tokens == times.num_draft_tokens else TokenSource.RECOVERED
