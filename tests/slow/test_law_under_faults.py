@@ -255,8 +255,9 @@ def test_law_holds_while_links_are_cut_and_drafters_pause(
         f"{rule}: {num_drafts} drafts, {num_ahead} drafted ahead, {hits} hit, {moved} moved, {resumed} resumed, "
         f"{faults.counts}"
     )
-    assert (num_ahead > 20) == goes_ahead
-    assert sum(one.num_trees for one in numbers) == (num_drafts if num_draft_nodes else 0)
+    assert (num_ahead > 5) == goes_ahead, "by the drafter with a model: heads do not draft ahead"
+    num_trees = sum(one.num_trees for one in numbers)  # heads draft chains
+    assert num_trees > 0.2 * num_drafts if num_draft_nodes else num_trees == 0
     assert hits >= 0.2 * len(completions)
     assert moved >= 1
     assert num_drafts > 0.01 * sum(one.num_rounds for one in numbers), "drafters took part"
