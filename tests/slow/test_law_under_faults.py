@@ -251,13 +251,13 @@ def test_law_holds_while_links_are_cut_and_drafters_pause(
     num_drafts = sum(one.num_drafts for one in numbers)
     resumed = sum(completion.num_resumed > 0 for completion in completions)
     num_ahead = sum(one.num_ahead_hits for one in numbers)
+    num_trees = sum(one.num_trees for one in numbers)
     print(
-        f"{rule}: {num_drafts} drafts, {num_ahead} drafted ahead, {hits} hit, {moved} moved, {resumed} resumed, "
-        f"{faults.counts}"
+        f"{rule}: {num_drafts} drafts, {num_trees} trees, {num_ahead} drafted ahead, {hits} hit, {moved} moved, "
+        f"{resumed} resumed, {faults.counts}"
     )
     assert (num_ahead > 5) == goes_ahead, "by the drafter with a model: heads do not draft ahead"
-    num_trees = sum(one.num_trees for one in numbers)  # heads draft chains
-    assert num_trees > 0.2 * num_drafts if num_draft_nodes else num_trees == 0
+    assert (num_trees > 20) == (num_draft_nodes > 0), "heads draft chains"
     assert hits >= 0.2 * len(completions)
     assert moved >= 1
     assert num_drafts > 0.01 * sum(one.num_rounds for one in numbers), "drafters took part"
