@@ -30,12 +30,12 @@ class Delta:
     """Source of each token."""
     num_draft_tokens: int = 0
     """Draft tokens that the round verified."""
-    num_draft_positions: int = 0
-    """Of these, those that could all have been accepted."""
     draft_logprobs: list[float] = field(default_factory=list)
     """The drafter's log-probability of each token, if requested; see `Verdict.draft_logprobs`."""
     text_lengths: list[int] = field(default_factory=list)
     """Characters of the text that became final with each token, if requested."""
+    num_draft_positions: int = 0
+    """Of these, those that could all have been accepted."""
 
 
 @dataclass(frozen=True, slots=True)
