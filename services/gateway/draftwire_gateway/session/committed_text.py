@@ -119,7 +119,7 @@ class CommittedText:
             verdict.logprobs[:num_tokens],
             verdict.sources[:num_tokens],
             verdict.num_draft_tokens,
-            verdict.num_draft_positions,
             verdict.draft_logprobs[:num_tokens],
             lengths,
+            verdict.num_draft_positions,
         )
