@@ -412,7 +412,8 @@ def test_details_say_of_each_token_where_it_came_from_and_what_the_drafter_gave_
     assert sum(one["num_draft_tokens"] for one in rounds) == metrics["num_draft_tokens"]
     assert "".join(token["text"] for token in told["tokens"]) == answer.choices[0].text
     streamed = [chunk.choices[0].draftwire for chunk in chunks]
-    assert all(set(one) == {"num_draft_tokens", "tokens"} for one in streamed)
+    assert all(set(one) == {"num_draft_tokens", "num_draft_positions", "tokens"} for one in streamed)
+    assert all(one["num_draft_positions"] == one["num_draft_tokens"] for one in streamed), "chains"
     check_details([token for one in streamed for token in one["tokens"]])
     for chunk, one in zip(chunks, streamed, strict=True):
         assert "".join(token["text"] for token in one["tokens"]) == chunk.choices[0].text
