@@ -74,7 +74,7 @@ def test_outputs_follow_the_law_of_the_target(stack: LocalStack, pair: tuple[Pat
     completions = list(draw_completions(stack.address, rule, SamplingParams(), range(SAMPLES), CONCURRENCY))
     result = compare(rule, completions, law, CONCURRENCY)
     print(result)
-    assert result.share_of_rounds_with_draft > 0.1, "the drafter took part"
+    assert result.share_of_rounds_with_draft > 0.3, "the drafter took part"
     assert result.acceptance_rate > 0.1
     assert all(not completion.drafter_error for completion in completions)
     assert result.p_value > ALPHA, result
