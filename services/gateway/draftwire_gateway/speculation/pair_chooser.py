@@ -52,11 +52,6 @@ LEAST_GAIN = 0.01
 LEAST_GAIN_OVER_PLAIN = 0.05
 """Drafts are chosen if they are better than plain decoding by so much: the best of many arms looks better than it is,
 and a window of plain rounds just after drafts worse."""
-HOPELESS = 0.2
-"""A probe ends early, after `HOPELESS_ROUNDS` of each session, if its arm is slower than the chosen one by so much."""
-HOPELESS_ROUNDS = 3
-LEAST_HOPELESS_ROUNDS = 8
-"""Of all sessions together."""
 MAX_SLOW_READER = 0.5
 """Rounds that waited for their reader for longer than this share of their time are left out, unless most did."""
 SETTLING_ROUNDS = 2.0
@@ -198,7 +193,7 @@ class PairChooser:
         is_full = passed_s >= LEAST_WINDOW_S and current.num_rounds >= least_rounds
         is_due = times.ended_at >= current.next_due
         is_outdated = self._num_surprises(current.arm) > current.num_surprises
-        if is_full or is_due or is_outdated or passed_s >= MOST_WINDOW_S or self._is_hopeless(current):
+        if is_full or is_due or is_outdated or passed_s >= MOST_WINDOW_S:
             self._end_window(current, times.ended_at)
 
     def num_plain_rounds(self, most: int, now: float) -> int:
@@ -284,15 +279,6 @@ class PairChooser:
     def _expected_rate(self, state: LoadState, arm: Arm) -> float:
         """Returns the tokens/s that are expected of a session in rounds of an arm, of which some was measured."""
         return self._expected_tokens(arm) * state.costs.bias(arm) / state.costs.round_s(arm)
-
-    def _is_hopeless(self, window: Window) -> bool:
-        """Whether a probe's arm is so much slower than the chosen one that a few rounds show it."""
-        state = self._loads[window.load]
-        least_rounds = max(LEAST_HOPELESS_ROUNDS, HOPELESS_ROUNDS * self.num_sessions)
-        if not window.is_probe or state.costs.is_empty or window.num_rounds < least_rounds:
-            return False
-        rate = self._expected_tokens(window.arm) * state.costs.bias(window.arm) / window.sums.mean_round_s
-        return rate < (1.0 - HOPELESS) * self._expected_rate(state, state.arm)
 
     def _num_surprises(self, arm: Arm) -> int:
         return 0 if arm.source is None else self.acceptance[arm.source].num_surprises
