@@ -49,7 +49,6 @@ NUM_COMPARISONS = LENGTH
 WRONG_PEERS = Path(__file__).parents[1] / "injected" / "wrong_peers"
 SLOW = Path(__file__).parents[1] / "injected" / "slow_steps"
 """Its `sitecustomize` makes a verifier's steps so slow that much can happen between them."""
-REPLICAS = 2
 MAX_TREE_NODES = 8
 MODELS = ("verifier", "drafter")
 KEEPALIVE = {"keepalive_time_s": 1.0, "keepalive_timeout_s": 1.0}
@@ -62,10 +61,10 @@ LATE_ROUNDS = 'rounds_total{kind="plain",reason="late"}'
 
 @dataclass
 class Rig:
-    """Two verifiers, two drafters and two gateways, which reach each other through relays. A context manager.
+    """Two verifiers, three drafters and two gateways, which reach each other through relays. A context manager.
 
-    The verifiers have a head each, which drafts where no drafter does; one of the drafters has a model, and the other
-    the verifiers' head, which they feed.
+    The verifiers have a head each, which drafts where no drafter does; the third drafter has this head too, and is fed
+    by them.
     """
 
     pair: tuple[Path, Path]
@@ -80,20 +79,19 @@ class Rig:
         with self._exits as exits, ThreadPoolExecutor() as pool:
             exits.enter_context(patch.dict(os.environ, {"PYTHONPATH": str(SLOW)}))
             starting = []
-            with ExitStack() as taken:  # all ports at the same time, so that none is given twice
-                listeners = [taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2 * REPLICAS)]
-                relays = [exits.enter_context(Relay(one.getsockname()[1])) for one in listeners]
-                ports = [one.getsockname()[1] for one in listeners]
             head = save_tiny_head(Path(exits.enter_context(TemporaryDirectory())) / "head", self.pair[0])
-            own: list[dict[str, object]] = [
+            verifier, drafter = (
                 {"model": self.pair[0], "draft_head": head, "max_tree_nodes": MAX_TREE_NODES},
                 {"model": self.pair[1], "max_tree_nodes": MAX_TREE_NODES},
-                {"model": self.pair[0], "draft_head": head, "max_tree_nodes": MAX_TREE_NODES},
-                {"model": self.pair[0], "head": head, "strategy": EAGLE3, "feature_window": 8},
-            ]
-            for number, (port, relay) in enumerate(zip(ports, relays, strict=True)):
-                kind = MODELS[number % 2]
-                stack = LocalStack({kind: {**own[number], "threads": 1, "port": port, **KEEPALIVE}})
+            )
+            fed = {"model": self.pair[0], "head": head, "strategy": EAGLE3, "feature_window": 8}
+            services = [*(("verifier", verifier),) * 2, *(("drafter", drafter),) * 2, ("drafter", fed)]
+            with ExitStack() as taken:  # all ports at the same time, so that none is given twice
+                listeners = [taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in services]
+                relays = [exits.enter_context(Relay(one.getsockname()[1])) for one in listeners]
+                ports = [one.getsockname()[1] for one in listeners]
+            for (kind, own), port, relay in zip(services, ports, relays, strict=True):
+                stack = LocalStack({kind: {**own, "threads": 1, "port": port, **KEEPALIVE}})
                 exits.callback(stack.stop)
                 starting.append(pool.submit(stack.start))
                 self.stacks.setdefault(kind, []).append(stack)
@@ -144,7 +142,7 @@ class Faults:
         generator, rig = self._generator, self._rig
         while not self._ended.wait(generator.uniform(0.0, 2.0 * FAULT_SECONDS)):
             kind = generator.choices(("cut drafter", "cut verifier", "pause drafter"), (1, 2, 4))[0]
-            index = generator.randrange(REPLICAS)
+            index = generator.randrange(len(rig.relays[kind.split()[1]]))
             self.counts[kind] += 1
             if kind == "pause drafter":
                 rig.send("drafter", index, signal.SIGSTOP)
