@@ -21,7 +21,6 @@ def head_loss(num_steps: int, draft_ids: Tensor | None) -> Callable[..., Tensor]
 
     Source: the weights are those of EAGLE-3's own training (arXiv 2503.01840); the distance is that of DistillSpec.
     """
-
     is_mixed = cpu_multiplies_bfloat16()
 
     def loss(head: nn.Module, ids: Tensor, features: Tensor, target_logits: Tensor) -> Tensor:
