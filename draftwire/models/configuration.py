@@ -26,4 +26,5 @@ def config_of(path: str | Path, revision: str | None = None) -> PretrainedConfig
     known = RENAMED_TYPES.get(values.get("model_type", ""))
     if known is None:
         return AutoConfig.from_pretrained(path, revision=revision)
+    values.pop("auto_map", None)  # names code of the repository
     return AutoConfig.for_model(**{**values, "model_type": known}, name_or_path=str(path))
