@@ -331,7 +331,7 @@ def test_rounds_of_a_window_count_and_no_others() -> None:
     chooser = PairChooser(8, 4)
     session = SessionLength(chooser)
     now = 0.0
-    assert session.next_length(0, 100, now) == 4
+    assert session.next_draft(0, 100, now).length == 4
     window = chooser.window(now)
     chooser.num_sessions = 1
 
@@ -342,29 +342,29 @@ def test_rounds_of_a_window_count_and_no_others() -> None:
     now = 0.01
     assert window.all.num_rounds == 0, "the drafter had the prompt to read"
     for left_out in ({"is_first": True}, {"lost_s": 0.1}, {"gateway_s": 0.1}):
-        session.next_length(1, 100, now)
+        session.next_draft(1, 100, now)
         end(1, **left_out)
     assert window.all.num_rounds == 0
-    session.next_length(2, 2, now)
+    session.next_draft(2, 2, now)
     end(2)
     assert window.all.num_rounds == 0, "there was no room for the whole length"
-    session.next_length(3, 100, now)
+    session.next_draft(3, 100, now)
     end(3)
     assert window.all.num_rounds == 1
-    session.next_length(4, 100, now)
+    session.next_draft(4, 100, now)
     session.observe(round_times(4, now, now + 0.001, 0, 0, why_plain=WhyPlain.LATE))
     assert window.all.num_rounds == 2, "a late block is what drafting costs"
     assert window.quiet.num_rounds == 2
-    session.next_length(5, 100, now)
+    session.next_draft(5, 100, now)
     end(5)
     assert window.all.num_rounds == 2, "the drafter had a plain round's token to read"
     other = SessionLength(chooser)
     chooser.num_sessions = 1
-    session.next_length(6, 100, now)
+    session.next_draft(6, 100, now)
     end(6)
     assert (window.all.num_rounds, window.quiet.num_rounds) == (3, 2), "a prompt is read beside it"
     other.observe(round_times(0, now, now + 1.0, 0, 0, is_first=True))
-    session.next_length(7, 100, now)
+    session.next_draft(7, 100, now)
     end(7)
     assert window.quiet.num_rounds == 2, "as was beside a part of this one"
 
@@ -374,7 +374,7 @@ def run_rounds(
 ) -> float:
     """Runs rounds that take so long each, and returns the time after them."""
     for number in range(first, first + round(seconds / round_s)):
-        length = session.next_length(number, 100, now)
+        length = session.next_draft(number, 100, now).length
         session.observe(round_times(number, now, now + round_s, length, 0, 0.0, round_s))
         now += round_s
     return now
@@ -418,7 +418,7 @@ def test_rounds_that_wait_for_their_reader_count_where_most_do() -> None:
         chooser = PairChooser(8, 0)
         session, now = SessionLength(chooser), 0.0
         for number in range(400):
-            length = session.next_length(number, 100, now)
+            length = session.next_draft(number, 100, now).length
             seconds, gateway_s = (0.007, 0.013) if number % 10 < slow_of_ten else (0.01, 0.0)
             times = round_times(number, now, now + seconds, length, 0, 0.0, 0.005, gateway_s=gateway_s)
             session.observe(times)
@@ -433,7 +433,7 @@ def test_new_load_begins_with_the_length_of_the_nearest_one_and_plain_runs_are_b
     others, now = [SessionLength(chooser) for _ in range(4)], 20.0
     for number in range(12):
         for session in others:
-            assert session.next_length(number, 100, now) == 0, "as alone, before anything is known"
+            assert session.next_draft(number, 100, now).length == 0, "as alone, before anything is known"
             assert 1 <= session.num_plain_rounds(32, now) <= 32
             session.observe(round_times(number, now, now + 0.005, 0, 0, 0.0, 0.005, is_first=number == 0))
         now += 0.005
@@ -449,7 +449,7 @@ def test_a_session_drafts_less_by_its_own_acceptance() -> None:
     poor, now = SessionLength(chooser), 40.0
     lengths = []
     for number in range(200):
-        length = poor.next_length(number, 100, now)
+        length = poor.next_draft(number, 100, now).length
         poor.observe(round_times(number, now, now + 0.01, length, 0, 0.001 * length, 0.006))
         lengths.append(length)
         now += 0.0001
