@@ -18,7 +18,7 @@ from draftwire.models.kv_cache import blocks_for
 
 CONTEXT_LENGTH = 12
 PROMPT = [1, 2, 3, 4]
-UNSHRUNK = settings(max_examples=400, stateful_step_count=40, phases=(Phase.explicit, Phase.generate))
+UNSHRUNK = settings(max_examples=250, stateful_step_count=40, phases=(Phase.explicit, Phase.generate))
 """Of tests of messages in any order: shrinking takes longer than a test may."""
 BOTH_OUT_OF_RANGE: list[dict[str, Any]] = [
     {"token_ids": []},

@@ -216,7 +216,7 @@ def test_rounds_in_which_a_head_still_reads_are_no_rounds_of_its_drafts() -> Non
     chooser = PairChooser(8, 4, (DraftSource.VERIFIER,))
     session = SessionLength(chooser)
     now = 0.0
-    for number in range(60):
+    for number in range(100):
         session.next_own_length(number, 100, now)
         is_reading = number < 20
         took_s = 0.05 if is_reading else 0.01

@@ -1,25 +1,38 @@
 """The law of rounds whose draft distributions are made integers, drawn from, encoded, and decoded from their bytes."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
 from draftwire.checking import check_round
-from draftwire.checking.toy_models import adversarial_pairs, random_pairs
+from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
 from draftwire.checking.wire_rounds import COARSE, FINE, WireRound, quantized, through_bytes
 from draftwire.method.distributions import DraftRows, draw, quantize
+from draftwire.method.quantization import Quantization
 from draftwire.verification import RULES
 
 LOSSLESS = [name for name, rule in RULES.items() if rule.is_lossless and rule.needs_draft_probs]
 slow = pytest.mark.slow
 PAIR = random_pairs(3)[1]
-OTHERS = [pytest.param(pair, marks=slow) for pair in (random_pairs(3)[3], *adversarial_pairs(3)[:3])]
+OTHERS = (random_pairs(3)[3], *adversarial_pairs(3)[:3])
 
 
-@pytest.mark.parametrize("rule", LOSSLESS)
-@pytest.mark.parametrize("pair", [PAIR, *OTHERS], ids=lambda pair: pair.name)
-@pytest.mark.parametrize("quantization", [COARSE, FINE], ids=["coarse", "fine"])
-def test_round_through_bytes_keeps_the_targets_law(rule, pair, quantization) -> None:
+FIRST = [("block", COARSE, PAIR), ("token", FINE, PAIR)]
+"""What every run of the tests looks at; the others are slow."""
+CASES = [
+    pytest.param(*case, id=f"{case[0]}-{'coarse' if case[1] is COARSE else 'fine'}-{case[2].name}", marks=marks)
+    for cases, marks in (
+        (FIRST, ()),
+        ([case for case in product(LOSSLESS, (COARSE, FINE), (PAIR, *OTHERS)) if case not in FIRST], slow),
+    )
+    for case in cases
+]
+
+
+@pytest.mark.parametrize(("rule", "quantization", "pair"), CASES)
+def test_round_through_bytes_keeps_the_targets_law(rule: str, quantization: Quantization, pair: Pair) -> None:
     whole = WireRound(RULES[rule], pair, 2)
     whole.quantization = quantization
     report = check_round(whole)
@@ -47,10 +60,9 @@ class SendsWeightsOneLess(WireRound):
 
 def test_mistakes_on_the_wire_are_found() -> None:
     """On the side that draws and on the one that reads. Each already shows in blocks of one token."""
-    for rule in LOSSLESS:
+    for rule, mistake in zip(LOSSLESS, (DrawsFromAllStatesTheLikeliest, SendsWeightsOneLess), strict=True):
         assert check_round(WireRound(RULES[rule], PAIR, 1)).deviation < 1e-11
-        for mistake in (DrawsFromAllStatesTheLikeliest, SendsWeightsOneLess):
-            assert check_round(mistake(RULES[rule], PAIR, 1)).deviation > 1e-4, (rule, mistake)
+        assert check_round(mistake(RULES[rule], PAIR, 1)).deviation > 1e-4, (rule, mistake)
 
 
 def test_bytes_keep_integers_to_the_bit() -> None:
