@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import count, product
+from itertools import accumulate, count, product
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
@@ -87,14 +87,11 @@ class SimulatedPair:
         tree = planned_tree(rate, self.siblings or (), arm) if arm.num_nodes else TokenTree.chain(arm.length)
         node, accepted = ROOT, 0
         while children := tree.children(node):
-            left = draw()
-            for child, chance in zip(children, chances_of(rate, self.siblings or ()), strict=False):
-                left -= chance
-                if left < 0.0:
-                    break
-            else:
+            number, up_to = draw(), accumulate(chances_of(rate, self.siblings or ()))
+            right = next((child for child, bound in zip(children, up_to, strict=False) if number < bound), None)
+            if right is None:
                 break
-            node, accepted = child, accepted + 1
+            node, accepted = right, accepted + 1
         return accepted
 
 
@@ -361,9 +358,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows_us, siblings, fixed = (TREE_ROW_US, SIBLINGS, FIXED_TREES) if arguments.trees else (ROW_US, (None,), FIXED)
     grid = list(product(VERIFY_MS, rows_us, DRAFT_MS, ACCEPTANCE, SESSIONS, siblings))[:: arguments.every]
-    results = []
-    for pair in progress(grid, "pairs"):
-        results.append({"pair": name_of(*pair), **measure_pair(pair_of(*pair), fixed)})
+    results = [{"pair": name_of(*pair), **measure_pair(pair_of(*pair), fixed)} for pair in progress(grid, "pairs")]
     figures = figures_of(results)
     drops = [measure_drop(seed) for seed in range(arguments.drops)]
     write_report(arguments, {**figures, "drops": {"mean": mean(drops), "least": min(drops)}, "results": results})

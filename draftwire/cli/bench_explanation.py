@@ -151,7 +151,8 @@ def _tree_reason(choice: Any, load: Any) -> str:
         return f"drafting pays: {_size(best)} tokens make {ratio} times the tokens/s of plain decoding"
     if not load.chosen:
         return f"drafting does not pay: {_size(best)} tokens make {ratio} times the tokens/s of plain decoding"
-    return f"{load.chosen} drafts: it is faster than {_size(best)} tokens of {choice.drafter}, {ratio} times plain decoding"
+    named = f"{_size(best)} tokens of {choice.drafter}"
+    return f"{load.chosen} drafts: it is faster than {named}, {ratio} times plain decoding"
 
 
 def _size(estimate: Any) -> str:

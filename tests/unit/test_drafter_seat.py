@@ -19,7 +19,7 @@ from draftwire_gateway.session.ports import DrafterLost, DrafterReady, PeerEvent
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.session.round_trip_estimate import FIRST_TIMEOUT_S, LEAST_FLUSH_S, LEAST_TIMEOUT_S
 from draftwire_gateway.session.session_state import SessionState
-from draftwire_gateway.speculation.arms import Arm, DraftSource
+from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pairs import SESSIONS_PER_TRIAL, PairName, Pairs
 
 
@@ -468,3 +468,38 @@ async def test_of_several_models_that_is_taken_with_which_sessions_were_fastest(
     assert await opened_on(seen("large", "small", adapts_length=False)) == "large", "by load: nothing is chosen for it"
     tried = {await opened_on(seen("large", "small", session_id=SESSIONS_PER_TRIAL * turn)) for turn in range(2)}
     assert tried == {"large", "small"}, "one that was slow is tried now and then"
+
+
+@in_virtual_time
+async def test_round_is_asked_for_in_the_shape_that_is_chosen() -> None:
+    """Chains and trees by turns, as large as all peers take; a session whose request wants no trees is another pair."""
+    one = seating(num_speculative_tokens=8, adapts_length=True, num_draft_nodes=32)
+    one.target.description = replace(one.target.description, max_tree_nodes=20)
+    one.drafters[0].description = replace(one.drafters[0].description, max_tree_nodes=16)
+    one.seat.restart(one.target)
+    drafter = await one.seek_until_ready()
+    assert drafter.spec.max_tree_nodes == 16
+    ((name, explained),) = one.pairs.explain().items()
+    assert (name.max_tree_nodes, len(explained)) == (16, 2)
+    assert one.seat.next_draft() == chain(4), "as where there are no trees"
+    for arm, tree in ((chain(4), None), (Arm(DraftSource.TREES, 3, 8), 8), (chain(2), None)):
+        one.seat.ask_for_block(arm)
+        asked = drafter.calibrations[-1]
+        assert asked.num_draft_tokens == arm.length
+        assert (asked.tree and asked.tree.num_nodes) == tree
+        one.end_round(STORY[:1], num_draft_tokens=arm.num_rows, draft_depth=arm.length if arm.num_nodes else 0)
+    chains = seating(num_speculative_tokens=8, adapts_length=True)
+    chains.target.description = one.target.description
+    chains.seat.restart(chains.target)
+    assert next(iter(chains.pairs.explain())).max_tree_nodes == 0
+
+
+@in_virtual_time
+async def test_length_and_size_that_a_request_names_are_those_of_each_round() -> None:
+    for nodes, expected in ((0, chain(3)), (12, Arm(DraftSource.TREES, 3, 12))):
+        one = seating(num_speculative_tokens=3, num_draft_nodes=nodes)
+        for peer in (one.target, one.drafters[0]):
+            peer.description = replace(peer.description, max_tree_nodes=16)
+        assert one.seat.next_draft() == PLAIN, "nobody is ready"
+        await one.seek_until_ready()
+        assert one.seat.next_draft() == expected

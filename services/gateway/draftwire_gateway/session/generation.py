@@ -371,8 +371,8 @@ def _num_speculative_tokens(request: RequestedGeneration, defaults: SpeculationD
 def _num_draft_nodes(
     request: RequestedGeneration, defaults: SpeculationDefaults, rule: RuleFacts, target: ModelDescription
 ) -> int:
-    """Returns how many tokens trees have that somebody asked for; 0 drafts chains, as where nobody did and the rule takes
-    none, or where the target takes none: lengths are chosen then, and rounds drafted ahead, as without trees.
+    """Returns how many tokens trees have that somebody asked for; 0 drafts chains, as where nobody did and the rule
+    takes none, or where the target takes none: lengths are chosen then, and rounds drafted ahead, as without trees.
     """
     takes_trees = _takes_trees(request, rule)
     wanted = request.num_draft_nodes

@@ -110,8 +110,8 @@ class AcceptanceEstimate:
         return list(survival)
 
     def rates(self, num_tokens: int) -> list[float]:
-        """Returns P(at least k tokens are accepted, given that k - 1 are) for k = 1 to `num_tokens`, of drafts of at least
-        k tokens.
+        """Returns P(at least k tokens are accepted, given that k - 1 are) for k = 1 to `num_tokens`, of drafts of at
+        least k tokens.
         """
         expected = [UNKNOWN_RATE] * num_tokens if self._prior is None else self._prior.rates(num_tokens)
         rates: list[float] = []

@@ -55,7 +55,8 @@ class Explanation:
     num_sessions: int
     """Of the pair."""
     survival: Sequence[float]
-    """P(at least k tokens are accepted), k = 1 to the largest length; empty of trees, where it depends on their size."""
+    """P(at least k tokens are accepted), k = 1 to the largest length; empty of trees, where it depends on their size.
+    """
     num_drafts: int
     """That this is known from."""
     loads: Sequence[LoadExplanation]

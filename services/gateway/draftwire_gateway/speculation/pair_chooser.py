@@ -1,9 +1,9 @@
 """Chooses who drafts, and to what length, for all sessions of a verifier with drafters of one model.
 
-Time is divided into windows, in which all sessions have one *arm*: plain decoding, or drafts of some length by a
-drafter or by the verifier itself, or token trees of some size. Most windows have the arm that the estimates say is best: tokens a round, from how
-many draft tokens were accepted, over the time of a round, as the windows of that arm and load measured it. Arms that
-may have become better are probed: a window each, the rarer the more it costs.
+Time is divided into windows, in which all sessions have one *arm*: plain decoding, drafts of some length by a drafter
+or by the verifier itself, or token trees of some size. Most windows have the arm that the estimates say is best: tokens
+a round, from how many draft tokens were accepted, over the time of a round, as the windows of that arm and load
+measured it. Arms that may have become better are probed: a window each, the rarer the more it costs.
 
 All that is measured is of rounds that are over, so an arm depends on the past only: see docs/exactness.md.
 """
@@ -403,13 +403,18 @@ class PairChooser:
     def _next_probe(self, state: LoadState, load: int, ready: Sequence[Arm]) -> Arm | None:
         """Returns the arm to probe of those whose turn it is: plain decoding before all, else the fastest. Of a source
         that was not measured at that load it is the shortest: that costs least, and tells what the others would take.
+        Before trees it is the shortest chain.
         """
         if PLAIN in ready or not ready:
             return PLAIN if ready else None
         fastest = max(ready, key=lambda arm: self.estimate(arm, load).tokens_per_second)
-        if fastest.source is not None and state.costs.has_measured(fastest.source):
+        source = fastest.source
+        assert source is not None, "plain decoding goes before all"
+        if state.costs.has_measured(source):
             return fastest
-        return min((arm for arm in self.arms if arm.source is fastest.source), key=lambda arm: arm.num_rows)
+        if source is DraftSource.TREES and not state.costs.has_measured(DraftSource.DRAFTER):
+            source = DraftSource.DRAFTER
+        return min((arm for arm in self.arms if arm.source is source), key=lambda arm: arm.num_rows)
 
     def _waits_for_calm(self, state: LoadState) -> bool:
         """Whether windows do not count that are not calm."""

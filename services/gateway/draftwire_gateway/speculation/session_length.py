@@ -162,8 +162,8 @@ def _learn(acceptance: AcceptanceEstimate, times: RoundTimes, source: DraftSourc
 
 
 def _learn_tree(acceptance: AcceptanceEstimate, times: RoundTimes, arm: Arm) -> None:
-    """Adds what a round of trees shows of them. A path may be shorter than the tree is deep: what was not drafted counts
-    as not accepted.
+    """Adds what a round of trees shows of them. A path may be shorter than the tree is deep: what was not drafted
+    counts as not accepted.
     """
     if times.num_draft_tokens and not _is_verifiers(times):
         acceptance.add(arm.length, times.num_accepted_tokens)

@@ -1,7 +1,6 @@
 """How many tokens of a token tree are expected to be accepted, before trees of its size were drafted."""
 
-from heapq import heappop, heappush
-
+from draftwire.drafting.tree_shapes import shape_by_chances, survival_of
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 
 CHANCES = (0.71, 0.11, 0.04, 0.021, 0.016, 0.014, 0.007, 0.005)
@@ -45,18 +44,8 @@ class TreePrior:
 
 
 def _rates(chain_rates: list[float], num_nodes: int) -> list[float]:
-    """Returns the rates of the tree whose nodes have the largest chances, as `shape_by_rank` finds it."""
-    survival = [0.0] * len(chain_rates)
-    found = [(-chain_rates[0], 0, 0, 1.0)] if chain_rates else []  # chance, depth, rank, that of the parent
-    for _ in range(num_nodes):
-        if not found:
-            break
-        chance, depth, rank, of_parent = heappop(found)
-        survival[depth] -= chance
-        if depth + 1 < len(chain_rates):
-            heappush(found, (chance * chain_rates[depth + 1], depth + 1, 0, -chance))
-        if rank < len(SIBLINGS):
-            sibling = of_parent * (1.0 - chain_rates[depth]) * SIBLINGS[rank]
-            heappush(found, (-sibling, depth, rank + 1, of_parent))
+    chances = [[rate, *((1.0 - rate) * share for share in SIBLINGS)] for rate in chain_rates]
+    survival = survival_of(shape_by_chances(chances, num_nodes), chances)
     before = [1.0, *survival]
-    return [now / then if then > 0.0 else 0.0 for now, then in zip(survival, before, strict=False)]
+    rates = [now / then if then > 0.0 else 0.0 for now, then in zip(survival, before, strict=False)]
+    return rates + [0.0] * (len(chain_rates) - len(rates))
