@@ -148,7 +148,9 @@ def test_command_explains_what_is_chosen(adaptive_stack: InProcessStack) -> None
     assert "drafting does not pay" in shown.output or "drafting pays" in shown.output
     printed = CliRunner().invoke(app, [*arguments, "--json"])
     explanation = json.loads(printed.output)["explanation"]
-    choice, trees = (choice for choice in explanation["choices"] if not choice["is_local"])
+    drafters = [choice for choice in explanation["choices"] if not choice["is_local"]]
+    (trees,) = (choice for choice in drafters if choice["drafter"].endswith(", trees"))
+    (choice,) = (choice for choice in drafters if choice["beside"] == trees["drafter"])
     assert explanation["is_adaptive"]
     assert (len(choice["survival"]), trees["survival"]) == (8, [])
     assert {load["min_sessions"] for load in choice["loads"]} >= {2}

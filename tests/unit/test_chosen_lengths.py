@@ -104,14 +104,16 @@ def test_trees_teach_their_size_alone() -> None:
         assert session.next_draft(number, 100 if number < 30 else 2, now) == arm._replace(
             length=4 if number < 30 else 2
         )
-        session.observe(round_times(number, now, now + 1e-3, 8, 2, draft_depth=3))
+        session.observe(round_times(number, now, now + 1e-3, 8, 2, draft_depth=2))
         now += 1e-3
     assert chooser.acceptance[DraftSource.DRAFTER].num_drafts == 0
     assert {known: one.num_drafts for known, one in chooser.tree_acceptance.items() if one.num_drafts} == {arm: 30}
     assert chooser.tree_acceptance[arm].survival(4)[1:3] == pytest.approx([1.0, 0.0], abs=0.15)
-    session.next_draft(40, 0, now)  # no room
-    session.observe(round_times(40, now, now, 8, 2, draft_depth=3))  # of a drafter that was given up
-    assert chooser.acceptance[DraftSource.DRAFTER].num_drafts == 0
+    other = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.TREES))
+    session = SessionLength(other)
+    assert not session.next_draft(0, 100, 0.0).num_nodes
+    session.observe(round_times(0, 0.0, 0.1, 8, 2, draft_depth=3))  # of a drafter that was given up
+    assert other.acceptance[DraftSource.DRAFTER].num_drafts == 0
 
 
 def test_prior_of_a_tree_is_what_chains_and_siblings_say() -> None:
