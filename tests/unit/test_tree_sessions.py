@@ -93,7 +93,7 @@ def test_verdict_tells_how_deep_the_tree_was_and_whether_the_path_went_to_its_en
     watch.ask(WhyPlain.NO_ROOM)
     watch.take(verdict, 0.0)
     watch.end()
-    assert [times.extra for times in told] == [extra], "of the round's span"
+    assert [(times.extra, times.draft_depth) for times in told] == [(extra, 3)], "of the round's span"
     assert verdict.token_ids == [*(TOKENS[node] for node in path), 20]
 
 
