@@ -16,7 +16,7 @@ from benchmarks.adaptive import SCRIPTED_CACHE, Cell, run_turn
 from benchmarks.paired import ratio_of
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.client import AsyncClient
+from draftwire.client import AsyncClient, Options
 from draftwire_gateway.speculation.pair_chooser import TREES
 
 RULE = "coupled"
@@ -24,14 +24,15 @@ RULE = "coupled"
 CHAINS = ((0, 0), (1, 0), (2, 0), (4, 0), (8, 0))
 SHAPES = (*CHAINS, *TREES)
 """Draft tokens on a path, and of a tree; 0 of a chain."""
-GPU = "verify_ms=20,draft_ms=1"
-"""Rows cost nothing beside a step, as at small batches."""
+GPU = "verify_ms=60,draft_ms=2"
+"""Rows cost nothing beside a step, as at small batches: steps are so long that the rules' own time for a tree, some
+milliseconds on a CPU, counts for little."""
 CELLS = tuple(
     Cell(f"{named}; {sessions} sessions", f"scripted:{script}", sessions)
     for named, script in (
         ("cheap rows, good siblings", f"{GPU},acceptance=0.6,recovered=0.8"),
         ("cheap rows, poor siblings", f"{GPU},acceptance=0.8,recovered=0.1"),
-        ("dear rows, good siblings", f"{GPU},read_us=1000,acceptance=0.6,recovered=0.8"),
+        ("dear rows, good siblings", f"{GPU},read_us=3000,acceptance=0.6,recovered=0.8"),
     )
     for sessions in (1, 4)
 )
@@ -72,7 +73,7 @@ def measure_cell(cell: Cell, arguments: argparse.Namespace) -> TreeResult:
 
             async def turn(shape: tuple[int, int] | None, settle_s: float, seconds: float) -> float:
                 length, num_nodes = (None, None) if shape is None else shape
-                more = {"rejection_sample_method": RULE, "num_draft_nodes": num_nodes}
+                more: Options = {"rejection_sample_method": RULE, "num_draft_nodes": num_nodes}
                 return await run_turn(client, cell, length, settle_s, seconds, **more)
 
             await turn(None, 0.0, arguments.warm_up_s)
@@ -80,7 +81,12 @@ def measure_cell(cell: Cell, arguments: argparse.Namespace) -> TreeResult:
                 for shape in SHAPES if number % 2 == 0 else SHAPES[::-1]:
                     picking[shape].append(await turn(shape, arguments.settle_s, arguments.seconds))
             best, chain = (max(among, key=lambda shape: sum(picking[shape])) for among in (SHAPES, CHAINS))
-            shapes = {"chosen": None, "best": best, "chain": chain, "best again": best}
+            shapes: dict[str, tuple[int, int] | None] = {
+                "chosen": None,
+                "best": best,
+                "chain": chain,
+                "best again": best,
+            }
             for number in range(arguments.turns):
                 for name in turns if number % 2 == 0 else reversed(turns):
                     turns[name].append(await turn(shapes[name], arguments.settle_s, arguments.seconds))

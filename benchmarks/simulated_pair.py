@@ -356,7 +356,9 @@ def main() -> None:
     parser.add_argument("--drops", type=int, default=20)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    rows_us, siblings, fixed = (TREE_ROW_US, SIBLINGS, FIXED_TREES) if arguments.trees else (ROW_US, (None,), FIXED)
+    rows_us = TREE_ROW_US if arguments.trees else ROW_US
+    siblings: Sequence[tuple[float, ...] | None] = SIBLINGS if arguments.trees else (None,)
+    fixed: Sequence[Arm] = FIXED_TREES if arguments.trees else FIXED
     grid = list(product(VERIFY_MS, rows_us, DRAFT_MS, ACCEPTANCE, SESSIONS, siblings))[:: arguments.every]
     results = [{"pair": name_of(*pair), **measure_pair(pair_of(*pair), fixed)} for pair in progress(grid, "pairs")]
     figures = figures_of(results)

@@ -110,9 +110,10 @@ class RoundCosts:
         costs = self._of(source)
         if PLAIN in self._arms:
             costs[PLAIN] = self._arms[PLAIN]
-        first, last = (each(costs, key=lambda arm: arm.num_rows, default=PLAIN) for each in (min, max))
-        if first.num_rows == last.num_rows:
+        by_rows = sorted(costs, key=lambda arm: arm.num_rows)
+        if not by_rows or by_rows[0].num_rows == by_rows[-1].num_rows:
             return 0.0
+        first, last = by_rows[0], by_rows[-1]
         return max(0.0, (costs[last].verify_s - costs[first].verify_s) / (last.num_rows - first.num_rows))
 
     def slowness(self, arm: Arm, sums: WindowSums) -> float:
