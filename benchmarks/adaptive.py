@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
+from typing import Unpack
 
 from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
@@ -143,9 +144,19 @@ async def run_turn(
     settle_s: float,
     seconds: float,
     prompts: Sequence[str] | None = None,
-    drafter: str | None = None,
+    **more: Unpack[Options],
 ) -> float:
-    """Returns the tokens/s of all sessions. By default they complete the committed prompts, and all drafters draft."""
+    """Returns the tokens/s of all sessions. By default they complete the committed prompts, and all drafters draft.
+
+    Args:
+        client: of the services.
+        cell: says how many sessions there are, and how long their completions are.
+        length: draft tokens of a round; None for chosen ones.
+        settle_s: time before tokens are counted, seconds.
+        seconds: for which they are counted.
+        prompts: to complete.
+        more: options of all requests.
+    """
     meter = Meter(time.perf_counter() + settle_s)
     prompts = prompts or load_prompts()
 
@@ -156,7 +167,7 @@ async def run_turn(
                 "temperature": cell.temperature,
                 "ignore_eos": True,
                 "num_speculative_tokens": length,
-                "drafter": drafter,
+                **more,
             }
             async with client.stream(prompt, **options) as stream:
                 async for piece in stream:

@@ -232,7 +232,7 @@ def stack_options(target: Path, drafter: Path, max_tree_nodes: int = 0) -> dict[
     Args:
         target: model folder, or a script.
         drafter: the same.
-        max_tree_nodes: draft tokens of a token tree at most; 0 for scripts, which draft none.
+        max_tree_nodes: draft tokens of a token tree at most; 0 for none.
     """
     trees = {"max_tree_nodes": max_tree_nodes} if max_tree_nodes else {}
     return {

@@ -154,7 +154,7 @@ def measure(work: Work, store: Path, arguments: argparse.Namespace) -> WorkResul
                     arm = arms[name]
                     drafter = model.name if arm.drafter == MODEL else arm.drafter
                     timing = arguments.settle_s, arguments.seconds
-                    rate = await run_turn(client, cell, arm.num_draft_tokens, *timing, work.prompts, drafter)
+                    rate = await run_turn(client, cell, arm.num_draft_tokens, *timing, work.prompts, drafter=drafter)
                     turns[name].append(rate)
 
     with LocalStack(options) as stack:

@@ -3,7 +3,8 @@
     python -m benchmarks.simulated_pair --output benchmarks/results/simulated_pair.json
 
 A verifier and a drafter batch what is ready into steps; the verifier may draft by itself too, which costs its rows
-alone; of its guesses few are right here. Each pair of a grid of speeds, acceptance and sessions is run with fixed
+alone; of its guesses few are right here. A drafter may draft token trees (`--trees`): each depth is a pass, each node a
+row. Each pair of a grid of speeds, acceptance and sessions is run with fixed
 lengths twice: the best length by one run is measured in the other. A drop is a pair whose acceptance falls from 0.9 to
 0.1.
 """
@@ -11,19 +12,21 @@ lengths twice: the best length by one run is measured in the other. A drop is a 
 import argparse
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count, product
+from functools import cache, partial
+from itertools import accumulate, count, product
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
 from benchmarks.report import progress, write_report
+from draftwire.drafting.tree_shapes import shape_by_rank
 from draftwire.method.token_source import TokenSource
+from draftwire.method.token_tree import ROOT, TokenTree
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
-from draftwire_gateway.speculation.pair_chooser import PairChooser
+from draftwire_gateway.speculation.pair_chooser import TREES, PairChooser
 from draftwire_gateway.speculation.session_length import SessionLength
 
 PLAIN_RUN = 32
@@ -53,16 +56,54 @@ class SimulatedPair:
     """What drafting ahead adds to a step of the verifier, which shares its cores with the drafter."""
     slowness: Callable[[float], float] = lambda _: 1.0
     """Of all steps, by time in seconds: those of long texts take longer."""
+    siblings: tuple[float, ...] | None = None
+    """Of drafts whose first token at a place is not right, the share of those where the second one is, the third, ...;
+    None if no trees are drafted."""
 
     @property
     def sources(self) -> list[DraftSource]:
         """Who could draft."""
-        possible = {DraftSource.DRAFTER: 1.0, DraftSource.VERIFIER: self.own_acceptance, DraftSource.AHEAD: self.ahead}
+        possible = {
+            DraftSource.DRAFTER: 1.0,
+            DraftSource.VERIFIER: self.own_acceptance,
+            DraftSource.AHEAD: self.ahead,
+            DraftSource.TREES: self.siblings,
+        }
         return [source for source, value in possible.items() if value is not None]
 
     def acceptance_of(self, arm: Arm, now: float) -> float:
         """Returns the acceptance of an arm's tokens."""
         return (self.own_acceptance or 0.0) if arm.source is DraftSource.VERIFIER else self.acceptance(now)
+
+    def num_accepted(self, arm: Arm, now: float, draw: Callable[[], float]) -> int:
+        """Returns how many tokens of an arm's draft are accepted in a round.
+
+        Args:
+            arm: of the round.
+            now: its time, seconds.
+            draw: returns uniform numbers.
+        """
+        rate = self.acceptance_of(arm, now)
+        tree = planned_tree(rate, self.siblings or (), arm) if arm.num_nodes else TokenTree.chain(arm.length)
+        node, accepted = ROOT, 0
+        while children := tree.children(node):
+            number, up_to = draw(), accumulate(chances_of(rate, self.siblings or ()))
+            right = next((child for child, bound in zip(children, up_to, strict=False) if number < bound), None)
+            if right is None:
+                break
+            node, accepted = right, accepted + 1
+        return accepted
+
+
+def chances_of(rate: float, siblings: tuple[float, ...]) -> list[float]:
+    """Returns how often the child of each rank is accepted."""
+    return [rate, *((1.0 - rate) * share for share in siblings)]
+
+
+@cache
+def planned_tree(rate: float, siblings: tuple[float, ...], arm: Arm) -> TokenTree:
+    """Returns the tree of an arm's size that accepts most."""
+    return shape_by_rank(chances_of(rate, siblings), arm.num_nodes, arm.length)
 
 
 @dataclass(eq=False)
@@ -125,8 +166,9 @@ class Simulation:
             if isinstance(self.fixed, Arm):
                 return self.fixed
             return Arm(DraftSource.DRAFTER, self.fixed) if self.fixed else PLAIN
-        if length := session.chooser.next_length(session.round, 10**6, now):
-            return Arm(DraftSource.AHEAD if session.chooser.goes_ahead else DraftSource.DRAFTER, length)
+        arm = session.chooser.next_draft(session.round, 10**6, now)
+        if arm.length:
+            return arm
         if DraftSource.VERIFIER not in self.pair.sources:
             return PLAIN
         length = session.chooser.next_own_length(session.round, 10**6, now)
@@ -162,7 +204,7 @@ class Simulation:
         if self._verifier_is_busy or not self._verifying:
             return
         batch, self._verifying, self._verifier_is_busy = self._verifying, [], True
-        num_rows = sum(session.arm.length + 1 for session in batch)
+        num_rows = sum(session.arm.num_rows + 1 for session in batch)
         is_ahead = any(session.arm.source is DraftSource.AHEAD for session in batch)
         took = self._took(self.pair.verify_s + self.pair.row_s * num_rows + self.pair.ahead_s * is_ahead, now)
         self._at(now + took, partial(self._end_verifying, batch, took))
@@ -174,15 +216,15 @@ class Simulation:
         self._start_verifying(now)
 
     def _end_round(self, session: SimulatedSession, verify_s: float, now: float) -> None:
-        accepted, rate, length = 0, self.pair.acceptance_of(session.arm, now), session.arm.length
-        while accepted < length and self._random.random() < rate:
-            accepted += 1
+        accepted = self.pair.num_accepted(session.arm, now, self._random.random)
         self._num_tokens += (accepted + 1) * (now >= self._since)
         arrived_at = now + self.pair.hop_s
         if session.chooser is not None:
             strategy = "guesses" if session.arm.source is DraftSource.VERIFIER else ""
-            times = (session.asked_at, arrived_at, length, accepted, session.draft_s, verify_s)
-            session.chooser.observe(round_times(session.round, *times, local_strategy=strategy))
+            arm = session.arm
+            times = (session.asked_at, arrived_at, arm.num_rows, accepted, session.draft_s, verify_s)
+            changes: dict[str, Any] = {"local_strategy": strategy, "draft_depth": arm.length if arm.num_nodes else 0}
+            session.chooser.observe(round_times(session.round, *times, **changes))
         session.round += 1
         session.plain_left -= 1
         if not session.arm.uses_drafter and session.plain_left:
@@ -196,7 +238,7 @@ def round_times(
     number: int,
     started_at: float,
     ended_at: float,
-    length: int,
+    num_draft_tokens: int,
     accepted: int,
     draft_s: float = 0.0,
     verify_s: float = 0.0,
@@ -208,11 +250,15 @@ def round_times(
         "round": number,
         "started_at": started_at,
         "ended_at": ended_at,
-        "num_draft_tokens": length,
+        "num_draft_tokens": num_draft_tokens,
         "num_accepted_tokens": accepted,
         "num_tokens": accepted + 1,
-        "extra": TokenSource.RECOVERED if accepted < length else TokenSource.BONUS if length else TokenSource.PLAIN,
-        "why_plain": None if length else WhyPlain.DOES_NOT_PAY,
+        "extra": TokenSource.PLAIN
+        if not num_draft_tokens
+        else TokenSource.RECOVERED
+        if accepted < num_draft_tokens
+        else TokenSource.BONUS,
+        "why_plain": None if num_draft_tokens else WhyPlain.DOES_NOT_PAY,
         "is_first": False,
         "draft_s": draft_s,
         "verify_s": verify_s,
@@ -222,8 +268,14 @@ def round_times(
     return RoundTimes(**(fields | changes))
 
 
-FIXED = (0, 1, 2, 4, 8)
+FIXED = (PLAIN, *(Arm(DraftSource.DRAFTER, length) for length in (1, 2, 4, 8)))
+FIXED_TREES = (*FIXED, *(Arm(DraftSource.TREES, *shape) for shape in TREES))
 VERIFY_MS, ROW_US, DRAFT_MS = (5, 20), (0, 200, 1000), (0.5, 2)
+TREE_ROW_US = (2, 20, 200)
+"""A row of a GPU's verifier, of one that has much to do, and of a CPU's."""
+SIBLINGS = ((0.46, 0.13, 0.12, 0.04, 0.04, 0.03, 0.03), (0.1, 0.03))
+"""Where the first child is not right, how often the others are: first racers of a 1.5B/0.5B pair under `coupled`, 512
+places; and of a drafter that knows only one token."""
 ACCEPTANCE, SESSIONS = (0.1, 0.5, 0.8, 0.95), (1, 4, 16)
 OWN_ACCEPTANCE = 0.1
 FIXED_S = 20.0
@@ -238,22 +290,54 @@ def constant(acceptance: float) -> Callable[[float], float]:
     return lambda _: acceptance
 
 
-def measure_pair(verify_ms: float, row_us: float, draft_ms: float, acceptance: float, sessions: int) -> dict[str, Any]:
-    """Returns the best fixed length of a pair, and what chosen ones make of its tokens/s, by part of the time."""
-    speeds = (verify_ms / 1e3, row_us / 1e6, draft_ms / 1e3)
-    pair = SimulatedPair(*speeds, constant(acceptance), sessions, own_acceptance=OWN_ACCEPTANCE)
-    seeds = range(SESSIONS[-1] // sessions)  # one session alone is noisy
+def measure_pair(pair: SimulatedPair, fixed: Sequence[Arm]) -> dict[str, Any]:
+    """Returns the best fixed arm of a pair, and what chosen ones make of its tokens/s, by part of the time."""
+    seeds = range(SESSIONS[-1] // pair.num_sessions)  # one session alone is noisy
 
-    def rate(length: int | None, seed: int, seconds: float, since: float) -> float:
-        runs = [Simulation(pair, length, seed + each, PairChooser(8, 4, pair.sources)) for each in seeds]
+    def rate(arm: Arm | None, seed: int, seconds: float, since: float) -> float:
+        runs = [Simulation(pair, arm, seed + each, PairChooser(8, 4, pair.sources)) for each in seeds]
         return mean(run.tokens_per_s(seconds, since) for run in runs)
 
-    best = max(FIXED, key=lambda length: rate(length, 0, FIXED_S, 1.0))
+    best = max(fixed, key=lambda arm: rate(arm, 0, FIXED_S, 1.0))
     measured = rate(best, 100, FIXED_S, 1.0)
     spans = {"first": (FIRST_S, 0.0), "early": (EARLY_S, 0.0), "late": (LATE_S, EARLY_S)}
     shares = {part: rate(None, 200, *span) / measured for part, span in spans.items()}
-    named = f"verify {verify_ms} ms, row {row_us} us, draft {draft_ms} ms, acceptance {acceptance}, {sessions} sessions"
-    return {"pair": named, "best": best, **shares}
+    return {"best": best.length, "best_nodes": best.num_nodes, **shares}
+
+
+def pair_of(
+    verify_ms: float,
+    row_us: float,
+    draft_ms: float,
+    acceptance: float,
+    sessions: int,
+    siblings: tuple[float, ...] | None = None,
+) -> SimulatedPair:
+    """Returns a pair of the grid."""
+    speeds = (verify_ms / 1e3, row_us / 1e6, draft_ms / 1e3)
+    return SimulatedPair(*speeds, constant(acceptance), sessions, own_acceptance=OWN_ACCEPTANCE, siblings=siblings)
+
+
+def name_of(
+    verify_ms: float,
+    row_us: float,
+    draft_ms: float,
+    acceptance: float,
+    sessions: int,
+    siblings: tuple[float, ...] | None = None,
+) -> str:
+    """Returns what a pair of the grid is called."""
+    name = f"verify {verify_ms} ms, row {row_us} us, draft {draft_ms} ms, acceptance {acceptance}, {sessions} sessions"
+    return name if siblings is None else f"{name}, second children {siblings[0]}"
+
+
+def figures_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the figures over all pairs."""
+    figures: dict[str, Any] = {"pairs": len(results)}
+    for part in ("first", "early", "late"):
+        ratios = [result[part] for result in results]
+        figures[part] = {"median": median(ratios), "tenth": quantiles(ratios, n=10)[0], "least": min(ratios)}
+    return figures
 
 
 def measure_drop(seed: int) -> float:
@@ -268,15 +352,16 @@ def main() -> None:
     """Runs the grid and the drops, prints the figures over all pairs, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--every", type=int, default=1, help="takes each so many'th pair of the grid")
+    parser.add_argument("--trees", action="store_true", help="pairs whose drafters draft token trees too")
     parser.add_argument("--drops", type=int, default=20)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    grid = list(product(VERIFY_MS, ROW_US, DRAFT_MS, ACCEPTANCE, SESSIONS))[:: arguments.every]
-    results = [measure_pair(*pair) for pair in progress(grid, "pairs")]
-    figures: dict[str, Any] = {"pairs": len(results)}
-    for part in ("first", "early", "late"):
-        ratios = [result[part] for result in results]
-        figures[part] = {"median": median(ratios), "tenth": quantiles(ratios, n=10)[0], "least": min(ratios)}
+    rows_us = TREE_ROW_US if arguments.trees else ROW_US
+    siblings: Sequence[tuple[float, ...] | None] = SIBLINGS if arguments.trees else (None,)
+    fixed: Sequence[Arm] = FIXED_TREES if arguments.trees else FIXED
+    grid = list(product(VERIFY_MS, rows_us, DRAFT_MS, ACCEPTANCE, SESSIONS, siblings))[:: arguments.every]
+    results = [{"pair": name_of(*pair), **measure_pair(pair_of(*pair), fixed)} for pair in progress(grid, "pairs")]
+    figures = figures_of(results)
     drops = [measure_drop(seed) for seed in range(arguments.drops)]
     write_report(arguments, {**figures, "drops": {"mean": mean(drops), "least": min(drops)}, "results": results})
 

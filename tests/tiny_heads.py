@@ -92,7 +92,7 @@ def save_tiny_mimo(folder: Path, vocab_size: int, seed: int = 0) -> tuple[Path, 
     own = {name: tensor.float() for name, tensor in layer.tensors.items() if "mtp" in name}
     save_file(load_file(folder / "model.safetensors") | own, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | layer.config
-    repository = {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}
-    config["auto_map"] = repository
+    code = {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}
+    config["auto_map"] = code
     (folder / "config.json").write_text(json.dumps(config))
     return folder, network

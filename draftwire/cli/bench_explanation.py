@@ -65,12 +65,17 @@ def why_slower(options: Mapping[str, Any], explanation: Any, concurrency: int) -
 def _at_load(explanation: Any, concurrency: int) -> Iterator[tuple[Any, Any]]:
     """Yields each choice with the load nearest to so many sessions, of those at which something was measured."""
     for choice in explanation.choices:
-        measured = [load for load in choice.loads if load.estimates]
+        measured = [load for load in choice.loads if load.estimates and not _has_no_trees(choice, load)]
         if measured:
             yield (
                 choice,
                 min(measured, key=lambda load: max(load.min_sessions - concurrency, concurrency - load.max_sessions)),
             )
+
+
+def _has_no_trees(choice: Any, load: Any) -> bool:
+    """Whether a drafter of token trees has none that was measured: of others nothing is predicted."""
+    return not choice.survival and len(load.estimates) == 1
 
 
 def _print_choice(console: "Console", choice: Any, load: Any) -> None:
@@ -88,12 +93,13 @@ def _print_choice(console: "Console", choice: Any, load: Any) -> None:
     for estimate in load.estimates:
         windows = estimate.num_windows
         length = estimate.num_draft_tokens
+        is_best = (length, estimate.num_draft_nodes) == (load.num_draft_tokens, load.num_draft_nodes)
         table.add_row(
-            f"{'* ' if is_chosen and length == load.num_draft_tokens else ''}{length}",
+            f"{'* ' if is_chosen and is_best else ''}{_size(estimate)}",
             f"{estimate.tokens_per_round:.2f}",
             f"{1e3 * estimate.round_s:.2f}",
             f"{rate_of(estimate):.1f}",
-            f"{survival[length]:.3f}" if length else "-",
+            f"{survival[length]:.3f}" if length and choice.survival else "-",
             f"{windows} windows" if windows else "the others",
         )
     console.print(table)
@@ -110,6 +116,9 @@ def reasons(choice: Any, load: Any) -> Iterator[str]:
         f"a row of the verifier {_ms(load.row_s)}; acceptance from {choice.num_drafts} drafts"
     )
     if len(rates) == 1:
+        return
+    if not choice.survival:
+        yield _tree_reason(choice, load)
         return
     if load.chosen not in ("", choice.drafter):
         ratio = f"{rates[best] / rates[0]:.2f}"
@@ -131,6 +140,25 @@ def reasons(choice: Any, load: Any) -> Iterator[str]:
     token_s = break_even_token_s(load, drafting)
     if token_s is not None:
         yield f"or if a draft token took {_ms(token_s)}; now {_ms(load.draft_token_s)}"
+
+
+def _tree_reason(choice: Any, load: Any) -> str:
+    """Returns whether trees pay, of those that were measured."""
+    plain, *trees = load.estimates
+    best = max(trees, key=rate_of)
+    ratio = f"{rate_of(best) / rate_of(plain):.2f}"
+    if load.chosen == choice.drafter:
+        return f"drafting pays: {_size(best)} tokens make {ratio} times the tokens/s of plain decoding"
+    if not load.chosen:
+        return f"drafting does not pay: {_size(best)} tokens make {ratio} times the tokens/s of plain decoding"
+    named = f"{_size(best)} tokens of {choice.drafter}"
+    return f"{load.chosen} drafts: it is faster than {named}, {ratio} times plain decoding"
+
+
+def _size(estimate: Any) -> str:
+    """Returns the length of a chain, or how many nodes a tree has, and how deep it is."""
+    length = estimate.num_draft_tokens
+    return f"{estimate.num_draft_nodes} in {length}" if estimate.num_draft_nodes else str(length)
 
 
 def rate_of(estimate: Any) -> float:

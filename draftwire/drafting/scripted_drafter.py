@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from typing import cast
 
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
+from draftwire.drafting.tree_shapes import shape_by_chances
 from draftwire.errors import DraftwireError
 from draftwire.method.encoding import DraftDistributions
 from draftwire.method.quantization import Encoding
+from draftwire.method.token_tree import ROOT, TokenTree
 from draftwire.models.script import Script, expected_tokens, recovered_tokens, wait
 
 
@@ -42,7 +44,10 @@ class ScriptedSequence:
 
 
 class ScriptedDrafter:
-    """A drafting strategy that waits instead of computing, and proposes the alphabet."""
+    """A drafting strategy that waits instead of computing, and proposes the alphabet. In a token tree the siblings of a
+    letter are what the target may have in its place, so that the script says how often each is right. Trees are drafted
+    where the rule walks them alone: its distributions have one token.
+    """
 
     def __init__(self, script: Script) -> None:
         """Wraps a script."""
@@ -57,6 +62,11 @@ class ScriptedDrafter:
     def can_fork(self) -> bool:
         """Whether sequences can be forked: always."""
         return True
+
+    @property
+    def draws_trees(self) -> bool:
+        """Whether it can draft trees with distributions: not."""
+        return False
 
     def fork(self, sequence: ScriptedSequence, base_len: int, token_ids: list[int]) -> ScriptedSequence:
         """Returns another sequence; see `ForkingStrategy.fork`."""
@@ -77,28 +87,49 @@ class ScriptedDrafter:
                 members.append((index, sequence, drafting.request))
         wait(self._script.calibration_ms / 1e3 + self._script.read_us * num_read / 1e6)
         calibrated = time.perf_counter()
-        lengths = self._drawn([request for _, _, request in members])
+        shapes = [self._shape(sequence, request) for _, sequence, request in members]
+        depths = self._drawn([request for _, _, request in members], shapes)
         drafts: list[Draft | DraftwireError | None] = [None] * len(draftings)
-        for (index, sequence, request), length in zip(members, lengths, strict=True):
-            drafts[index] = self._draft(sequence, request, length)
+        for (index, sequence, request), shape, depth in zip(members, shapes, depths, strict=True):
+            drafts[index] = self._draft(sequence, request, shape, depth)
         return DraftStep(drafts, num_read, calibrated - started, time.perf_counter() - calibrated)
 
-    def _drawn(self, requests: Sequence[DraftRequest]) -> list[int]:
-        """Waits as long as drawing the batch takes, and returns the length of each block."""
-        lengths = [0] * len(requests)
+    def _shape(self, sequence: ScriptedSequence, request: DraftRequest) -> TokenTree:
+        """Returns what to draft: a chain, a tree of the shape that is given, or the one that accepts most."""
+        if request.shape is not None:
+            return request.shape
+        if request.growth is None:
+            return TokenTree.chain(request.num_tokens)
+        first, depths = sequence.num_committed, range(request.growth.depth)
+        chances = [self._script.chances_at(depth, first) for depth in depths]
+        return shape_by_chances(chances, request.growth.num_nodes)
+
+    def _drawn(self, requests: Sequence[DraftRequest], shapes: Sequence[TokenTree]) -> list[int]:
+        """Waits as long as drawing the batch takes, a pass for each depth, and returns how deep each block is."""
+        depths = [0] * len(requests)
         active = list(range(len(requests)))
         while active:
-            wait(self._script.draft_ms / 1e3 + (len(active) - 1) * self._script.draft_row_us / 1e6)
+            num_rows = sum(max(1, _num_inner(shapes[index], depths[index])) for index in active)
+            wait(self._script.draft_ms / 1e3 + (num_rows - 1) * self._script.draft_row_us / 1e6)
             for index in active:
-                lengths[index] += 1
-            active = [i for i in active if lengths[i] < requests[i].num_tokens and not requests[i].is_cut()]
-        return [min(length, request.num_tokens) for length, request in zip(lengths, requests, strict=True)]
+                depths[index] += 1
+            active = [i for i in active if depths[i] < shapes[i].depth and not requests[i].is_cut()]
+        return [min(depth, shape.depth) for depth, shape in zip(depths, shapes, strict=True)]
 
-    def _draft(self, sequence: ScriptedSequence, request: DraftRequest, length: int) -> Draft:
-        tokens = expected_tokens(sequence.num_committed, length)
-        encoding = Encoding.ONE_HOT if request.needs_probs else Encoding.NONE
+    def _draft(self, sequence: ScriptedSequence, request: DraftRequest, shape: TokenTree, depth: int) -> Draft:
+        expected = expected_tokens(sequence.num_committed, depth)
+        proposed = [[letter, *recovered_tokens(letter)] for letter in expected]
+        kept: dict[int, int] = {ROOT: 0}  # each with its token
+        for node in (ROOT, *range(len(shape))):
+            own_depth = 0 if node == ROOT else shape.depths[node]
+            if node in kept and own_depth < depth:  # more children than it thinks of are left out
+                kept |= dict(zip(shape.children(node), proposed[own_depth], strict=False))
+        tokens = [kept[node] for node in sorted(kept) if node != ROOT]
+        shape = shape.cut(sorted(kept.keys() - {ROOT}))
+        encoding = Encoding.NONE if request.is_tree or not request.needs_probs else Encoding.ONE_HOT
         stated = DraftDistributions(encoding, min(request.vocab_size, self._script.vocab_size))
-        return Draft(tokens, stated, self._guesses(sequence, request, length))
+        guesses = [] if request.is_tree else self._guesses(sequence, request, depth)
+        return Draft(tokens, stated, guesses, shape.compact_parents)
 
     def _guesses(self, sequence: ScriptedSequence, request: DraftRequest, length: int) -> list[list[int]]:
         if not request.num_guesses:
@@ -108,3 +139,9 @@ class ScriptedDrafter:
             return [[expected, *recovered_tokens(expected)][: request.num_guesses]]
         places = expected_tokens(sequence.num_committed, length)
         return [recovered_tokens(expected)[: request.num_guesses] for expected in places]
+
+
+def _num_inner(shape: TokenTree, depth: int) -> int:
+    """Returns how many nodes of a depth get children."""
+    depths = (0, *shape.depths)  # the root's first
+    return sum(depths[node + 1] == depth for node in shape.inner_nodes)

@@ -62,19 +62,47 @@ def shape_by_rank(chances: Sequence[float], num_nodes: int, depth: int) -> Token
         num_nodes: draft tokens; fewer if there are not so many nodes.
         depth: draft tokens on a path at most.
     """
+    return shape_by_chances([chances] * depth, num_nodes)
+
+
+def shape_by_chances(chances: Sequence[Sequence[float]], num_nodes: int) -> TokenTree:
+    """Returns the same where the chance of a node depends on its depth too.
+
+    Args:
+        chances: for each depth, of the children of each rank, given that their parent is accepted; falling with the
+            rank. Children without a chance are left out, but for first ones.
+        num_nodes: draft tokens; fewer if there are not so many nodes.
+    """
     paths: list[tuple[int, ...]] = []  # each node by the ranks on its path
-    found: list[tuple[float, tuple[int, ...]]] = [(-chances[0], (0,))] if depth else []
+    found: list[tuple[float, tuple[int, ...], float]] = [(-chances[0][0], (0,), 1.0)] if chances else []
     while found and len(paths) < num_nodes:
-        chance, path = heappop(found)
+        chance, path, of_parent = heappop(found)
         paths.append(path)
-        rank = path[-1]
-        if len(path) < depth:
-            heappush(found, (chance * chances[0], (*path, 0)))
-        if rank + 1 < len(chances):
-            heappush(found, (chance / chances[rank] * chances[rank + 1], (*path[:-1], rank + 1)))
+        depth, following = len(path), path[-1] + 1
+        if depth < len(chances):
+            heappush(found, (chance * chances[depth][0], (*path, 0), -chance))
+        own = chances[depth - 1]
+        if following < len(own) and own[following] > 0.0:
+            heappush(found, (-of_parent * own[following], (*path[:-1], following), of_parent))
     paths.sort(key=lambda path: (len(path), path))
     place = {path: node for node, path in enumerate(paths)} | {(): ROOT}
     return TokenTree(tuple(place[path[:-1]] for path in paths))
+
+
+def survival_of(shape: TokenTree, chances: Sequence[Sequence[float]]) -> list[float]:
+    """Returns the probability that at least 1, 2, ... tokens of a tree are accepted, up to its depth.
+
+    Args:
+        shape: of the tree.
+        chances: as in `shape_by_chances`, for all its depths and ranks.
+    """
+    survival, reached = [0.0] * shape.depth, [1.0] * (len(shape) + 1)  # that of the root is last
+    for node in (ROOT, *shape.inner_nodes[1:]):
+        depth = 0 if node == ROOT else shape.depths[node]
+        for child, chance in zip(shape.children(node), chances[depth], strict=False):
+            reached[child] = reached[node] * chance
+            survival[depth] += reached[child]
+    return survival
 
 
 @dataclass(frozen=True, slots=True)

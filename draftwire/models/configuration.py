@@ -24,7 +24,10 @@ def config_of(path: str | Path, revision: str | None = None) -> PretrainedConfig
     """
     values, _ = PretrainedConfig.get_config_dict(path, revision=revision)
     known = RENAMED_TYPES.get(values.get("model_type", ""))
+    config: PretrainedConfig
     if known is None:
-        return AutoConfig.from_pretrained(path, revision=revision)
-    values.pop("auto_map", None)  # names code of the repository
-    return AutoConfig.for_model(**{**values, "model_type": known}, name_or_path=str(path))
+        config = AutoConfig.from_pretrained(path, revision=revision)
+    else:
+        values.pop("auto_map", None)  # names code of the repository
+        config = AutoConfig.for_model(**{**values, "model_type": known}, name_or_path=str(path))
+    return config

@@ -18,6 +18,7 @@ from draftwire.models.card import ModelCard
 
 PREFIX = "scripted:"
 LETTERS = 26
+NUM_DIGITS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,14 @@ class Script:
         is_late = self.late_acceptance and place >= self.late_from
         acceptance = self.late_acceptance if is_late else self.acceptance
         return acceptance[min(position, len(acceptance) - 1)]
+
+    def chances_at(self, position: int, place: int = 0) -> list[float]:
+        """Returns how often each of the tokens that the drafter thinks of at a position of a block is the target's: the
+        letter, the capital, the digits; see `acceptance_at`.
+        """
+        accepted = self.acceptance_at(position, place)
+        left = 1.0 - accepted
+        return [accepted, left * self.recovered, *[left * (1.0 - self.recovered) / NUM_DIGITS] * NUM_DIGITS]
 
     def card(self) -> ModelCard:
         """Returns the card of either model: one token for each byte."""

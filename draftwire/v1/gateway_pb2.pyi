@@ -426,8 +426,8 @@ class GenerateRequest(_message.Message):
     num_draft_nodes: _builtins.int
     """Most tokens of a token tree to draft in each round, in the place of a chain; its paths have at most
     num_speculative_tokens. 0 to 64; 0 drafts chains, and so do drafters and verifiers that know no trees. Refused under a
-    rule that takes none. Lengths of trees are not chosen by the server. Absent: the server's default, where the rule
-    takes trees.
+    rule that takes none. Absent: the server's default, where the rule takes trees; if that is 0 and the server chooses
+    lengths, it chooses between chains and trees too.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -1027,7 +1027,7 @@ Global___ExplainSpeculationRequest: _TypeAlias = ExplainSpeculationRequest  # no
 
 @_typing.final
 class DraftLengthEstimate(_message.Message):
-    """What is expected of drafts of one length, at one load."""
+    """What is expected of drafts of one length, or of token trees of one size, at one load."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1036,8 +1036,9 @@ class DraftLengthEstimate(_message.Message):
     ROUND_S_FIELD_NUMBER: _builtins.int
     NUM_WINDOWS_FIELD_NUMBER: _builtins.int
     SESSION_SHARE_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_NODES_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
-    """Draft tokens per round; 0 is plain decoding."""
+    """Draft tokens per round, of a token tree on each path; 0 is plain decoding."""
     tokens_per_round: _builtins.float
     """Mean number of tokens that a round commits."""
     round_s: _builtins.float
@@ -1048,6 +1049,8 @@ class DraftLengthEstimate(_message.Message):
     """What sessions make of it: each has session_share x tokens_per_round / round_s tokens per second, with prompts and
     waits, which are in no round. Above 0; 0 from gateways that do not report it, whose round_s contains it.
     """
+    num_draft_nodes: _builtins.int
+    """Draft tokens of a token tree, at most 64. 0: a chain, or plain decoding."""
     def __init__(
         self,
         *,
@@ -1056,10 +1059,11 @@ class DraftLengthEstimate(_message.Message):
         round_s: _builtins.float = ...,
         num_windows: _builtins.int = ...,
         session_share: _builtins.float = ...,
+        num_draft_nodes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_draft_tokens", b"num_draft_tokens", "num_windows", b"num_windows", "round_s", b"round_s", "session_share", b"session_share", "tokens_per_round", b"tokens_per_round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_draft_nodes", b"num_draft_nodes", "num_draft_tokens", b"num_draft_tokens", "num_windows", b"num_windows", "round_s", b"round_s", "session_share", b"session_share", "tokens_per_round", b"tokens_per_round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1078,6 +1082,7 @@ class LoadChoice(_message.Message):
     ROW_S_FIELD_NUMBER: _builtins.int
     DRAFT_TOKEN_S_FIELD_NUMBER: _builtins.int
     CHOSEN_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_NODES_FIELD_NUMBER: _builtins.int
     min_sessions: _builtins.int
     """Fewest sessions at once of this load."""
     max_sessions: _builtins.int
@@ -1090,9 +1095,13 @@ class LoadChoice(_message.Message):
     """Time that drafting takes for a token, seconds; 0 if not known."""
     chosen: _builtins.str
     """Who drafts at that load, this drafter or the one beside it; empty if plain decoding is best."""
+    num_draft_nodes: _builtins.int
+    """Draft tokens of the best token tree, at most 64. 0: a chain, or plain decoding."""
     @_builtins.property
     def estimates(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftLengthEstimate]:
-        """Lengths from 0 to the largest. Empty before anything was measured."""
+        """Lengths from 0 to the largest; where the drafter drafts token trees, plain decoding and the trees that were measured.
+        Empty before anything was measured.
+        """
 
     def __init__(
         self,
@@ -1104,10 +1113,11 @@ class LoadChoice(_message.Message):
         row_s: _builtins.float = ...,
         draft_token_s: _builtins.float = ...,
         chosen: _builtins.str = ...,
+        num_draft_nodes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "draft_token_s", b"draft_token_s", "estimates", b"estimates", "max_sessions", b"max_sessions", "min_sessions", b"min_sessions", "num_draft_tokens", b"num_draft_tokens", "row_s", b"row_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "draft_token_s", b"draft_token_s", "estimates", b"estimates", "max_sessions", b"max_sessions", "min_sessions", b"min_sessions", "num_draft_nodes", b"num_draft_nodes", "num_draft_tokens", b"num_draft_tokens", "row_s", b"row_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1141,7 +1151,9 @@ class SpeculationChoice(_message.Message):
     """Who else could draft for the same sessions: a draft model, or a strategy of the verifier; empty if nobody."""
     @_builtins.property
     def survival(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Probability that at least 1, 2, ... tokens of a draft are accepted."""
+        """Probability that at least 1, 2, ... tokens of a draft are accepted. Empty of token trees, where it depends on their
+        size.
+        """
 
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadChoice]:

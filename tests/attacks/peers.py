@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from unittest.mock import patch
 
 from draftwire.cli.local_stack import LocalStack
@@ -23,17 +24,26 @@ FROZEN_SECONDS = 6.0
 MAX_GAP_S = FROZEN_SECONDS / 2
 """A gap that is no pause of a busy machine."""
 MAX_MORE_MIB = 256.0
+MOST_SLOWNESS = 4.0
+"""Of a stream beside two others, whose steps and drafts take the same two cores."""
 LONG = 400
 """Tokens of a stream that something happens to."""
 
 
 @contextmanager
-def own_stack(way: str) -> Iterator[LocalStack]:
-    """Starts services of which one behaves wrongly; see `tests/injected/wrong_peers`."""
+def own_stack(way: str, **of_gateway: int) -> Iterator[LocalStack]:
+    """Starts services of which one behaves wrongly; see `tests/injected/wrong_peers`.
+
+    Args:
+        way: in which.
+        of_gateway: options of the gateway.
+    """
+    options = stack_options(None, None, 4)
+    options["gateway"] |= of_gateway
     path = os.pathsep.join([str(WRONG_PEERS), *filter(None, [os.environ.get("PYTHONPATH")])])
     with (
         patch.dict(os.environ, {"PYTHONPATH": path, "WRONG_PEER": way}),
-        LocalStack(stack_options(None, None, 4)) as stack,
+        LocalStack(options) as stack,
     ):
         yield stack
 
@@ -61,6 +71,13 @@ def read(client: Client, freezes: int | None = None, seed: int = 0) -> tuple[Com
         num_tokens += len(piece.token_ids)
     assert stream.completion is not None
     return stream.completion, largest_s
+
+
+def plain_s(client: Client, seed: int) -> float:
+    """Returns how long a text takes that nothing is drafted for, seconds."""
+    started = time.monotonic()
+    client.generate(PROMPT, max_tokens=100, ignore_eos=True, seed=seed, num_speculative_tokens=0)
+    return time.monotonic() - started
 
 
 @attack("drafter")
@@ -96,6 +113,48 @@ def withholding_drafter(victim: Victim) -> Figures:
     return judged(
         {"largest_gap_s": gap_s, "rounds": numbers.num_rounds, "drafted": numbers.num_drafts},
         {"the stream waited": gap_s > MAX_GAP_S, "the drafter was kept": numbers.num_drafters_lost == 0},
+    )
+
+
+@attack("drafter")
+def flooding_drafter(victim: Victim) -> Figures:
+    """A drafter sends 64 blocks for made-up texts with each true one, while others decode without it."""
+    with own_stack("flood", draft_ahead_rounds=2) as stack, Client(stack.address) as client:
+        verifier = stack.services["verifier"]
+        alone_s = median(plain_s(client, seed) for seed in range(3))
+        before = resident_mib(verifier.process.pid)
+        stopping = threading.Event()
+        completed: list[Completion] = []
+
+        def draft_on(first: int) -> None:
+            with Client(stack.address) as drafted:
+                while not stopping.is_set():
+                    completed.append(read(drafted, seed=first + len(completed))[0])
+
+        readers = [threading.Thread(target=draft_on, args=(1000 * number,)) for number in range(2)]
+        for reader in readers:
+            reader.start()
+        until, beside_s = time.monotonic() + victim.seconds, []
+        while len(beside_s) < 3 or time.monotonic() < until:
+            beside_s.append(plain_s(client, len(beside_s)))
+        stopping.set()
+        for reader in readers:
+            reader.join()
+        after = resident_mib(verifier.process.pid)
+    num_drafts = sum(one.statistics.num_drafts for one in completed)
+    return judged(
+        {
+            "plain_s_alone": alone_s,
+            "plain_s_beside": median(beside_s),
+            "drafts": num_drafts,
+            "verifier_mib_before": before,
+            "verifier_mib_after": after,
+        },
+        {
+            "a stream without drafts waited": max(beside_s) > MOST_SLOWNESS * alone_s + MAX_GAP_S,
+            "the verifier grew": after > before + MAX_MORE_MIB,
+            "nothing was drafted, so that nothing was shown": num_drafts == 0,
+        },
     )
 
 

@@ -30,8 +30,10 @@ CONCURRENCY = 8
 
 @pytest.fixture(scope="module")
 def adaptive_stack(pair: tuple[Path, Path]) -> Iterator[InProcessStack]:
-    """The tiny pair, on a gateway that chooses lengths. So small models are faster without drafts, and choose none."""
-    options = stack_options(*pair)
+    """The tiny pair, on a gateway that chooses lengths and trees. So small models are faster without drafts, and choose
+    none.
+    """
+    options = stack_options(*pair, max_tree_nodes=8)
     options["gateway"]["speculation"] = "adaptive"
     with InProcessStack(options) as running:
         yield running
@@ -47,6 +49,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
         choices = random.Random(f"{next(turns)} {accepted}")
         length, source = choices.choice((0, 1, 2, 3, 4, 8)), choices.choice(list(chooser.acceptance))
         arm = Arm(source, length) if length else PLAIN
+        arm = choices.choice([arm, arm, *chooser.tree_acceptance])
         return Window(arm, 0, now, is_probe=True, counts_from=now)
 
     monkeypatch.setattr(PairChooser, "window", window)
@@ -70,6 +73,8 @@ def test_law_of_the_target_holds_whatever_lengths_past_rounds_choose(
         drawn = draw(client, SAMPLES, rejection_sample_method=rule)
     lengths = [sum(counts) for counts in zip(*(padded(one.draft_length_histogram) for one in drawn), strict=True)]
     assert min(lengths[length] for length in (0, 1, 2, 3)) > 0, f"all were chosen: {lengths}"
+    num_trees = sum(one.statistics.num_trees for one in drawn)
+    assert (num_trees > SAMPLES / 2) == (rule != "token"), "which takes none"
     assert compare(rule, drawn, exact_law(pair[0], SamplingParams())).p_value > ALPHA
 
 
@@ -143,9 +148,11 @@ def test_command_explains_what_is_chosen(adaptive_stack: InProcessStack) -> None
     assert "drafting does not pay" in shown.output or "drafting pays" in shown.output
     printed = CliRunner().invoke(app, [*arguments, "--json"])
     explanation = json.loads(printed.output)["explanation"]
-    (choice,) = (choice for choice in explanation["choices"] if not choice["is_local"])
+    drafters = [choice for choice in explanation["choices"] if not choice["is_local"]]
+    (trees,) = (choice for choice in drafters if choice["drafter"].endswith(", trees"))
+    (choice,) = (choice for choice in drafters if choice["beside"] == trees["drafter"])
     assert explanation["is_adaptive"]
-    assert len(choice["survival"]) == 8
+    assert (len(choice["survival"]), trees["survival"]) == (8, [])
     assert {load["min_sessions"] for load in choice["loads"]} >= {2}
 
 

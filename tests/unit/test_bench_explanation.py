@@ -130,6 +130,37 @@ def test_table_says_who_drafts_where_two_could() -> None:
     assert "drafting pays: 2 tokens make" in chosen
 
 
+def test_trees_are_shown_as_far_as_they_were_measured() -> None:
+    """In rows of their own, whose length is no place in a list."""
+    plain = DraftLengthEstimate(tokens_per_round=1.0, round_s=0.01, session_share=1.0, num_windows=3)
+    trees = [
+        DraftLengthEstimate(
+            num_draft_tokens=length,
+            num_draft_nodes=nodes,
+            tokens_per_round=tokens,
+            round_s=0.02,
+            session_share=1.0,
+            num_windows=2,
+        )
+        for length, nodes, tokens in ((4, 8, 3.0), (8, 32, 5.0))
+    ]
+
+    def told(chosen: str, *estimates: DraftLengthEstimate) -> str:
+        best = {"num_draft_tokens": 8, "num_draft_nodes": 32} if chosen == "small, trees" else {}
+        load = LoadChoice(min_sessions=1, max_sessions=1, estimates=[plain, *estimates], chosen=chosen, **best)
+        choice = SpeculationChoice(verifier="v:1", drafter="small, trees", num_drafts=9, loads=[load])
+        return shown(ExplainSpeculationResponse(is_adaptive=True, choices=[choice]), 1)
+
+    assert told("") == "\n", "nothing is said of trees that were not tried"
+    pays = told("small, trees", *trees)
+    assert "* 32 in 8" in pays
+    assert " 8 in 4 " in pays
+    assert pays.count("*") == 1
+    assert "drafting pays: 32 in 8 tokens make 2.50 times the tokens/s of plain decoding" in pays
+    assert "drafting does not pay: 8 in 4 tokens make 1.50 times" in told("", trees[0])
+    assert "small drafts: it is faster than 8 in 4 tokens of small, trees, 1.50 times" in told("small", trees[0])
+
+
 def test_server_that_chooses_nothing_says_so() -> None:
     assert "speculation=fixed" in shown(ExplainSpeculationResponse(), 4)
     assert "nothing was chosen yet" in shown(ExplainSpeculationResponse(is_adaptive=True), 4)

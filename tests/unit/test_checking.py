@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from draftwire.checking import Kind, Round, check, check_round, check_trees, checks, known_rules, load_rule, tree_checks
 from draftwire.checking.all_blocks import all_blocks, sparse_rows
-from draftwire.checking.checks import QUICK, THOROUGH, CheckPlan, Size
+from draftwire.checking.checks import QUICK, CheckPlan, Size
 from draftwire.checking.coupling import race_law
 from draftwire.checking.cube import LAST, edge_points, integrate
 from draftwire.checking.emissions import encoded, largest_deviation, num_codes
@@ -77,8 +77,10 @@ TOY_NINTHS = {"token": 10, "block": 11, "coupled": 10, "greedy_block": 12, "typi
 """Mean numbers of accepted tokens in the example of Sun et al. 2024, section 2, times nine."""
 
 
-def rule_passes(name: str, plan: CheckPlan) -> None:
-    report = check(load_rule(name), plan)
+@every("name", known_rules())
+def test_rules_of_the_product_pass(name: str) -> None:
+    """Larger vocabularies and longer blocks: `make check-rules`."""
+    report = check(load_rule(name), FAST)
     assert report.failures == ()
     assert report.name == name
     assert report.num_laws > 25
@@ -88,17 +90,6 @@ def rule_passes(name: str, plan: CheckPlan) -> None:
         assert report.accepted == pytest.approx(report.expected_accepted, abs=1e-11)
     else:
         assert report.deviation > 0.1, "a lossy rule passes with its deviation stated"
-
-
-@every("name", known_rules())
-def test_rules_of_the_product_pass(name: str) -> None:
-    rule_passes(name, FAST)
-
-
-@pytest.mark.slow
-@every("name", known_rules())
-def test_rules_of_the_product_pass_with_larger_vocabularies_and_longer_blocks(name: str) -> None:
-    rule_passes(name, THOROUGH)
 
 
 @pytest.mark.usefixtures("_briefly")

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulated_pair import SimulatedPair, Simulation, round_times
+from benchmarks.simulated_pair import FIXED_TREES, SIBLINGS, SimulatedPair, Simulation, round_times
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.speculation.acceptance import MEMORY, NUM_RECENT, AcceptanceEstimate
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
-from draftwire_gateway.speculation.pair_chooser import LENGTHS, LONGEST_PAUSE_S, PairChooser, load_of
+from draftwire_gateway.speculation.pair_chooser import LENGTHS, LONGEST_PAUSE_S, TREES, PairChooser, load_of
 from draftwire_gateway.speculation.pairs import MAX_PAIRS, PairName, Pairs
 from draftwire_gateway.speculation.round_costs import MOST_SLOWNESS, RoundCosts, WindowSums
 from draftwire_gateway.speculation.session_length import SessionLength
+from draftwire_gateway.speculation.tree_acceptance import SIBLINGS as SIBLING_SHARES
+from draftwire_gateway.speculation.tree_acceptance import TreePrior
 
 MS = 1e-3
 
@@ -65,6 +67,84 @@ def test_length_that_is_expected_to_gain_is_tried_at_once() -> None:
     best = Simulation(slow, 8).tokens_per_s(12.0, 1.0)
     assert Simulation(slow, 4).tokens_per_s(12.0, 1.0) < 0.8 * best, "where it begins is much worse"
     assert Simulation(slow, None).tokens_per_s(12.0, 6.0) > 0.95 * best
+
+
+TREES_OF = {
+    "rows of a GPU": (20, 2, 0.5, 0.8, SIBLINGS[0], Arm(DraftSource.TREES, 8, 32)),
+    "passes of the drafter are dear": (20, 2, 2, 0.5, SIBLINGS[0], Arm(DraftSource.TREES, 4, 16)),
+    "the drafter knows one token": (20, 200, 0.5, 0.9, SIBLINGS[1], Arm(DraftSource.DRAFTER, 8)),
+    "nothing pays": (20, 1000, 4, 0.1, SIBLINGS[1], PLAIN),
+}
+
+
+@pytest.mark.parametrize("case", TREES_OF)
+def test_trees_are_chosen_where_they_pay_and_cost_nothing_where_they_do_not(case: str) -> None:
+    verify_ms, row_us, draft_ms, acceptance, siblings, best = TREES_OF[case]
+    pair = replace(pair_of(verify_ms, row_us, draft_ms, acceptance, 1), siblings=siblings)
+    fixed = {arm: Simulation(pair, arm).tokens_per_s(13.0, 1.0) for arm in FIXED_TREES if arm.length in (0, 4, 8)}
+    assert fixed[best] > 0.98 * max(fixed.values())
+    chooser = PairChooser(8, 4, pair.sources)
+    chosen = Simulation(pair, None, chooser=chooser).tokens_per_s(30.0, 15.0)
+    assert chosen > 0.92 * fixed[best], "the rest are probes, and chance"
+    load = chooser.explain(DraftSource.TREES).loads[-1]
+    assert load.chosen is best.source
+    assert load.estimates[0].num_nodes == 0
+    for estimate in load.estimates[1:]:
+        assert estimate.num_windows > 0, "nothing is said of others"
+        made = fixed[Arm(DraftSource.TREES, estimate.length, estimate.num_nodes)]
+        assert estimate.tokens_per_second == pytest.approx(made, rel=0.25)
+
+
+def test_trees_teach_their_size_alone() -> None:
+    """Tokens of a tree have a depth and no place in a chain; a path may end before the tree does."""
+    chooser = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.TREES))
+    session, now, arm = SessionLength(chooser), 0.0, Arm(DraftSource.TREES, 4, 8)
+    chooser._first_arm = arm
+    for number in range(40):
+        assert session.next_draft(number, 100 if number < 30 else 2, now) == arm._replace(
+            length=4 if number < 30 else 2
+        )
+        session.observe(round_times(number, now, now + 1e-3, 8, 2, draft_depth=2))
+        now += 1e-3
+    assert chooser.acceptance[DraftSource.DRAFTER].num_drafts == 0
+    assert {known: one.num_drafts for known, one in chooser.tree_acceptance.items() if one.num_drafts} == {arm: 30}
+    assert chooser.tree_acceptance[arm].survival(4)[1:3] == pytest.approx([1.0, 0.0], abs=0.15)
+    other = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.TREES))
+    session = SessionLength(other)
+    assert not session.next_draft(0, 100, 0.0).num_nodes
+    session.observe(round_times(0, 0.0, 0.1, 8, 2, draft_depth=3))  # of a drafter that was given up
+    assert other.acceptance[DraftSource.DRAFTER].num_drafts == 0
+
+
+def test_prior_of_a_tree_is_what_chains_and_siblings_say() -> None:
+    chains = AcceptanceEstimate()
+    for number in range(400):
+        chains.add(2, 0 if number % 2 else 1 if number % 4 else 2)
+    first, second = chains.rates(2)
+    (wide,) = TreePrior(chains, 3).rates(1)
+    assert wide == pytest.approx(first + (1.0 - first) * sum(SIBLING_SHARES[:2]))
+    assert wide < 1.0
+    deep = AcceptanceEstimate(TreePrior(chains, 2)).survival(2)
+    assert deep == pytest.approx([first, first * second]), (
+        "a second token of this chain is likelier than a second child"
+    )
+    assert first * second > (1.0 - first) * SIBLING_SHARES[0]
+    assert AcceptanceEstimate(TreePrior(chains, 1)).survival(2) == pytest.approx([first, 0.0])
+
+
+def test_trees_are_as_large_as_peers_and_lengths_allow() -> None:
+    def trees(*limits: int) -> list[tuple[int, int]]:
+        arms = PairChooser(limits[0], 4, (DraftSource.DRAFTER, DraftSource.TREES), limits[1]).arms
+        return [arm[1:] for arm in arms if arm.num_nodes]
+
+    assert trees(8, 64) == [*TREES]
+    assert trees(8, 20) == [(4, 8), (4, 16), (8, 16)]
+    assert trees(4, 64) == [(4, 8), (4, 16)]
+    assert trees(3, 64) == trees(8, 7) == []
+    assert PairName("a:1", "small", max_tree_nodes=8).drafters[DraftSource.TREES] == "small, trees"
+    assert DraftSource.TREES not in PairName("a:1", "small", max_tree_nodes=7).drafters
+    session = Pairs(8, 4).session_length(PairName("a:1", "small", max_tree_nodes=8))
+    assert [arm for arm in session._pair.arms if arm.num_nodes] == [Arm(DraftSource.TREES, 4, 8)]
 
 
 def test_probes_become_rare() -> None:
@@ -331,7 +411,7 @@ def test_rounds_of_a_window_count_and_no_others() -> None:
     chooser = PairChooser(8, 4)
     session = SessionLength(chooser)
     now = 0.0
-    assert session.next_length(0, 100, now) == 4
+    assert session.next_draft(0, 100, now).length == 4
     window = chooser.window(now)
     chooser.num_sessions = 1
 
@@ -342,29 +422,29 @@ def test_rounds_of_a_window_count_and_no_others() -> None:
     now = 0.01
     assert window.all.num_rounds == 0, "the drafter had the prompt to read"
     for left_out in ({"is_first": True}, {"lost_s": 0.1}, {"gateway_s": 0.1}):
-        session.next_length(1, 100, now)
+        session.next_draft(1, 100, now)
         end(1, **left_out)
     assert window.all.num_rounds == 0
-    session.next_length(2, 2, now)
+    session.next_draft(2, 2, now)
     end(2)
     assert window.all.num_rounds == 0, "there was no room for the whole length"
-    session.next_length(3, 100, now)
+    session.next_draft(3, 100, now)
     end(3)
     assert window.all.num_rounds == 1
-    session.next_length(4, 100, now)
+    session.next_draft(4, 100, now)
     session.observe(round_times(4, now, now + 0.001, 0, 0, why_plain=WhyPlain.LATE))
     assert window.all.num_rounds == 2, "a late block is what drafting costs"
     assert window.quiet.num_rounds == 2
-    session.next_length(5, 100, now)
+    session.next_draft(5, 100, now)
     end(5)
     assert window.all.num_rounds == 2, "the drafter had a plain round's token to read"
     other = SessionLength(chooser)
     chooser.num_sessions = 1
-    session.next_length(6, 100, now)
+    session.next_draft(6, 100, now)
     end(6)
     assert (window.all.num_rounds, window.quiet.num_rounds) == (3, 2), "a prompt is read beside it"
     other.observe(round_times(0, now, now + 1.0, 0, 0, is_first=True))
-    session.next_length(7, 100, now)
+    session.next_draft(7, 100, now)
     end(7)
     assert window.quiet.num_rounds == 2, "as was beside a part of this one"
 
@@ -374,7 +454,7 @@ def run_rounds(
 ) -> float:
     """Runs rounds that take so long each, and returns the time after them."""
     for number in range(first, first + round(seconds / round_s)):
-        length = session.next_length(number, 100, now)
+        length = session.next_draft(number, 100, now).length
         session.observe(round_times(number, now, now + round_s, length, 0, 0.0, round_s))
         now += round_s
     return now
@@ -418,7 +498,7 @@ def test_rounds_that_wait_for_their_reader_count_where_most_do() -> None:
         chooser = PairChooser(8, 0)
         session, now = SessionLength(chooser), 0.0
         for number in range(400):
-            length = session.next_length(number, 100, now)
+            length = session.next_draft(number, 100, now).length
             seconds, gateway_s = (0.007, 0.013) if number % 10 < slow_of_ten else (0.01, 0.0)
             times = round_times(number, now, now + seconds, length, 0, 0.0, 0.005, gateway_s=gateway_s)
             session.observe(times)
@@ -433,7 +513,7 @@ def test_new_load_begins_with_the_length_of_the_nearest_one_and_plain_runs_are_b
     others, now = [SessionLength(chooser) for _ in range(4)], 20.0
     for number in range(12):
         for session in others:
-            assert session.next_length(number, 100, now) == 0, "as alone, before anything is known"
+            assert session.next_draft(number, 100, now).length == 0, "as alone, before anything is known"
             assert 1 <= session.num_plain_rounds(32, now) <= 32
             session.observe(round_times(number, now, now + 0.005, 0, 0, 0.0, 0.005, is_first=number == 0))
         now += 0.005
@@ -449,7 +529,7 @@ def test_a_session_drafts_less_by_its_own_acceptance() -> None:
     poor, now = SessionLength(chooser), 40.0
     lengths = []
     for number in range(200):
-        length = poor.next_length(number, 100, now)
+        length = poor.next_draft(number, 100, now).length
         poor.observe(round_times(number, now, now + 0.01, length, 0, 0.001 * length, 0.006))
         lengths.append(length)
         now += 0.0001

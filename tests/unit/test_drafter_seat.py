@@ -19,7 +19,12 @@ from draftwire_gateway.session.ports import DrafterLost, DrafterReady, PeerEvent
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.session.round_trip_estimate import FIRST_TIMEOUT_S, LEAST_FLUSH_S, LEAST_TIMEOUT_S
 from draftwire_gateway.session.session_state import SessionState
+from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pairs import SESSIONS_PER_TRIAL, PairName, Pairs
+
+
+def chain(length: int) -> Arm:
+    return Arm(DraftSource.DRAFTER, length)
 
 
 @dataclass
@@ -64,7 +69,7 @@ class Seating:
 
     async def learn(self, seconds: float) -> None:
         """Lets a block take so long."""
-        self.seat.ask_for_block(4)
+        self.seat.ask_for_block(chain(4))
         await asyncio.sleep(seconds)
         self.end_round(STORY[:1], num_draft_tokens=4)
 
@@ -96,7 +101,7 @@ async def test_block_that_is_asked_for_carries_what_was_committed_since_the_last
     drafter = await one.seek_until_ready()
     for number in range(3):
         one.end_round(STORY[2 * number : 2 * number + 2])
-        one.seat.ask_for_block(4 - number)
+        one.seat.ask_for_block(chain(4 - number))
     assert drafter.violations == []
     asked = [(each.base_len, each.token_ids, each.num_draft_tokens) for each in drafter.calibrations]
     prompt_len = len(PROMPT)
@@ -116,7 +121,7 @@ async def test_rounds_are_counted_by_whether_their_block_was_drafted_ahead() -> 
     ends += [{"next_is_held": True}, {}]  # the last one's block is held, and set aside
     counts = []
     for number, told in enumerate(ends):
-        one.seat.ask_for_block(2)
+        one.seat.ask_for_block(Arm(DraftSource.AHEAD, 2))
         one.end_round(STORY[number : number + 1], num_draft_tokens=2, num_wasted_draft_tokens=number, **told)
         statistics = one.session.statistics
         counts.append((statistics.num_ahead_hits, statistics.num_ahead_late, statistics.num_ahead_misses))
@@ -130,14 +135,14 @@ async def test_drafter_that_takes_over_is_told_all_and_shows_a_higher_permit() -
     one = seating(num_drafters=2)
     first = await one.seek_until_ready()
     one.end_round(STORY[:3])
-    one.seat.ask_for_block(4)
+    one.seat.ask_for_block(chain(4))
     assert one.seat.give_up(GONE)
     second = await one.seek_until_ready()
     assert second is not first
     assert second.spec.token_ids == [*PROMPT, *STORY[:3]]
     permits = [drafter.spec.permit for drafter in (first, second)]
     assert permits == [Permit.make(one.session.permit_key, number) for number in (0, 1)]
-    one.seat.ask_for_block(4)
+    one.seat.ask_for_block(chain(4))
     assert (second.calibrations[0].token_ids, second.violations) == ([], [])
 
 
@@ -154,7 +159,7 @@ async def test_drafter_with_an_identity_gets_its_permit_with_the_first_calibrati
         await one.seek_until_ready()
         for number in range(2):
             one.end_round(STORY[number : number + 1])
-            one.seat.ask_for_block(4)
+            one.seat.ask_for_block(chain(4))
         key = one.session.permit_key
         opened_with, asked_with = drafter.spec.permit, [each.permit for each in drafter.calibrations]
         if of_drafter and of_target:
@@ -169,7 +174,7 @@ async def test_loss_is_counted_once_and_says_whether_a_block_was_awaited() -> No
         one = seating()
         drafter = await one.seek_until_ready()
         if is_asked:
-            one.seat.ask_for_block(4)
+            one.seat.ask_for_block(chain(4))
         if is_decided:
             one.end_round(STORY[:1])
         assert one.seat.give_up(GONE) == (is_asked and not is_decided)
@@ -246,7 +251,7 @@ async def test_time_of_blocks_is_learned_and_that_of_plain_rounds_is_not() -> No
         await asyncio.sleep(seconds)
         one.end_round(STORY[:1])
     assert one.seat.timeout_s(4, 5.0) == FIRST_TIMEOUT_S, "nothing is known"
-    one.seat.ask_for_block(4)
+    one.seat.ask_for_block(chain(4))
     one.end_round(STORY[:1])
     await asyncio.sleep(4.0)
     one.end_round(STORY[:1])
@@ -257,12 +262,12 @@ async def test_time_of_blocks_is_learned_and_that_of_plain_rounds_is_not() -> No
 async def test_hurry_names_the_round_and_the_next_block_is_not_hurried() -> None:
     one = seating()
     drafter = await one.seek_until_ready()
-    one.seat.ask_for_block(4)
+    one.seat.ask_for_block(chain(4))
     assert one.seat.can_flush
     one.seat.request_flush()
     assert (one.seat.can_flush, drafter.hurried) == (False, [SendDrafted(one.session.session_id, 0, 0)])
     one.end_round(STORY[:1])
-    one.seat.ask_for_block(4)
+    one.seat.ask_for_block(chain(4))
     assert (one.seat.can_flush, drafter.violations) == (True, [])
 
 
@@ -294,7 +299,7 @@ async def test_drafter_that_does_not_reply_is_asleep_and_asked_again_when_it_doe
     one = seating()
     drafter = await one.seek_until_ready()
     await one.learn(0.01)
-    one.seat.ask_for_block(4)
+    one.seat.ask_for_block(chain(4))
     one.seat.request_flush()
     one.seat.fall_asleep()
     assert is_idle(one.seat) == (False, True, False)
@@ -305,7 +310,7 @@ async def test_drafter_that_does_not_reply_is_asleep_and_asked_again_when_it_doe
     assert one.seat.is_asleep
     assert not one.reply(1), "its block is stale"
     assert is_idle(one.seat) == (False, False, True)
-    one.seat.ask_for_block(4)
+    one.seat.ask_for_block(chain(4))
     assert (drafter.calibrations[-1].token_ids, drafter.violations) == (STORY[1:3], [])
     assert (drafter.closed, one.session.statistics.num_drafters_lost) == ([], 0)
 
@@ -318,7 +323,7 @@ async def test_block_that_is_judged_wakes_its_drafter() -> None:
         drafter = await one.seek_until_ready()
         if capabilities is not None:
             drafter.description = replace(drafter.description, capabilities=capabilities)
-        one.seat.ask_for_block(4)
+        one.seat.ask_for_block(chain(4))
         one.seat.request_flush()
         one.seat.fall_asleep()
         one.end_round(STORY[:3], num_draft_tokens=4)
@@ -332,7 +337,7 @@ async def test_drafter_that_cannot_reply_is_given_up_with_its_late_block() -> No
     drafter = await one.seek_until_ready()
     drafter.description = replace(drafter.description, capabilities=frozenset({PARTIAL_BLOCKS}))
     assert one.seat.flush_timeout_s(5.0) == 5.0
-    one.seat.ask_for_block(4)
+    one.seat.ask_for_block(chain(4))
     one.seat.request_flush()
     one.seat.fall_asleep()
     one.end_round(STORY[:1])
@@ -344,7 +349,7 @@ async def test_drafter_that_has_replied_is_not_asleep_and_given_up_if_its_blocks
     one = seating()
     await one.seek_until_ready()
     for number in range(MAX_MISSING_BLOCKS + 1):
-        one.seat.ask_for_block(4)
+        one.seat.ask_for_block(chain(4))
         one.seat.request_flush()
         assert one.reply(one.session.round), "it is the verifier's turn"
         assert not one.reply(one.session.round), "a reply that is repeated wins no time"
@@ -352,7 +357,7 @@ async def test_drafter_that_has_replied_is_not_asleep_and_given_up_if_its_blocks
         assert is_idle(one.seat) == (False, False, True)
         one.end_round(STORY[:1], num_draft_tokens=4 * (number == 0))
         if number == 0:
-            one.seat.ask_for_block(4)
+            one.seat.ask_for_block(chain(4))
             one.end_round(STORY[:1])
         assert one.session.statistics.num_drafters_lost == (number == MAX_MISSING_BLOCKS)
 
@@ -362,7 +367,7 @@ async def test_drafter_that_sleeps_for_long_is_given_up_only_for_another_one() -
     for num_drafters, lost in ((1, 0), (2, 1)):
         one = seating(num_drafters=num_drafters)
         await one.seek_until_ready()
-        one.seat.ask_for_block(4)
+        one.seat.ask_for_block(chain(4))
         one.seat.request_flush()
         one.seat.fall_asleep()
         one.end_round(STORY[:1])
@@ -383,7 +388,7 @@ async def test_time_of_a_block_ends_when_its_verdict_arrives_and_not_when_it_is_
     await one.seek_until_ready()
     await one.learn(0.01)
     before = one.seat.timeout_s(4, 5.0), one.seat.flush_timeout_s(5.0)
-    one.seat.ask_for_block(4)
+    one.seat.ask_for_block(chain(4))
     await asyncio.sleep(60.0)
     one.end_round(STORY[1:2], num_draft_tokens=4, ago_s=59.99)
     assert (one.seat.timeout_s(4, 5.0), one.seat.flush_timeout_s(5.0)) == before == (LEAST_TIMEOUT_S, LEAST_FLUSH_S)
@@ -400,13 +405,13 @@ async def test_one_pause_does_not_make_all_sessions_patient_and_a_slow_drafter_d
     for other in others:
         other.drafters[0].round_trip = drafter.round_trip
         await other.seek_until_ready()
-        other.seat.ask_for_block(4, 5.0)
+        other.seat.ask_for_block(chain(4), 5.0)
     await asyncio.sleep(6.0)
     for other in others:
         other.end_round(STORY[:1], num_draft_tokens=4)
     assert one.seat.timeout_s(4, 5.0) < 5.0 * MAX_STRETCH * LEAST_TIMEOUT_S
     for _ in range(30):
-        one.seat.ask_for_block(4, 5.0)
+        one.seat.ask_for_block(chain(4), 5.0)
         await asyncio.sleep(2.0)
         one.end_round(STORY[1:2], num_draft_tokens=4)
     assert one.seat.timeout_s(4, 5.0) > 4.0
@@ -452,7 +457,7 @@ async def test_of_several_models_that_is_taken_with_which_sessions_were_fastest(
             session = one.pairs.session_length(PairName(one.target.address, model))
             for number in range(60):
                 started = number * rates[model]
-                session.next_length(number, 100, started)
+                session.next_draft(number, 100, started)
                 session.observe(round_times(number, started, started + rates[model], 4, 2))
             session.close()
         return one
@@ -463,3 +468,38 @@ async def test_of_several_models_that_is_taken_with_which_sessions_were_fastest(
     assert await opened_on(seen("large", "small", adapts_length=False)) == "large", "by load: nothing is chosen for it"
     tried = {await opened_on(seen("large", "small", session_id=SESSIONS_PER_TRIAL * turn)) for turn in range(2)}
     assert tried == {"large", "small"}, "one that was slow is tried now and then"
+
+
+@in_virtual_time
+async def test_round_is_asked_for_in_the_shape_that_is_chosen() -> None:
+    """Chains and trees by turns, as large as all peers take; a session whose request wants no trees is another pair."""
+    one = seating(num_speculative_tokens=8, adapts_length=True, num_draft_nodes=32)
+    one.target.description = replace(one.target.description, max_tree_nodes=20)
+    one.drafters[0].description = replace(one.drafters[0].description, max_tree_nodes=16)
+    one.seat.restart(one.target)
+    drafter = await one.seek_until_ready()
+    assert drafter.spec.max_tree_nodes == 16
+    ((name, explained),) = one.pairs.explain().items()
+    assert (name.max_tree_nodes, len(explained)) == (16, 2)
+    assert one.seat.next_draft() == chain(4), "as where there are no trees"
+    for arm, tree in ((chain(4), None), (Arm(DraftSource.TREES, 3, 8), 8), (chain(2), None)):
+        one.seat.ask_for_block(arm)
+        asked = drafter.calibrations[-1]
+        assert asked.num_draft_tokens == arm.length
+        assert (asked.tree and asked.tree.num_nodes) == tree
+        one.end_round(STORY[:1], num_draft_tokens=arm.num_rows, draft_depth=arm.length if arm.num_nodes else 0)
+    chains = seating(num_speculative_tokens=8, adapts_length=True)
+    chains.target.description = one.target.description
+    chains.seat.restart(chains.target)
+    assert next(iter(chains.pairs.explain())).max_tree_nodes == 0
+
+
+@in_virtual_time
+async def test_length_and_size_that_a_request_names_are_those_of_each_round() -> None:
+    for nodes, expected in ((0, chain(3)), (12, Arm(DraftSource.TREES, 3, 12))):
+        one = seating(num_speculative_tokens=3, num_draft_nodes=nodes)
+        for peer in (one.target, one.drafters[0]):
+            peer.description = replace(peer.description, max_tree_nodes=16)
+        assert one.seat.next_draft() == PLAIN, "nobody is ready"
+        await one.seek_until_ready()
+        assert one.seat.next_draft() == expected

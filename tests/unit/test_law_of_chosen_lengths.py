@@ -1,4 +1,4 @@
-"""Texts whose drafts have chosen lengths follow the target's law, whatever function of past rounds chooses them.
+"""Texts whose drafts have chosen lengths and shapes follow the target's law, whatever function of past rounds chooses.
 
 Enumerated in float64 over all drafts, verdicts and histories. The mistakes that a chooser can make are planted: it
 looks at the tokens that it decides on, at the rows after them, or at what equal random numbers have already done.
@@ -6,6 +6,8 @@ looks at the tokens that it decides on, at the rows after them, or at what equal
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -16,14 +18,18 @@ from enumeration import Law, largest_deviation, law_of_target, outcome_law
 from torch import Tensor
 
 from benchmarks.simulated_pair import round_times
+from draftwire.checking.all_trees import AllTrees, all_trees, stated_tree_emissions
 from draftwire.checking.cube import integrate
-from draftwire.checking.emissions import Emissions, completed_law, num_codes
+from draftwire.checking.emissions import Emissions, completed_law, num_codes, sequence_law
 from draftwire.checking.emissions import largest_deviation as deviation_of
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
 from draftwire.checking.whole_round import Round
+from draftwire.drafting.tree_shapes import shape_by_rank
 from draftwire.method.rounds import WatchedGuess
+from draftwire.method.token_tree import TokenTree
 from draftwire.verification import RULES
-from draftwire_gateway.speculation.arms import DraftSource
+from draftwire.verification.traversal import TraversalRule
+from draftwire_gateway.speculation.arms import Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.session_length import SessionLength
 
@@ -34,7 +40,8 @@ BOUND = 1e-9
 Rounds = tuple[tuple[int, int], ...]
 """Draft tokens and accepted ones of each past round."""
 Text = tuple[int, ...]
-Choice = Callable[[Rounds, Text], int]
+Choice = Callable[[Rounds, Text], int | TokenTree]
+"""Chooses a chain by its length, or a tree."""
 
 
 def alternating(past: Rounds, text: Text) -> int:
@@ -53,25 +60,72 @@ def hashed(past: Rounds, text: Text) -> int:
     return hash((past, text)) % 4
 
 
-def of_the_product(past: Rounds, text: Text) -> int:
+def of_the_product(past: Rounds, text: Text) -> int | TokenTree:
     """What the gateway's chooser says, with windows so short that it tries everything, drafts of the verifier too: what
     it guesses in place of a draft is a length as well here.
     """
-    pair = PairChooser(3, 2, (DraftSource.DRAFTER, DraftSource.VERIFIER))
+    return chosen_by_the_product(PairChooser(3, 2, (DraftSource.DRAFTER, DraftSource.VERIFIER)), past, text)
+
+
+def of_the_product_with_trees(past: Rounds, text: Text) -> int | TokenTree:
+    """The same where a drafter may draft trees. As much of them is drafted as can be enumerated."""
+    return after_rounds_of_another(past)
+
+
+@cache
+def after_rounds_of_another(past: Rounds) -> int | TokenTree:
+    """What the chooser says after rounds of another session, by which chains and trees are about as good. Each round is
+    a window.
+    """
+    pair = PairChooser(4, 2, (DraftSource.DRAFTER, DraftSource.TREES))
+    other, now = SessionLength(pair), 0.0
+    for number in range(14):
+        now = observed(other, number, other.next_draft(number, 4, now), 2, now)
+    other.close()
+    return chosen_by_the_product(pair, past, (), now, round_s=4.0)
+
+
+def observed(session: SessionLength, number: int, arm: Arm, accepted: int, now: float, round_s: float = 4.0) -> float:
+    """Has a session observe a round; returns its end."""
+    depth, accepted = arm.length if arm.num_nodes else 0, min(accepted, arm.length)
+    session.observe(round_times(number, now, now + round_s, arm.num_rows, accepted, 0.1, 0.1, draft_depth=depth))
+    return now + round_s
+
+
+def chosen_by_the_product(
+    pair: PairChooser, past: Rounds, text: Text, now: float = 0.0, round_s: float = 0.5
+) -> int | TokenTree:
     session = SessionLength(pair)
 
-    def next_length(number: int) -> int:
-        return session.next_length(number, 3, now) or session.next_own_length(number, 3, now)
+    def next_arm(number: int) -> Arm:
+        arm = session.next_draft(number, 3, now)
+        if arm.length or DraftSource.VERIFIER not in pair.acceptance:
+            return arm
+        return Arm(DraftSource.VERIFIER, session.next_own_length(number, 3, now))
 
-    now, begun = 0.0, 0
-    length = next_length(0)
+    begun = 0
+    arm = next_arm(0)
     for number, (drafted, accepted) in enumerate(past):
-        took, tokens = 0.5 + 0.1 * accepted, text[begun : begun + accepted + 1]
-        watched = watched_after(text[:begun], tokens)
-        session.observe(round_times(number, now, now + took, drafted, accepted, 0.1 * drafted, 0.1, watched=watched))
+        took, tokens = round_s + 0.1 * accepted, text[begun : begun + accepted + 1]
+        watched = watched_after(text[:begun], tokens) if DraftSource.VERIFIER in pair.acceptance else None
+        told = {"watched": watched, "draft_depth": arm.length if arm.num_nodes else 0}
+        session.observe(round_times(number, now, now + took, drafted, accepted, 0.1 * drafted, 0.1, **told))
         now, begun = now + took, begun + len(tokens)
-        length = next_length(number + 1)
-    return length
+        arm = next_arm(number + 1)
+    return shape_by_rank((0.6, 0.3), NODES, arm.length) if arm.num_nodes else arm.length
+
+
+def tree_after_a_failure(past: Rounds, text: Text) -> int | TokenTree:
+    """The two children that one token was not enough for, a chain where it was, and the larger tree at last."""
+    if not past or past[-1][1] > 0:
+        return 2
+    return TokenTree((-1, -1)) if len(past) == 1 else TokenTree((-1, -1, 0))
+
+
+def hashed_shapes(past: Rounds, text: Text) -> int | TokenTree:
+    """Any function of past rounds and of their text."""
+    trees = (TokenTree((-1, -1)), TokenTree((-1, -1, 0)), TokenTree((-1, -1, 0, 1)), TokenTree((-1, 0, 0)))
+    return (0, 1, 2, *trees)[hash((past, text)) % 7]
 
 
 def by_a_watched_guess(past: Rounds, text: Text) -> int:
@@ -88,6 +142,9 @@ def watched_after(text: Text, tokens: Text) -> WatchedGuess:
 
 
 CHOICES = (alternating, after_successes, after_failures, hashed, of_the_product, by_a_watched_guess)
+TREE_CHOICES = (tree_after_a_failure, hashed_shapes, of_the_product_with_trees)
+NODES = 4
+"""Of the trees that are enumerated, at most."""
 PAIRS = (*random_pairs(2), *adversarial_pairs(3)[:4], random_pairs(3)[2])
 
 
@@ -104,8 +161,17 @@ def law_of_texts(pair: Pair, rule: Any, choice: Choice, cut: Callable[[Pair, int
         following: dict[tuple[tuple[int, ...], Rounds], float] = defaultdict(float)
         for (text, past), probability in growing.items():
             context = text[-1] if text else pair.vocab_size
-            chosen = min(choice(past, text), LENGTH - len(text) - 1)
-            for drawn in product(range(pair.vocab_size), repeat=chosen):
+            chosen, room = choice(past, text), LENGTH - len(text) - 1
+            if isinstance(chosen, TokenTree):
+                kept = [node for node, depth in enumerate(chosen.depths) if depth <= room]
+                for emitted, share in emitted_after(pair, chosen.cut(kept), context):
+                    longer = (*text, *emitted)
+                    if len(longer) == LENGTH:
+                        finished[longer] += probability * share
+                    else:
+                        following[longer, (*past, (len(kept), len(emitted) - 1))] += probability * share
+                continue
+            for drawn in product(range(pair.vocab_size), repeat=min(chosen, room)):
                 drafts = rows_after(pair.drafter, context, drawn)
                 share = prod(float(drafts[place, token]) for place, token in enumerate(drawn))
                 tokens = drawn[: cut(pair, context, drawn)]
@@ -122,6 +188,17 @@ def law_of_texts(pair: Pair, rule: Any, choice: Choice, cut: Callable[[Pair, int
                                 following[longer, (*past, (len(tokens), accepted))] += mass
         growing = following
     return finished
+
+
+@cache
+def emitted_after(pair: Pair, shape: TokenTree, context: int) -> list[tuple[Text, float]]:
+    """Returns what a round commits that drafts trees of a shape, decided by `traversal`, and how likely."""
+    found = []
+    emissions = stated_tree_emissions(TraversalRule(), all_trees(pair, shape, is_distinct=True))
+    for count, masses in enumerate(emissions.of_count, 1):
+        texts = product(range(pair.vocab_size), repeat=count)
+        found += [(text, mass) for text, mass in zip(texts, masses[context].tolist(), strict=True) if mass > 0.0]
+    return found
 
 
 def whole(pair: Pair, context: int, drawn: tuple[int, ...]) -> int:
@@ -155,6 +232,42 @@ def test_any_function_of_past_rounds_leaves_the_law_as_it_is(rule: str, choice: 
     for pair in PAIRS:
         law = law_of_texts(pair, RULES[rule], choice, whole)
         assert largest_deviation(law, law_of_target(pair, LENGTH)) < BOUND, pair.name
+
+
+@pytest.mark.parametrize("choice", TREE_CHOICES, ids=lambda choice: choice.__name__)
+def test_any_function_of_past_rounds_may_choose_between_chains_and_trees(choice: Choice) -> None:
+    chosen = set()
+
+    def watched(past: Rounds, text: Text) -> int | TokenTree:
+        chosen.add(choice(past, text))
+        return choice(past, text)
+
+    for pair in PAIRS:
+        law = law_of_texts(pair, RULES["block"], watched, whole)
+        assert largest_deviation(law, law_of_target(pair, LENGTH)) < BOUND, pair.name
+    assert {type(each) for each in chosen} == {int, TokenTree}
+
+
+def test_choice_between_chain_and_tree_by_a_token_that_is_dropped_is_seen() -> None:
+    """By the first child, which is kept in any case, a second one may be drawn or not."""
+
+    def worst(is_kept: Callable[[AllTrees], Tensor]) -> float:
+        deviations = []
+        for pair in PAIRS:
+            reference = sequence_law(pair.target, 2)
+            single, double = (all_trees(pair, TokenTree((-1,) * count), is_distinct=True) for count in (1, 2))
+            masses = torch.zeros(len(pair.target) * pair.vocab_size, dtype=torch.float64)
+            masses.index_add_(0, double.prefixes(0), double.probs * ~is_kept(double))
+            law = torch.zeros_like(reference)
+            for trees, probs in ((single, masses[single.prefixes(0)]), (double, double.probs * is_kept(double))):
+                emissions = stated_tree_emissions(TraversalRule(), replace(trees, probs=probs))
+                law += completed_law(emissions, reference)
+            deviations.append(float(deviation_of(law, reference)))
+        return max(deviations)
+
+    assert worst(lambda trees: trees.contexts % 2 == 0) < BOUND
+    assert worst(lambda trees: trees.tokens[:, 0] == 0) < BOUND
+    assert worst(lambda trees: trees.tokens[:, 1] == 0) > 1e-3
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])

@@ -17,7 +17,7 @@ from draftwire_gateway.session.drafter_seat import RunRequest
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
-from draftwire_gateway.speculation.arms import Arm, DraftSource
+from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.pairs import PairName, Pairs
 from draftwire_gateway.speculation.session_length import SessionLength
@@ -35,7 +35,7 @@ async def test_without_a_drafter_the_verifier_is_asked_to_draft() -> None:
     one = seated(num_speculative_tokens=3)
     assert one.seat.first_run(one.target, 32) == RunRequest(WhyPlain.NO_DRAFTER, 1), "its prompt is read first"
     one.seat.seek(one.target)
-    assert one.seat.next_length() < 1
+    assert one.seat.next_draft() == PLAIN
     assert one.seat.run(32, 2) == RunRequest(WhyPlain.NO_GUESS, 32, LocalDraft("suffix", 3))
 
 
@@ -94,12 +94,12 @@ async def test_nothing_is_asked_for_that_the_verifier_does_not_offer_or_the_requ
 async def test_verifier_without_its_drafter_is_a_pair_of_its_own() -> None:
     one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=True)
     await one.seek_until_ready()
-    assert one.seat.next_length() == 4, "of the drafter"
+    assert one.seat.next_draft().length == 4, "of the drafter"
     one.seat.give_up(GONE)
     one.seat.seek(one.target)
     request = one.seat.run(32, 2)
     assert (request.why, request.draft) == (WhyPlain.NO_GUESS, LocalDraft("suffix", 4))
-    assert one.seat.next_length() == 0
+    assert one.seat.next_draft() == PLAIN
     assert set(one.pairs.explain()) == {
         PairName(one.target.address, "drafter", "suffix"),
         PairName(one.target.address, "", "suffix"),
@@ -177,7 +177,7 @@ def test_what_is_watched_teaches_the_verifiers_acceptance_while_a_drafter_drafts
     chooser = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.VERIFIER))
     session = SessionLength(chooser)
     for number in range(100):
-        session.next_length(number, 100, 0.0)
+        session.next_draft(number, 100, 0.0)
         watched = WatchedGuess(True, 5) if number % 2 else WatchedGuess(False)
         session.observe(round_times(number, 0.0, 0.01, 4, 4, watched=watched))
     own = chooser.acceptance[DraftSource.VERIFIER]
@@ -249,7 +249,7 @@ def test_text_in_which_nothing_repeats_yet_is_no_surprise() -> None:
 def test_drafts_of_the_verifier_say_nothing_of_a_drafter() -> None:
     chooser = PairChooser(8, 4)
     session = SessionLength(chooser)
-    session.next_length(0, 100, 0.0)
+    session.next_draft(0, 100, 0.0)
     session.observe(round_times(0, 0.0, 0.01, 4, 4, local_strategy="suffix"))
     assert [known.num_drafts for known in chooser.acceptance.values()] == [0]
 
@@ -271,7 +271,7 @@ async def test_verifier_drafts_while_the_drafter_does_not_pay(monkeypatch: pytes
 def test_place_of_a_drafter_that_cannot_is_taken_to_the_length_that_is_best_for_the_verifier() -> None:
     chooser = PairChooser(8, 3, (DraftSource.DRAFTER, DraftSource.VERIFIER))
     session = SessionLength(chooser)
-    assert session.next_length(0, 0, 0.0) == 0, "it has no room"
+    assert session.next_draft(0, 0, 0.0).length == 0, "it has no room"
     assert session.next_own_length(0, 100, 0.0) == 3, "nothing is known: as at first"
     chooser.window(0.0).all.add(round_times(0, 0.0, 0.1, 3, 0, 0.01, 0.01), 1.0)
     session.observe(round_times(0, 0.0, 9.0, 0, 0, why_plain=WhyPlain.NO_GUESS, watched=WatchedGuess(False)))
@@ -286,8 +286,7 @@ async def test_each_source_learns_from_its_own_rounds() -> None:
     one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=True)
     await one.seek_until_ready()
     number = one.session.round
-    one.seat.next_length()
-    one.seat.ask_for_block(4)
+    one.seat.ask_for_block(one.seat.next_draft())
     one.seat.observe(round_times(number, 0.0, 0.01, 4, 4))
     ((drafter, verifier),) = one.pairs.explain().values()
     assert (drafter.source, drafter.num_drafts) == (DraftSource.DRAFTER, 1)

@@ -12,20 +12,26 @@ from cases import every
 from scipy.stats import binomtest
 from strategy_loading import load_drafter
 
+from draftwire.drafting.growth_plan import GrowthPlan
 from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
+from draftwire.drafting.tree_shapes import survival_of
 from draftwire.engine.model_loading import load_target
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.local_loop import LocalRun, LoopRound, speculate
 from draftwire.method.distributions import rows_of
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode_one
+from draftwire.method.quantization import Encoding
+from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.script import PREFIX, Script, expected_tokens, is_scripted
 from draftwire.models.scripted import ScriptedTarget
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 from draftwire.verification import RULES
+from draftwire.verification.deciding import Judgement
+from draftwire.verification.target import Judging, judge
 
 torch.set_num_threads(1)
 
@@ -179,6 +185,55 @@ def test_colder_sampling_accepts_what_is_likely_more_often() -> None:
     rounds = rounds_of(Script(acceptance=(0.7,)), SamplingParams(0.5), 1500, 1, "block")
     whole = [one for one in rounds if int(one.blocks.lengths[0]) == 1]
     assert binomtest(sum(one.num_accepted for one in whole), len(whole), 0.49 / 0.58).pvalue > 1e-7
+
+
+def test_each_depth_of_a_tree_is_reached_as_often_as_the_script_says() -> None:
+    """By first letters and their siblings, under the walk. A false alarm has a probability of at most 4e-6."""
+    script, num_nodes, depth = Script(acceptance=(0.7, 0.6), recovered=0.5), 12, 4
+    target, drafter = ScriptedTarget(script, 4096), ScriptedDrafter(script)
+    texts, reached = [list(PROMPT) for _ in range(30)], Counter[int]()
+    cached, sequences = ([each.open(PROMPT) for _ in texts] for each in (target.cache, drafter))
+    for number in range(10):
+        keys = [DrawKey(bytes([index] * 16), 0, number) for index in range(len(texts))]
+        asked = DraftRequest(
+            num_nodes, SamplingParams(), KEY, 320, True, False, growth=GrowthPlan.eagle2(num_nodes, depth)
+        )
+        judgings = []
+        for index, draft in enumerate(drafter.step([Drafting(each, asked) for each in sequences]).drafts):
+            assert isinstance(draft, Draft)
+            shape = TokenTree.of(draft.parents, len(draft.token_ids))
+            assert (len(shape), shape.depth, draft.distributions.encoding) == (num_nodes, depth, Encoding.NONE)
+            block = cached[index], texts[index], draft.token_ids, None, SamplingParams(), RULES["coupled"], keys[index]
+            judgings.append(Judging(*block, tree=shape))
+        for index, judged in enumerate(judge(target, judgings).outcomes):
+            assert isinstance(judged, Judgement)
+            reached.update(range(1, len(judged.token_ids)))
+            sequences[index].calibrate(len(texts[index]), judged.token_ids)
+            texts[index] += judged.token_ids
+    expected = survival_of(shape, [script.chances_at(each) for each in range(depth)])
+    assert expected[0] == pytest.approx(0.7 + 0.3 * 0.5), "a letter and its capital"
+    for tokens, probability in enumerate(expected, 1):
+        assert binomtest(reached[tokens], 300, probability).pvalue > 1e-6
+
+
+def test_tree_takes_a_pass_for_each_depth_and_ends_where_it_is_cut() -> None:
+    script = Script(draft_ms=10, draft_row_us=2000, acceptance=(0.5,), recovered=0.9)
+    drafter, answers = ScriptedDrafter(script), iter([False, True])
+    shape = TokenTree((-1, -1, 0, 0, 1, 2))
+    request = DraftRequest(6, SamplingParams(0.0), KEY, 320, shape=shape)
+    whole, cut = (replace(request, is_cut=is_cut) for is_cut in (lambda: False, lambda: next(answers)))
+    done = drafter.step([Drafting(drafter.open(PROMPT), whole)])
+    waited(done.draft_s, 3 * 0.010 + 0.002)
+    (draft,) = done.drafts
+    assert draft is not None
+    assert (bytes(draft.token_ids), draft.parents) == (b"fFgGgh", shape.parents)
+    (draft,) = drafter.step([Drafting(drafter.open(PROMPT), cut)]).drafts
+    assert draft is not None
+    assert (bytes(draft.token_ids), draft.parents) == (b"fFgGg", (-1, -1, 0, 0, 1)), "two of three depths"
+    wide = replace(request, shape=TokenTree((-1,) * 14 + (0, 13)), num_tokens=16)
+    (draft,) = drafter.step([Drafting(drafter.open(PROMPT), wide)]).drafts
+    assert draft is not None
+    assert bytes(draft.token_ids) == b"fF0123456789g", "it thinks of twelve tokens, and of none after others"
 
 
 def waited(seconds: float, expected_s: float) -> None:

@@ -29,7 +29,7 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire.verification.deciding import Judgement
-from draftwire_drafter.config import DrafterConfig
+from draftwire_drafter.config import DrafterConfig, DraftSettings
 from draftwire_drafter.core import DrafterCore
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict
@@ -37,6 +37,7 @@ from draftwire_gateway.session.generation import Generation, SpeculationDefaults
 from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
 from draftwire_gateway.session.statistics import Statistics
 from draftwire_gateway.session.tree_request import tree_to_draft
+from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_NODES
 from draftwire_verifier.config import TargetEngineSettings, VerifierConfig
 from draftwire_verifier.metrics import VerifierMetrics
 from draftwire_verifier.scheduler import Scheduler, StepResult
@@ -92,7 +93,7 @@ def test_verdict_tells_how_deep_the_tree_was_and_whether_the_path_went_to_its_en
     watch.ask(WhyPlain.NO_ROOM)
     watch.take(verdict, 0.0)
     watch.end()
-    assert [times.extra for times in told] == [extra], "of the round's span"
+    assert [(times.extra, times.draft_depth) for times in told] == [(extra, 3)], "of the round's span"
     assert verdict.token_ids == [*(TOKENS[node] for node in path), 20]
 
 
@@ -293,6 +294,27 @@ def test_request_gets_trees_where_its_rule_takes_them() -> None:
             generation(**changes)
 
 
+def test_trees_may_be_chosen_where_lengths_are_and_nobody_says_anything() -> None:
+    adaptive = SpeculationDefaults(4, 16, "block", adapts_length=True)
+    ahead = SpeculationDefaults(4, 16, "block", adapts_length=True, rounds_ahead=2, max_branches=8)
+    for defaults, changes, nodes in (
+        (adaptive, {}, MAX_CHOSEN_NODES),
+        (adaptive, {"max_tree_nodes": 20}, 20),
+        (adaptive, {"max_tree_nodes": 0}, 0),
+        (adaptive, {"num_draft_nodes": 0}, 0),
+        (adaptive, {"rule": "token"}, 0),
+        (adaptive, {"rule": "token", "sampling": GREEDY}, MAX_CHOSEN_NODES),
+        (ahead, {}, 0),
+    ):
+        own = generation(defaults, **changes)
+        assert (own.num_draft_nodes, own.adapts_length, own.rounds_ahead) == (nodes, True, defaults.rounds_ahead)
+    for changes in ({"seed": 1}, {"num_speculative_tokens": 4}):
+        assert (generation(adaptive, **changes).num_draft_nodes, generation(adaptive, **changes).adapts_length) == (
+            0,
+            False,
+        )
+
+
 def test_shape_is_given_where_distributions_are_sent_alone() -> None:
     """It depends on numbers alone, and is no deeper than what is drafted."""
     drawn = generation(num_draft_nodes=12)
@@ -338,6 +360,7 @@ def test_trees_are_not_promised_by_who_has_none() -> None:
         EngineSettings(max_tree_nodes=65)
     with pytest.raises(InvalidRequestError, match=r"num_draft_nodes must be in 0\.\.64, not 65"):
         GatewayConfig(num_draft_nodes=65)
-    core = DrafterCore(DrafterConfig(ModelSettings("scripted:"), engine=EngineSettings(max_tree_nodes=8)), AsyncMock())
+    drafts, engine = DraftSettings(strategy="suffix"), EngineSettings(max_tree_nodes=8)
+    core = DrafterCore(DrafterConfig(ModelSettings("scripted:"), engine=engine, drafts=drafts), AsyncMock())
     with pytest.raises(InvalidRequestError, match="drafts no token trees"):
         core._load_engine()

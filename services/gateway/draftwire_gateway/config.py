@@ -155,7 +155,8 @@ class GatewayConfig:
     """Most that a request may ask for."""
     num_draft_nodes: int = 0
     """Draft tokens of a token tree in each round, where a request does not say and its rule takes trees: its paths have
-    num_speculative_tokens, which are then not chosen. 0 drafts chains. Drafters and verifiers need max_tree_nodes."""
+    num_speculative_tokens, which are then not chosen. 0: chains, or trees where lengths are chosen and those are
+    faster. Drafters and verifiers need max_tree_nodes."""
     rejection_sample_method: str = "block"
     """Verification rule where a request does not say: block, token or coupled. Lossy rules have to be asked for."""
     tool_call_syntax: str = AUTO_TOOL_SYNTAX

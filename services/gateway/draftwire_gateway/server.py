@@ -394,6 +394,7 @@ def _load_to_proto(load: LoadExplanation, drafters: Mapping[DraftSource, str]) -
         min_sessions=load.min_sessions,
         max_sessions=load.max_sessions,
         num_draft_tokens=load.length,
+        num_draft_nodes=load.num_nodes,
         estimates=[
             gateway_pb2.DraftLengthEstimate(
                 num_draft_tokens=estimate.length,
@@ -401,6 +402,7 @@ def _load_to_proto(load: LoadExplanation, drafters: Mapping[DraftSource, str]) -
                 round_s=estimate.round_s,
                 session_share=estimate.share,
                 num_windows=estimate.num_windows,
+                num_draft_nodes=estimate.num_nodes,
             )
             for estimate in load.estimates
         ],

@@ -4,6 +4,7 @@ folder; `WRONG_PEER` says how.
 stall           the verifier's step number 40, and each hundredth after it, takes 6 s
 draft_tokens    its fifth verdict says that 2**27 draft tokens were judged
 withhold        a drafter sends no block after its tenth, and says again and again that it did
+flood           a drafter sends 64 more blocks with each, for coming rounds and texts that it makes up
 slow_tokens     a drafter takes 0.18 s for each fourth token 1 after a token 0, and no time for other tokens; the
                 verifier's steps take 10 ms, so that much can happen between them
 """
@@ -11,6 +12,7 @@ slow_tokens     a drafter takes 0.18 s for each fourth token 1 after a token 0, 
 import asyncio
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ TOKEN_SECONDS, SLOW_TOKENS, SLOW_EVERY = 0.18, [0, 1], 4
 STEP_SECONDS = 0.01
 LYING_VERDICT = 5
 SENT_BLOCKS, REPLY_SECONDS = 10, 0.2
+FLOOD = 64
+"""Blocks of made-up texts for each true one: twice what a stream may send for nothing."""
 
 
 def stall() -> None:
@@ -74,6 +78,22 @@ def withhold_blocks() -> None:
     DrafterCore.send_drafted = say_it_is_sent  # type: ignore[method-assign]
 
 
+def flood() -> None:
+    from draftwire_drafter.wire import GrpcBlockLink
+
+    push = GrpcBlockLink.push
+
+    def flooding(self: GrpcBlockLink, block: Any) -> None:
+        push(self, block)
+        for number in range(FLOOD):
+            coming, made_up = block.fence.round + 1 + number % 2, (block.fence.prefix_hash + 1 + number) % 2**64
+            length = block.fence.prefix_len + 1 + number % 3
+            fence = replace(block.fence, round=coming, prefix_len=length, prefix_hash=made_up)
+            push(self, replace(block, fence=fence, permit=None, is_ahead=True))
+
+    GrpcBlockLink.push = flooding  # type: ignore[method-assign]
+
+
 def take_time_for_steps() -> None:
     from draftwire_verifier.engine import TargetEngine
 
@@ -106,6 +126,7 @@ WAYS = {
     ("verifier", "stall"): stall,
     ("verifier", "draft_tokens"): lie_about_draft_tokens,
     ("verifier", "slow_tokens"): take_time_for_steps,
+    ("drafter", "flood"): flood,
     ("drafter", "withhold"): withhold_blocks,
     ("drafter", "slow_tokens"): take_time_for_tokens,
 }

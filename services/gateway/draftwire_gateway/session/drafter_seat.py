@@ -47,6 +47,7 @@ from draftwire_gateway.session.ports import (
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.session.session_state import SessionState
 from draftwire_gateway.session.tree_request import tree_to_draft
+from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pairs import PairName, Pairs, PairSeat
 
 log = structlog.get_logger()
@@ -93,7 +94,7 @@ class DrafterSeat:
         self._counts_ahead = False
         """Whether no block was there when the open round began, for which one may have been drafted ahead."""
         self._num_nodes = 0
-        """Of the token trees that the drafter is asked for; 0 if it is asked for chains."""
+        """Of the token trees that the drafter is asked for, at most if they are chosen; 0 if it is asked for chains."""
         self._wait = BlockWait()
         self._pairs = pairs
         self._pair = PairSeat(pairs)
@@ -124,20 +125,25 @@ class DrafterSeat:
             return 0
         return self._drafter.description.context_length - len(self._session.committed)
 
-    def next_length(self) -> int:
-        """Returns how many tokens to draft for the round that is requested now; less than 1 for none.
+    def next_draft(self) -> Arm:
+        """Returns what to draft for the round that is requested now; plain decoding if the drafter is not to draft.
 
         Depends only on lengths and on rounds that are over, never on the drafted tokens: see docs/exactness.md. One
         token is left for the verifier.
         """
         most = min(self._session.num_left - 1, self.room)
-        if not self._session.generation.adapts_length:
-            return min(self._session.generation.num_speculative_tokens, most)
-        length = self._pair.length
-        return 0 if length is None else length.next_length(self._session.round, most, time.perf_counter())
+        if self._session.generation.adapts_length:
+            length = self._pair.length
+            return PLAIN if length is None else length.next_draft(self._session.round, most, time.perf_counter())
+        num_draft_tokens = min(self._session.generation.num_speculative_tokens, most)
+        if num_draft_tokens < 1:
+            return PLAIN
+        if self._num_nodes:
+            return Arm(DraftSource.TREES, num_draft_tokens, self._num_nodes)
+        return Arm(DraftSource.AHEAD if self._rounds_ahead else DraftSource.DRAFTER, num_draft_tokens)
 
     def run(self, most: int, bridge: int, *, is_coming: bool = False) -> RunRequest:
-        """Returns the rounds to request now, where `next_length` is less than 1.
+        """Returns the rounds to request now, where `next_draft` is plain decoding.
 
         Args:
             most: rounds where no drafter is expected.
@@ -224,8 +230,7 @@ class DrafterSeat:
         self._has_permit = not _has_identity(drafter.description, target.description)
         can_go_ahead = _can_go_ahead(drafter.description, target.description)
         self._rounds_ahead = self._session.generation.rounds_ahead if can_go_ahead else 0
-        most_nodes = min(drafter.description.max_tree_nodes, target.description.max_tree_nodes)
-        self._num_nodes = min(self._session.generation.num_draft_nodes, most_nodes)
+        self._num_nodes = self._max_tree_nodes(drafter.description, target.description)
         inbox = TaggedInbox(self._queue, self._session.epoch, self.permit_number)
         self._opening = asyncio.create_task(_open(drafter, self._spec(drafter.description, target), inbox))
 
@@ -251,11 +256,11 @@ class DrafterSeat:
         """Returns the timeout of the verdict after that reply."""
         return self._ready_drafter.round_trip.sent_timeout_s(self._wait.num_tokens, most)
 
-    def ask_for_block(self, num_draft_tokens: int, most_s: float = math.inf) -> float:
+    def ask_for_block(self, arm: Arm, most_s: float = math.inf) -> float:
         """Requests a block of the open round, and sends the tokens committed since the last one.
 
         Args:
-            num_draft_tokens: how many tokens to draft.
+            arm: what to draft, of `next_draft`.
             most_s: longest timeout of the block, seconds.
 
         Returns:
@@ -266,11 +271,10 @@ class DrafterSeat:
         """
         base_len = self._known_len
         self._known_len = len(self._session.committed)
-        length = self._pair.length
-        rounds_ahead = self._rounds_ahead if length is None or length.goes_ahead else 0
-        tree = tree_to_draft(self._session.generation, self._num_nodes, num_draft_tokens)
+        rounds_ahead = self._rounds_ahead if arm.source is DraftSource.AHEAD else 0
+        tree = tree_to_draft(self._session.generation, arm.num_nodes, arm.length)
         # A shape may be less deep than was asked for: its nodes ran out.
-        depth = num_draft_tokens if tree is None or tree.shape is None else tree.shape.depth
+        depth = arm.length if tree is None or tree.shape is None else tree.shape.depth
         is_held = self._session.next_is_held
         if is_held:
             timeout_s = self._ready_drafter.round_trip.sent_timeout_s(depth, most_s)
@@ -280,7 +284,7 @@ class DrafterSeat:
         self._counts_ahead = rounds_ahead > 0 or is_held
         # Blocks that were drafted for later rounds may still be held when none is drafted ahead any more.
         is_ahead = self._rounds_ahead > 0
-        self._session.expected.request_block(num_draft_tokens, num_nodes=self._num_nodes, is_ahead=is_ahead)
+        self._session.expected.request_block(arm.length, num_nodes=arm.num_nodes, is_ahead=is_ahead)
         new_ids = self._session.committed.ids[base_len:]
         permit = None if self._has_permit else self._named_permit()
         self._has_permit = True
@@ -288,7 +292,7 @@ class DrafterSeat:
             self._session.fence,
             base_len,
             new_ids,
-            num_draft_tokens,
+            arm.length,
             permit=permit,
             max_rounds_ahead=rounds_ahead,
             tree=tree,
@@ -407,7 +411,12 @@ class DrafterSeat:
         if drafter is None:
             return PairName(target.address, "", local_strategy)
         can_go_ahead = generation.rounds_ahead > 0 and _can_go_ahead(drafter, target.description)
-        return PairName(target.address, drafter.name, local_strategy, can_go_ahead)
+        most_nodes = self._max_tree_nodes(drafter, target.description)
+        return PairName(target.address, drafter.name, local_strategy, can_go_ahead, most_nodes)
+
+    def _max_tree_nodes(self, drafter: ModelDescription, target: ModelDescription) -> int:
+        """Returns how large the session's token trees may be with a drafter; 0 if it is asked for chains."""
+        return min(self._session.generation.num_draft_nodes, drafter.max_tree_nodes, target.max_tree_nodes)
 
     def _uses_drafter(self) -> bool:
         """Whether a drafter is to draft now, if there is one."""

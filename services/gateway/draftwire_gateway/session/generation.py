@@ -16,7 +16,7 @@ from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsReque
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
 from draftwire.requests.session_parameters import SessionParameters, check_salt
-from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH
+from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, MAX_CHOSEN_NODES
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
@@ -140,7 +140,8 @@ class Generation:
     max_branches: int = 0
     """Texts for which it may do so at once."""
     num_draft_nodes: int = 0
-    """Draft tokens of a token tree, in the place of a chain, where drafter and verifier know trees; 0 drafts chains."""
+    """Draft tokens of a token tree, in the place of a chain, where drafter and verifier know trees; with
+    `adapts_length`, the most of them. 0 drafts chains."""
     has_repeatable_seed: bool = False
     """Whether equal requests draw equal numbers, and the text depends on what is drafted."""
     shown_tokens: frozenset[str] = frozenset()
@@ -221,6 +222,9 @@ def complete_request(
     rule = target.rule_named(request.rule if request.rule is not None else defaults.rule)
     num_draft_nodes = _num_draft_nodes(request, defaults, rule, target) if num_speculative_tokens else 0
     adapts_length = defaults.adapts_length and is_free and num_speculative_tokens > 0 and not num_draft_nodes
+    rounds_ahead = 0 if num_draft_nodes else defaults.rounds_ahead
+    if adapts_length and request.num_draft_nodes is None and not rounds_ahead and _takes_trees(request, rule):
+        num_draft_nodes = min(MAX_CHOSEN_NODES, target.max_tree_nodes)
     is_sampled = not (request.sampling.greedy or rule.is_coupled)
     draft_models, strategies = _drafters(request, defaults)
     template = Generation(
@@ -236,8 +240,8 @@ def complete_request(
         adapts_length=adapts_length,
         draft_models=draft_models,
         local_strategies=strategies,
-        rounds_ahead=0 if num_draft_nodes else defaults.rounds_ahead,
-        max_branches=0 if num_draft_nodes or not defaults.rounds_ahead else defaults.max_branches,
+        rounds_ahead=rounds_ahead,
+        max_branches=defaults.max_branches if rounds_ahead else 0,
         num_draft_nodes=num_draft_nodes,
         has_repeatable_seed=is_sampled and not (request.seed is None or request.has_random_seed),
         rule=rule,
@@ -367,10 +371,10 @@ def _num_speculative_tokens(request: RequestedGeneration, defaults: SpeculationD
 def _num_draft_nodes(
     request: RequestedGeneration, defaults: SpeculationDefaults, rule: RuleFacts, target: ModelDescription
 ) -> int:
-    """Returns how many tokens trees have; 0 drafts chains, as where nobody asked for trees and the rule takes none, or
-    where the target takes none: lengths are chosen then, and rounds drafted ahead, as without trees.
+    """Returns how many tokens trees have that somebody asked for; 0 drafts chains, as where nobody did and the rule
+    takes none, or where the target takes none: lengths are chosen then, and rounds drafted ahead, as without trees.
     """
-    takes_trees = rule.takes_trees or request.sampling.greedy
+    takes_trees = _takes_trees(request, rule)
     wanted = request.num_draft_nodes
     if wanted is None:
         return defaults.num_draft_nodes if takes_trees and target.max_tree_nodes else 0
@@ -379,6 +383,10 @@ def _num_draft_nodes(
     if wanted and not takes_trees:
         raise InvalidRequestError(f"num_draft_nodes: rule {rule.name} takes no token trees but at temperature 0")
     return wanted if target.max_tree_nodes else 0
+
+
+def _takes_trees(request: RequestedGeneration, rule: RuleFacts) -> bool:
+    return rule.takes_trees or request.sampling.greedy
 
 
 def _drafters(

@@ -208,11 +208,11 @@ class GenerationLoop:
     def _ask_for_round(self) -> None:
         """Requests the next round: a block if a drafter is ready and has room, else plain rounds."""
         self._drafter.seek(self._verifier.target, self._settings.block_timeout_s)
-        num_draft_tokens = self._drafter.next_length()
-        if num_draft_tokens >= 1:
+        arm = self._drafter.next_draft()
+        if arm.length:
             self._watch.ask(WhyPlain.EMPTY_BLOCK)
             try:
-                self._set_timeout(self._drafter.ask_for_block(num_draft_tokens, self._settings.block_timeout_s))
+                self._set_timeout(self._drafter.ask_for_block(arm, self._settings.block_timeout_s))
             except DraftwireError as error:
                 self._give_up_drafter(error)
             return

@@ -86,6 +86,8 @@ class RoundTimes:
     """Whether the verifier had its block when it began."""
     is_ahead: bool = False
     """Whether its block was drafted before its text was known."""
+    draft_depth: int = 0
+    """Draft tokens on the longest path of a token tree; 0 if its block was no tree."""
 
     @property
     def duration_s(self) -> float:
@@ -194,6 +196,7 @@ class RoundWatch:
             watched=verdict.watched,
             is_held=self._is_held,
             is_ahead=verdict.is_ahead,
+            draft_depth=verdict.draft_depth,
         )
         self._verdict, self._is_first = None, False
         self._started_at = self._asked_at = max(left_at, arrived_at)

@@ -6,10 +6,7 @@ from draftwire.drafting.tree_shapes import shape_by_rank
 from draftwire.method.rounds import DraftTree
 from draftwire.method.token_tree import TokenTree
 from draftwire_gateway.session.generation import Generation
-
-CHANCES = (0.71, 0.11, 0.04, 0.021, 0.016, 0.014, 0.007, 0.005)
-"""How often the child of a rank is accepted, of children that are drawn without replacement: on the embedded pair at
-temperature 1, by `calibrate` of benchmarks/tree_efficiency.py."""
+from draftwire_gateway.speculation.tree_acceptance import CHANCES
 
 
 def tree_to_draft(generation: Generation, num_nodes: int, depth: int) -> DraftTree | None:

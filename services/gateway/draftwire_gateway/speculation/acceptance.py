@@ -1,6 +1,7 @@
 """Running estimate of how often there is a draft, and of how many of its tokens are accepted."""
 
 from collections import deque
+from typing import Protocol
 
 UNKNOWN_RATE = 0.7
 """Share of the tokens at a position that are accepted, before anything is known."""
@@ -20,6 +21,17 @@ NEW_DISPERSION = 0.125
 """Weight of the latest drafts in the estimate of how much more they vary than independent ones would."""
 
 
+class Prior(Protocol):
+    """What is expected of drafts of which nothing is known yet."""
+
+    @property
+    def share(self) -> float:
+        """P(there is a draft), where one is asked for."""
+
+    def rates(self, num_tokens: int) -> list[float]:
+        """Returns P(at least k tokens are accepted, given that k - 1 are) for k = 1 to `num_tokens`."""
+
+
 class AcceptanceEstimate:
     """By position, how many drafts reached it, all tokens before being accepted, and of how many its token was.
 
@@ -27,7 +39,7 @@ class AcceptanceEstimate:
     draft are no surprise: where guesses are read from the text itself, each text begins with them.
     """
 
-    def __init__(self, prior: "AcceptanceEstimate | None" = None) -> None:
+    def __init__(self, prior: Prior | None = None) -> None:
         """Starts from a prior that may still change, or from `UNKNOWN_RATE`."""
         self._prior = prior
         self._reached: list[float] = []
@@ -91,11 +103,28 @@ class AcceptanceEstimate:
         if self._prior is None and len(self._survival) >= num_tokens:
             return self._survival[:num_tokens]
         survival, probability = [], 1.0
-        for rate in self._rates(num_tokens):
+        for rate in self.rates(num_tokens):
             probability *= rate
             survival.append(probability)
         self._survival = survival
         return list(survival)
+
+    def rates(self, num_tokens: int) -> list[float]:
+        """Returns P(at least k tokens are accepted, given that k - 1 are) for k = 1 to `num_tokens`, of drafts of at
+        least k tokens.
+        """
+        expected = [UNKNOWN_RATE] * num_tokens if self._prior is None else self._prior.rates(num_tokens)
+        rates: list[float] = []
+        for position in range(num_tokens):
+            prior = expected[position]
+            if self._prior is None and rates:  # a token fares as the one before it, until more is known
+                prior = rates[-1]
+            if position >= len(self._reached):
+                rates.append(prior)
+                continue
+            accepted = self._accepted[position] + PRIOR_WEIGHT * prior
+            rates.append(accepted / (self._reached[position] + PRIOR_WEIGHT))
+        return rates
 
     def mean_tokens(self, num_draft_tokens: int) -> float:
         """Returns the mean number of tokens that a round commits, that of the verifier included."""
@@ -114,20 +143,6 @@ class AcceptanceEstimate:
         for position in range(num_reached):
             self._reached[position] = FADING * self._reached[position] + 1.0
             self._accepted[position] = FADING * self._accepted[position] + (position < num_accepted)
-
-    def _rates(self, num_tokens: int) -> list[float]:
-        expected = [UNKNOWN_RATE] * num_tokens if self._prior is None else self._prior._rates(num_tokens)
-        rates: list[float] = []
-        for position in range(num_tokens):
-            prior = expected[position]
-            if self._prior is None and rates:  # a token fares as the one before it, until more is known
-                prior = rates[-1]
-            if position >= len(self._reached):
-                rates.append(prior)
-                continue
-            accepted = self._accepted[position] + PRIOR_WEIGHT * prior
-            rates.append(accepted / (self._reached[position] + PRIOR_WEIGHT))
-        return rates
 
     def _difference(self) -> float:
         """Returns the square of the standard errors by which the latest drafts differ from what was expected."""

@@ -17,6 +17,8 @@ class ArmEstimate:
     """In which it was measured; 0 if its time is inferred from other arms."""
     share: float
     """What sessions make of that, with prompts and waits, which are in no round."""
+    num_nodes: int = 0
+    """Draft tokens of a token tree; 0 for a chain."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -32,10 +34,13 @@ class LoadExplanation:
     max_sessions: int
     length: int
     """The best one of the source; 0 if plain decoding is better. Another may be probed."""
+    num_nodes: int
+    """Draft tokens of the best token tree; 0 for a chain."""
     chosen: DraftSource | None
     """Who drafts at that load; None if nobody does."""
     estimates: Sequence[ArmEstimate]
-    """Of lengths 0 to the largest; empty before anything was measured."""
+    """Of lengths 0 to the largest; of plain decoding and the trees that were measured, if the source drafts trees.
+    Empty before anything was measured."""
     row_s: float
     """Time by which one more row of each session lengthens the verifier's step, seconds; 0 if not known."""
     draft_token_s: float
@@ -50,7 +55,8 @@ class Explanation:
     num_sessions: int
     """Of the pair."""
     survival: Sequence[float]
-    """P(at least k tokens are accepted), k = 1 to the largest length."""
+    """P(at least k tokens are accepted), k = 1 to the largest length; empty of trees, where it depends on their size.
+    """
     num_drafts: int
     """That this is known from."""
     loads: Sequence[LoadExplanation]

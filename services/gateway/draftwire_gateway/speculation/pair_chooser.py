@@ -1,9 +1,9 @@
 """Chooses who drafts, and to what length, for all sessions of a verifier with drafters of one model.
 
-Time is divided into windows, in which all sessions have one *arm*: plain decoding, or drafts of some length by a
-drafter or by the verifier itself. Most windows have the arm that the estimates say is best: tokens a round, from how
-many draft tokens were accepted, over the time of a round, as the windows of that arm and load measured it. Arms that
-may have become better are probed: a window each, the rarer the more it costs.
+Time is divided into windows, in which all sessions have one *arm*: plain decoding, drafts of some length by a drafter
+or by the verifier itself, or token trees of some size. Most windows have the arm that the estimates say is best: tokens
+a round, from how many draft tokens were accepted, over the time of a round, as the windows of that arm and load
+measured it. Arms that may have become better are probed: a window each, the rarer the more it costs.
 
 All that is measured is of rounds that are over, so an arm depends on the past only: see docs/exactness.md.
 """
@@ -17,13 +17,18 @@ from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
 from draftwire_gateway.speculation.round_costs import RoundCosts, WindowSums
+from draftwire_gateway.speculation.tree_acceptance import TreePrior
 from draftwire_gateway.speculation.windows import LEAST_ROUNDS, Beside, Window, Yield, new_yields
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 """Lengths that are tried. Those between are hardly better than the nearest."""
 AHEAD_LENGTHS = (1, 2, 4, 8)
 """Those that are tried ahead of the verdict, in addition to all: each costs probes."""
+TREES = ((4, 8), (4, 16), (8, 16), (8, 32))
+"""Token trees that are tried, where there are any: draft tokens on a path, and in all. Those next to each other differ
+in one price: rows of the verifier, or passes of the drafter."""
 MAX_CHOSEN_LENGTH = LENGTHS[-1]
+MIN_CHOSEN_NODES, MAX_CHOSEN_NODES = TREES[0][1], TREES[-1][1]
 LEAST_WINDOW_S, MOST_WINDOW_S = 0.3, 3.0
 LEAST_ROUNDS_OF_EACH = 6
 """A window ends with so many rounds, of each session, after `LEAST_WINDOW_S`, or at `MOST_WINDOW_S`."""
@@ -91,24 +96,42 @@ class PairChooser:
     """Chooses the arm for all sessions of a pair. All times are by one clock, seconds."""
 
     def __init__(
-        self, max_length: int, first_length: int, sources: Sequence[DraftSource] = (DraftSource.DRAFTER,)
+        self,
+        max_length: int,
+        first_length: int,
+        sources: Sequence[DraftSource] = (DraftSource.DRAFTER,),
+        max_nodes: int = MAX_CHOSEN_NODES,
     ) -> None:
         """Knows nothing yet.
 
         Args:
             max_length: longest draft.
             first_length: of the first window; the nearest of `LENGTHS` is taken.
-            sources: who could draft, at least one; the first one begins.
+            sources: who could draft, at least one; the first one begins. `TREES` needs `DRAFTER` too.
+            max_nodes: of a token tree.
         """
         lengths = [length for length in LENGTHS if length <= max_length]
-        tried = {DraftSource.AHEAD: [length for length in lengths if length in AHEAD_LENGTHS]}
+        chains = {source: lengths[1:] for source in sources if source is not DraftSource.TREES}
+        if DraftSource.AHEAD in chains:
+            chains[DraftSource.AHEAD] = [length for length in lengths if length in AHEAD_LENGTHS]
+        has_trees = DraftSource.TREES in sources
+        trees = [
+            (length, nodes) for length, nodes in TREES if has_trees and length <= max_length and nodes <= max_nodes
+        ]
         self.arms = (
             PLAIN,
-            *(Arm(source, length) for source in sources for length in tried.get(source, lengths) if length),
+            *(Arm(source, length) for source, tried in chains.items() for length in tried),
+            *(Arm(DraftSource.TREES, *shape) for shape in trees),
         )
         """Those that are tried."""
-        self.acceptance = estimates_of(sources)
-        """Of all sessions of the pair whose random numbers nobody else has."""
+        self.acceptance = estimates_of(chains)
+        """Of all sessions of the pair whose random numbers nobody else has: by source, of chains."""
+        self.tree_acceptance = {
+            arm: AcceptanceEstimate(TreePrior(self.acceptance[DraftSource.DRAFTER], arm.num_nodes))
+            for arm in self.arms
+            if arm.num_nodes
+        }
+        """The same of trees, whose tokens fare by their size."""
         self.num_sessions = 0
         first = min(lengths, key=lambda length: abs(length - first_length))
         self._first_arm = Arm(sources[0], first) if first else PLAIN
@@ -212,7 +235,8 @@ class PairChooser:
         costs, measured = state.costs, state.costs.measured(arm)
         tokens, round_s = self._expected_tokens(arm) * costs.bias(arm), costs.round_s(arm)
         share = state.yields[arm.uses_drafter].share(2**load * tokens / round_s)
-        return ArmEstimate(arm.length, tokens, round_s, 0 if measured is None else measured.num_windows, share)
+        num_windows = 0 if measured is None else measured.num_windows
+        return ArmEstimate(arm.length, tokens, round_s, num_windows, share, arm.num_nodes)
 
     def best_length(self, source: DraftSource, load: int) -> int:
         """Returns the length that is best for a source by what is known, at least 1."""
@@ -237,7 +261,7 @@ class PairChooser:
         """Returns the time of rounds with 1 to the window's length of draft tokens, seconds, on a line through the
         measured time of its arm; empty if that was not measured.
         """
-        costs, (source, longest) = self._loads[window.load].costs, window.arm
+        costs, source, longest = self._loads[window.load].costs, window.arm.source, window.arm.length
         measured = costs.measured(window.arm)
         if measured is None or source is None:
             return []
@@ -246,42 +270,61 @@ class PairChooser:
             max(measured.verify_s, measured.round_s - (longest - length) * slope) for length in range(1, longest + 1)
         ]
 
+    def acceptance_of(self, arm: Arm) -> AcceptanceEstimate | None:
+        """Returns what is known of the drafts of an arm; None of plain decoding."""
+        if arm.num_nodes:
+            return self.tree_acceptance[arm]
+        return None if arm.source is None else self.acceptance[arm.source]
+
     def explain(self, source: DraftSource) -> Explanation:
-        """Returns what the lengths of a source's drafts are chosen by."""
+        """Returns what the lengths of a source's drafts are chosen by; of trees, those that were measured."""
         arms = [PLAIN, *(Arm(source, length) for length in range(1, self._max_length + 1))]
         loads = []
         for load, state in sorted(self._loads.items()):
-            estimates = [] if state.costs.is_empty else [self.estimate(arm, load) for arm in arms]
+            known = arms
+            if source is DraftSource.TREES:
+                known = [PLAIN, *(arm for arm in self.tree_acceptance if state.costs.measured(arm) is not None)]
+            estimates = [] if state.costs.is_empty else [self.estimate(arm, load) for arm in known]
+            best = self._explained(source, state, known, estimates)
             loads.append(
                 LoadExplanation(
                     min_sessions=math.floor(2 ** (load - 0.5)) + 1,
                     max_sessions=math.floor(2 ** (load + 0.5)),
-                    length=self._explained_length(source, state, estimates),
+                    length=best.length,
+                    num_nodes=best.num_nodes,
                     chosen=state.arm.source,
                     estimates=estimates,
                     row_s=state.costs.row_s(source),
                     draft_token_s=state.costs.draft_token_s(source),
                 )
             )
+        if source is DraftSource.TREES:  # whose tokens fare by their size
+            num_drafts = sum(known.num_drafts for known in self.tree_acceptance.values())
+            return Explanation(source, self.num_sessions, (), num_drafts, tuple(loads))
         acceptance = self.acceptance[source]
         survival = [acceptance.share * probability for probability in acceptance.survival(self._max_length)]
         return Explanation(source, self.num_sessions, survival, acceptance.num_drafts, tuple(loads))
 
-    def _explained_length(self, source: DraftSource, state: LoadState, estimates: Sequence[ArmEstimate]) -> int:
+    def _explained(
+        self, source: DraftSource, state: LoadState, arms: Sequence[Arm], estimates: Sequence[ArmEstimate]
+    ) -> Arm:
+        """Returns the best arm of a source, as far as that is known."""
         if state.arm.source in (source, None) or not estimates:
-            return state.arm.length
-        return max(estimates, key=lambda estimate: estimate.tokens_per_second).length
+            return state.arm
+        return max(zip(arms, estimates, strict=True), key=lambda known: known[1].tokens_per_second)[0]
 
     def _expected_tokens(self, arm: Arm) -> float:
         """Returns the mean number of tokens that a round commits, by the acceptance."""
-        return 1.0 if arm.source is None else self.acceptance[arm.source].mean_tokens(arm.length)
+        acceptance = self.acceptance_of(arm)
+        return 1.0 if acceptance is None else acceptance.mean_tokens(arm.length)
 
     def _expected_rate(self, state: LoadState, arm: Arm) -> float:
         """Returns the tokens/s that are expected of a session in rounds of an arm, of which some was measured."""
         return self._expected_tokens(arm) * state.costs.bias(arm) / state.costs.round_s(arm)
 
     def _num_surprises(self, arm: Arm) -> int:
-        return 0 if arm.source is None else self.acceptance[arm.source].num_surprises
+        acceptance = self.acceptance_of(arm)
+        return 0 if acceptance is None else acceptance.num_surprises
 
     def _run_round_s(self, window: Window) -> float | None:
         """Returns the time of a round of a run; None if none is known."""
@@ -360,14 +403,18 @@ class PairChooser:
     def _next_probe(self, state: LoadState, load: int, ready: Sequence[Arm]) -> Arm | None:
         """Returns the arm to probe of those whose turn it is: plain decoding before all, else the fastest. Of a source
         that was not measured at that load it is the shortest: that costs least, and tells what the others would take.
+        Before trees it is the shortest chain.
         """
         if PLAIN in ready or not ready:
             return PLAIN if ready else None
         fastest = max(ready, key=lambda arm: self.estimate(arm, load).tokens_per_second)
-        own = [arm for arm in self.arms if arm.source is fastest.source]
-        if any(state.costs.measured(arm) for arm in own):
+        source = fastest.source
+        assert source is not None, "plain decoding goes before all"
+        if state.costs.has_measured(source):
             return fastest
-        return min(own, key=lambda arm: arm.length)
+        if source is DraftSource.TREES and not state.costs.has_measured(DraftSource.DRAFTER):
+            source = DraftSource.DRAFTER
+        return min((arm for arm in self.arms if arm.source is source), key=lambda arm: arm.num_rows)
 
     def _waits_for_calm(self, state: LoadState) -> bool:
         """Whether windows do not count that are not calm."""
@@ -442,9 +489,10 @@ class PairChooser:
 
     def _is_unknown(self, arm: Arm) -> bool:
         """Whether nothing tells what an arm that was not measured is worth: all else is inferred from plain decoding,
-        and a length from others of its source.
+        and a length from others of its source. A tree is as good as chains and siblings say.
         """
-        return arm.source is None or self.acceptance[arm.source].num_rounds == 0
+        acceptance = self.acceptance_of(arm)
+        return acceptance is None or (acceptance.num_rounds == 0 and not arm.num_nodes)
 
     def _lost_s(self, state: LoadState, arm: Arm, load: int) -> float:
         """Returns the time in which the chosen arm would make the tokens that a probe of another one costs."""
@@ -460,7 +508,7 @@ def estimates_of(
     """Returns an estimate for each source. A drafter's drafts are the same whether they are drawn ahead or not.
 
     Args:
-        sources: who could draft.
+        sources: who could draft chains.
         priors: by source; None has none.
     """
     estimates = {source: AcceptanceEstimate(prior=priors[source] if priors else None) for source in sources}

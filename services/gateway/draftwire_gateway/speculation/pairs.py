@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from draftwire_gateway.speculation.arms import DraftSource
 from draftwire_gateway.speculation.explanation import Explanation
-from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, PairChooser
+from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, MIN_CHOSEN_NODES, PairChooser
 from draftwire_gateway.speculation.session_length import SessionLength
 
 MAX_PAIRS = 1024
@@ -26,6 +26,8 @@ class PairName:
     """By which the verifier drafts by itself; empty if it does not."""
     can_go_ahead: bool = False
     """Whether the drafters may draft ahead of the verdict."""
+    max_tree_nodes: int = 0
+    """Largest token tree that may be chosen; 0 if none may be."""
 
     @property
     def drafters(self) -> dict[DraftSource, str]:
@@ -33,6 +35,8 @@ class PairName:
         named = {DraftSource.DRAFTER: self.drafter_model, DraftSource.VERIFIER: self.local_strategy}
         if self.can_go_ahead:
             named[DraftSource.AHEAD] = f"{self.drafter_model}, ahead"
+        if self.max_tree_nodes >= MIN_CHOSEN_NODES:
+            named[DraftSource.TREES] = f"{self.drafter_model}, trees"
         return {source: name for source, name in named.items() if name}
 
 
@@ -84,8 +88,8 @@ class Pairs:
         chooser = self._choosers.get(pair)
         if chooser is None:
             self._forget_idle()
-            sources = tuple(pair.drafters)
-            chooser = self._choosers[pair] = PairChooser(self._max_length, self._first_length, sources)
+            lengths, sources = (self._max_length, self._first_length), tuple(pair.drafters)
+            chooser = self._choosers[pair] = PairChooser(*lengths, sources, pair.max_tree_nodes)
         return SessionLength(chooser)
 
     def preferred(self, pairs: Sequence[PairName], session_id: int) -> PairName:

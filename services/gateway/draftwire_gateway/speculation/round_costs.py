@@ -1,4 +1,4 @@
-"""What rounds cost at one load, by who drafts and to what length."""
+"""What rounds cost at one load, by who drafts, to what length and in what shape."""
 
 import math
 from dataclasses import dataclass, replace
@@ -78,7 +78,8 @@ class WindowSums:
 
 class RoundCosts:
     """Times of rounds by arm. Those of lengths that were not measured are on a line through the others of their source.
-    A source of which nothing was measured is taken to cost nothing, so that it is soon tried.
+    A source of which nothing was measured is taken to cost nothing, so that it is soon tried; trees as what chains
+    have shown of the prices.
     """
 
     def __init__(self) -> None:
@@ -95,9 +96,11 @@ class RoundCosts:
         return self._arms.get(arm)
 
     def draft_token_s(self, source: DraftSource) -> float:
-        """Returns the time that drafting takes for a token, seconds; 0 before anything was drafted."""
+        """Returns the time that drafting takes for a token, of trees for a depth, seconds; 0 before anything was
+        drafted.
+        """
         costs = self._of(source)
-        tokens = sum(length * cost.num_windows for length, cost in costs.items())
+        tokens = sum(arm.length * cost.num_windows for arm, cost in costs.items())
         return sum(cost.draft_s * cost.num_windows for cost in costs.values()) / max(1, tokens)
 
     def row_s(self, source: DraftSource) -> float:
@@ -106,11 +109,12 @@ class RoundCosts:
         """
         costs = self._of(source)
         if PLAIN in self._arms:
-            costs[0] = self._arms[PLAIN]
-        if len(costs) < 2:
+            costs[PLAIN] = self._arms[PLAIN]
+        by_rows = sorted(costs, key=lambda arm: arm.num_rows)
+        if not by_rows or by_rows[0].num_rows == by_rows[-1].num_rows:
             return 0.0
-        first, last = min(costs), max(costs)
-        return max(0.0, (costs[last].verify_s - costs[first].verify_s) / (last - first))
+        first, last = by_rows[0], by_rows[-1]
+        return max(0.0, (costs[last].verify_s - costs[first].verify_s) / (last.num_rows - first.num_rows))
 
     def slowness(self, arm: Arm, sums: WindowSums) -> float:
         """Returns the time of rounds over what is known of their arm, which was measured: at most `MOST_SLOWNESS`, and
@@ -164,29 +168,44 @@ class RoundCosts:
         return weight
 
     def round_s(self, arm: Arm) -> float:
-        """Returns the time of a round, seconds: the measured one, drawn to a line through all lengths of its source
-        while it is known from few windows. Something must have been measured.
+        """Returns the time of a round, seconds: the measured one, drawn to a line through all arms of its source while
+        it is known from few windows. Something must have been measured.
         """
         cost = self._arms.get(arm)
-        if arm.source is None or not self._of(arm.source):
+        basis = self._basis(arm)
+        if basis is None:
             # At best, a step without drafts, and a draft that costs nothing.
             plain = self._arms.get(PLAIN)
             return plain.round_s if plain is not None else min(self._plain_at_best_s(each) for each in DraftSource)
-        line_s = max(self._plain_at_best_s(arm.source), self._on_line_s(arm))
+        on_line_s = self._at_prices_s(arm, basis) if arm.num_nodes else self._on_line_s(arm, basis)
+        line_s = max(self._plain_at_best_s(basis), on_line_s)
         if cost is None:
             return line_s
         return (cost.num_windows * cost.round_s + LINE_WINDOWS * line_s) / (cost.num_windows + LINE_WINDOWS)
 
     def bias(self, arm: Arm) -> float:
-        """Returns `ArmCost.bias` of an arm, or of the nearest length of its source that was measured; 1 without any."""
+        """Returns `ArmCost.bias` of an arm, or of the nearest one of its source that was measured; 1 without any."""
         costs = {} if arm.source is None else self._of(arm.source)
         if not costs:
             return 1.0
-        return costs[min(costs, key=lambda known: abs(known - arm.length))].bias
+        return costs[min(costs, key=lambda known: abs(known.num_rows - arm.num_rows))].bias
 
-    def _of(self, source: DraftSource) -> dict[int, ArmCost]:
-        """Returns what was measured of a source, by length."""
-        return {arm.length: cost for arm, cost in self._arms.items() if arm.source is source}
+    def has_measured(self, source: DraftSource) -> bool:
+        """Whether some arm of a source was measured."""
+        return any(arm.source is source for arm in self._arms)
+
+    def _of(self, source: DraftSource) -> dict[Arm, ArmCost]:
+        """Returns what was measured of a source."""
+        return {arm: cost for arm, cost in self._arms.items() if arm.source is source}
+
+    def _basis(self, arm: Arm) -> DraftSource | None:
+        """Returns the source by which the time of an arm is inferred: its own, or of trees the drafter's chains; None
+        if nothing was measured of it.
+        """
+        if arm.source is None or self.has_measured(arm.source):
+            return arm.source
+        has_chains = arm.source is DraftSource.TREES and self.has_measured(DraftSource.DRAFTER)
+        return DraftSource.DRAFTER if has_chains else None
 
     def _plain_at_best_s(self, source: DraftSource) -> float:
         """Returns the shortest that a step without drafts can take by what was measured of a source: with rows that are
@@ -195,20 +214,36 @@ class RoundCosts:
         costs = self._of(source)
         if not costs:
             return math.inf
-        shortest = min(costs)
+        shortest = min(costs, key=lambda arm: arm.num_rows)
         verify_s = costs[shortest].verify_s
-        return max(verify_s / (1 + shortest), verify_s - shortest * self.row_s(source), 1e-9)
+        return max(verify_s / (1 + shortest.num_rows), verify_s - shortest.num_rows * self.row_s(source), 1e-9)
 
-    def _on_line_s(self, arm: Arm) -> float:
-        """Returns the time of a round on the line of least squares through what was measured of its source, seconds."""
-        assert arm.source is not None, "plain decoding is on no line"
-        costs = self._of(arm.source)
-        points = [(min(MOST_WINDOWS, cost.num_windows), length, cost.round_s) for length, cost in costs.items()]
+    def _on_line_s(self, arm: Arm, basis: DraftSource) -> float:
+        """Returns the time of a round with a chain on the line of least squares through what was measured of a source,
+        seconds.
+        """
+        points = [
+            (min(MOST_WINDOWS, cost.num_windows), known.length, cost.round_s) for known, cost in self._of(basis).items()
+        ]
         total = sum(weight for weight, _, _ in points)
         mean = sum(weight * length for weight, length, _ in points) / total
         mean_s = sum(weight * round_s for weight, _, round_s in points) / total
         spread = sum(weight * (length - mean) ** 2 for weight, length, _ in points)
         rise_s = sum(weight * (length - mean) * round_s for weight, length, round_s in points)
-        price_s = self.draft_token_s(arm.source) + self.row_s(arm.source)
+        price_s = self.draft_token_s(basis) + self.row_s(basis)
         slope = max(0.0, (rise_s + PRICE_SPREAD * price_s) / (spread + PRICE_SPREAD))
         return mean_s + (arm.length - mean) * slope
+
+    def _at_prices_s(self, arm: Arm, basis: DraftSource) -> float:
+        """Returns the time of a round with a tree by what was measured of a source and its prices, seconds: depths cost
+        passes of the drafter, nodes rows of the verifier, so that there is no one line through trees.
+        """
+        draft_token_s, row_s = self.draft_token_s(basis), self.row_s(basis)
+
+        def price_s(known: Arm) -> float:
+            return known.length * draft_token_s + known.num_rows * row_s
+
+        costs = self._of(basis)
+        weights = {known: min(MOST_WINDOWS, cost.num_windows) for known, cost in costs.items()}
+        rest_s = sum(weights[known] * (cost.round_s - price_s(known)) for known, cost in costs.items())
+        return rest_s / sum(weights.values()) + price_s(arm)

@@ -1,4 +1,4 @@
-"""The chosen lengths of one session's drafts."""
+"""The chosen lengths and shapes of one session's drafts."""
 
 import time
 from collections import deque
@@ -49,28 +49,22 @@ class SessionLength:
         """Whether drafters are to draft for the pair now: a drafter is opened only then."""
         return self._pair.window(now).arm.uses_drafter
 
-    @property
-    def goes_ahead(self) -> bool:
-        """Whether the drafter may go on behind the block that was requested last."""
-        return bool(self._asked) and self._asked[-1].arm.source is DraftSource.AHEAD
-
     def close(self) -> None:
         """Counts the session out."""
         self.end_reading(time.perf_counter())
         self._pair.leave()
 
-    def next_length(self, round_number: int, most: int, now: float) -> int:
-        """Returns how many tokens the drafter is to draft for a round that is requested now; 0 for a round without it.
+    def next_draft(self, round_number: int, most: int, now: float) -> Arm:
+        """Returns what the drafter is to draft for a round that is requested now; plain decoding for a round without
+        it.
 
         Args:
             round_number: the round.
-            most: for how many there is room; less than 1 for none.
+            most: for how many tokens, on each path of a tree, there is room; less than 1 for none.
             now: by the clock of `RoundTimes`.
         """
         window = self._pair.window(now)
-        if not window.arm.uses_drafter:
-            return self._ask(round_number, window, PLAIN, most)
-        return self._ask(round_number, window, window.arm, most)
+        return self._ask(round_number, window, window.arm if window.arm.uses_drafter else PLAIN, most)
 
     def next_own_length(self, round_number: int, most: int, now: float) -> int:
         """Returns how many tokens the verifier is to draft by itself for each of the rounds that are requested now, 0
@@ -85,7 +79,7 @@ class SessionLength:
         arm = window.arm
         if arm.uses_drafter:
             arm = Arm(DraftSource.VERIFIER, self._pair.best_length(DraftSource.VERIFIER, window.load))
-        return self._ask(round_number, window, arm, most)
+        return self._ask(round_number, window, arm, most).length
 
     def num_plain_rounds(self, most: int, now: float) -> int:
         """Returns how many rounds without a drafter to request at once, at most `most`."""
@@ -102,6 +96,8 @@ class SessionLength:
         if asked is None:
             return
         window, arm = asked.window, asked.arm
+        if arm in self._pair.tree_acceptance:
+            _learn_tree(self._pair.tree_acceptance[arm], times, arm)
         for source, own in self._acceptance.items():
             if source is not DraftSource.AHEAD:  # shares the drafter's
                 for known in (own, self._pair.acceptance[source]):
@@ -119,18 +115,17 @@ class SessionLength:
             self._is_reading = False
             self._pair.end_reading(now)
 
-    def _ask(self, round_number: int, window: Window, wanted: Arm, most: int) -> int:
-        """Returns an arm's length as far as there is room, or a shorter one that is better for this session; and
-        remembers.
-        """
+    def _ask(self, round_number: int, window: Window, wanted: Arm, most: int) -> Arm:
+        """Returns an arm as far as there is room, or a shorter one that is better for this session; and remembers."""
         length = max(0, min(wanted.length, most))
-        if wanted.source is not None and length > 1 and window.arm == (wanted.source, length) and not window.is_probe:
-            length = self._shortened(window, self._acceptance[wanted.source])
-        arm = Arm(wanted.source, length) if length else PLAIN
+        own = None if wanted.source is None else self._acceptance.get(wanted.source)
+        if own is not None and length > 1 and window.arm == (wanted.source, length, 0) and not window.is_probe:
+            length = self._shortened(window, own)
+        arm = wanted._replace(length=length) if length else PLAIN
         if self._asked and self._asked[-1].round == round_number:
             self._asked.pop()
         self._asked.append(Asked(round_number, window, arm))
-        return length
+        return arm
 
     def _shortened(self, window: Window, acceptance: AcceptanceEstimate) -> int:
         """Returns the best length up to the window's, by this session's own acceptance."""
@@ -153,7 +148,8 @@ _NOT_OF_THE_LENGTH = (WhyPlain.WARMING_UP, WhyPlain.NO_DRAFTER, WhyPlain.NO_ROOM
 def _learn(acceptance: AcceptanceEstimate, times: RoundTimes, source: DraftSource, arm: Arm) -> None:
     """Adds what a round of some arm shows of a source's acceptance."""
     if source is DraftSource.DRAFTER:
-        if arm.uses_drafter and times.num_draft_tokens and not _is_verifiers(times):
+        is_chain = not arm.num_nodes and not times.draft_depth  # a drafter's block may be judged after it was given up
+        if arm.uses_drafter and is_chain and times.num_draft_tokens and not _is_verifiers(times):
             acceptance.add(times.num_draft_tokens, times.num_accepted_tokens)
     elif arm.source is source and times.local_strategy:
         # A guess may be shorter, at no cost but its rows: what was not guessed counts as not accepted.
@@ -163,6 +159,14 @@ def _learn(acceptance: AcceptanceEstimate, times: RoundTimes, source: DraftSourc
             acceptance.add(min(times.num_tokens, MAX_CHOSEN_LENGTH), times.watched.num_right)
         else:
             acceptance.add_missing()
+
+
+def _learn_tree(acceptance: AcceptanceEstimate, times: RoundTimes, arm: Arm) -> None:
+    """Adds what a round of trees shows of them. A path may be shorter than the tree is deep: what was not drafted
+    counts as not accepted.
+    """
+    if times.num_draft_tokens and not _is_verifiers(times):
+        acceptance.add(arm.length, times.num_accepted_tokens)
 
 
 def _reads_for_drafts(times: RoundTimes) -> bool:

@@ -1,0 +1,142 @@
+"""Chosen drafts against fixed chains and token trees, on services of scripted pairs whose drafters draft trees.
+
+    python -m benchmarks.chosen_trees --output benchmarks/results/chosen_trees.json
+
+A script says how often each child of a token is right and what a row costs, so that cells differ in whether trees pay.
+The best fixed shape, chain or tree, is found first; then chosen drafts, that shape and the best fixed chain have turns.
+"""
+
+import argparse
+import asyncio
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from benchmarks.adaptive import SCRIPTED_CACHE, Cell, run_turn
+from benchmarks.paired import ratio_of
+from benchmarks.report import progress, write_report
+from draftwire.cli.local_stack import LocalStack
+from draftwire.client import AsyncClient, Options
+from draftwire_gateway.speculation.pair_chooser import TREES
+
+RULE = "coupled"
+"""Its trees are walks: scripts have no distributions for others."""
+CHAINS = ((0, 0), (1, 0), (2, 0), (4, 0), (8, 0))
+SHAPES = (*CHAINS, *TREES)
+"""Draft tokens on a path, and of a tree; 0 of a chain."""
+GPU = "verify_ms=60,draft_ms=2"
+"""Rows cost nothing beside a step, as at small batches: steps are so long that the rules' own time for a tree, some
+milliseconds on a CPU, counts for little."""
+CELLS = tuple(
+    Cell(f"{named}; {sessions} sessions", f"scripted:{script}", sessions)
+    for named, script in (
+        ("cheap rows, good siblings", f"{GPU},acceptance=0.6,recovered=0.8"),
+        ("cheap rows, poor siblings", f"{GPU},acceptance=0.8,recovered=0.1"),
+        ("dear rows, good siblings", f"{GPU},read_us=3000,acceptance=0.6,recovered=0.8"),
+    )
+    for sessions in (1, 4)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeResult:
+    """What a cell showed."""
+
+    name: str
+    best: str
+    """The best fixed shape."""
+    best_chain: str
+    tokens_per_second: dict[str, float]
+    """Of fixed shapes while the best one was sought, median, of all sessions."""
+    over_best: dict[str, float]
+    """Chosen drafts over the best shape."""
+    over_chain: dict[str, float]
+    """Chosen drafts over the best chain."""
+    a_over_a: dict[str, float]
+    """The best shape over itself."""
+    chosen_turns: list[float]
+
+
+def named(shape: tuple[int, int]) -> str:
+    """Returns what a shape is called."""
+    length, num_nodes = shape
+    return f"{num_nodes} in {length}" if num_nodes else str(length)
+
+
+def measure_cell(cell: Cell, arguments: argparse.Namespace) -> TreeResult:
+    """Runs the turns of a cell, after the server has served chosen drafts for a while."""
+    picking: dict[tuple[int, int], list[float]] = {shape: [] for shape in SHAPES}
+    turns: dict[str, list[float]] = {name: [] for name in ("chosen", "best", "chain", "best again")}
+
+    async def run(address: str) -> tuple[tuple[int, int], tuple[int, int]]:
+        async with AsyncClient(address) as client:
+
+            async def turn(shape: tuple[int, int] | None, settle_s: float, seconds: float) -> float:
+                length, num_nodes = (None, None) if shape is None else shape
+                more: Options = {"rejection_sample_method": RULE, "num_draft_nodes": num_nodes}
+                return await run_turn(client, cell, length, settle_s, seconds, **more)
+
+            await turn(None, 0.0, arguments.warm_up_s)
+            for number in range(arguments.picking_turns):
+                for shape in SHAPES if number % 2 == 0 else SHAPES[::-1]:
+                    picking[shape].append(await turn(shape, arguments.settle_s, arguments.seconds))
+            best, chain = (max(among, key=lambda shape: sum(picking[shape])) for among in (SHAPES, CHAINS))
+            shapes: dict[str, tuple[int, int] | None] = {
+                "chosen": None,
+                "best": best,
+                "chain": chain,
+                "best again": best,
+            }
+            for number in range(arguments.turns):
+                for name in turns if number % 2 == 0 else reversed(turns):
+                    turns[name].append(await turn(shapes[name], arguments.settle_s, arguments.seconds))
+            return best, chain
+
+    engine = {"model": cell.model, "threads": 1, "kv_cache_tokens": SCRIPTED_CACHE, "max_tree_nodes": TREES[-1][1]}
+    options: dict[str, dict[str, object]] = {"verifier": dict(engine), "drafter": dict(engine)}
+    with LocalStack({**options, "gateway": {"local_drafts": "none"}}) as stack:
+        best, chain = asyncio.run(run(stack.address))
+    both = [(first + second) / 2 for first, second in zip(turns["best"], turns["best again"], strict=True)]
+    return TreeResult(
+        name=cell.name,
+        best=named(best),
+        best_chain=named(chain),
+        tokens_per_second={named(shape): median(rates) for shape, rates in picking.items()},
+        over_best=asdict(ratio_of(turns["chosen"], both)),
+        over_chain=asdict(ratio_of(turns["chosen"], turns["chain"])),
+        a_over_a=asdict(ratio_of(turns["best again"], turns["best"])),
+        chosen_turns=turns["chosen"],
+    )
+
+
+def main() -> None:
+    """Measures, prints a line for each cell, and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", help="cells whose name has this in it")
+    parser.add_argument("--picking-turns", type=int, default=2, help="of each fixed shape, to find the best one")
+    parser.add_argument("--turns", type=int, default=6, help="of chosen drafts and of the best shapes, to compare them")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, that are counted")
+    parser.add_argument("--settle-s", type=float, default=0.3, help="of a turn, before")
+    parser.add_argument("--warm-up-s", type=float, default=10.0, help="chosen drafts before the first turn of a cell")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    results = []
+    for cell in progress([cell for cell in CELLS if (arguments.only or "") in cell.name], "cells"):
+        result = measure_cell(cell, arguments)
+        results.append(result)
+        compared = ", ".join(
+            f"{name} {ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+            for name, ratio in (
+                (f"chosen / {result.best}", result.over_best),
+                (f"chosen / chain of {result.best_chain}", result.over_chain),
+                ("A/A", result.a_over_a),
+            )
+        )
+        rates = ", ".join(f"{name}: {rate:.0f}" for name, rate in result.tokens_per_second.items())
+        print(f"{cell.name}: {rates}; {compared}", flush=True)
+    least = {name: min(getattr(one, name)["median"] for one in results) for name in ("over_best", "over_chain")}
+    write_report(arguments, {"least": least, "results": [asdict(result) for result in results]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""How many tokens of a token tree are expected to be accepted, before trees of its size were drafted."""
+
+from draftwire.drafting.tree_shapes import shape_by_chances, survival_of
+from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
+
+CHANCES = (0.71, 0.11, 0.04, 0.021, 0.016, 0.014, 0.007, 0.005)
+"""How often the child of a rank is accepted, of children that are drawn without replacement: on the embedded pair at
+temperature 1, by `calibrate` of benchmarks/tree_efficiency.py."""
+SIBLINGS = tuple(chance / (1.0 - CHANCES[0]) for chance in CHANCES[1:])
+"""The same of all but the first child, where that one is not accepted."""
+
+
+class TreePrior:
+    """What a tree of some nodes accepts if its first children fare as the tokens of chains do, and their siblings as
+    those of the embedded pair. Says what is worth a try, and nothing to users: drafted trees tell more.
+    """
+
+    def __init__(self, chains: AcceptanceEstimate, num_nodes: int) -> None:
+        """Follows an estimate that may still change.
+
+        Args:
+            chains: of the same drafter.
+            num_nodes: draft tokens of the tree.
+        """
+        self._chains = chains
+        self._num_nodes = num_nodes
+        self._known: tuple[int, list[float]] = (-1, [])
+        """The rates after so many drafts of chains: they are asked for in every round."""
+
+    @property
+    def share(self) -> float:
+        """P(there is a draft), where one is asked for."""
+        return self._chains.share
+
+    def rates(self, num_tokens: int) -> list[float]:
+        """Returns P(at least k tokens are accepted, given that k - 1 are) for k = 1 to `num_tokens`, of the best tree
+        that is as deep.
+        """
+        num_drafts, rates = self._known
+        if num_drafts != self._chains.num_drafts or len(rates) != num_tokens:
+            rates = _rates(self._chains.rates(num_tokens), self._num_nodes)
+            self._known = self._chains.num_drafts, rates
+        return rates
+
+
+def _rates(chain_rates: list[float], num_nodes: int) -> list[float]:
+    chances = [[rate, *((1.0 - rate) * share for share in SIBLINGS)] for rate in chain_rates]
+    survival = survival_of(shape_by_chances(chances, num_nodes), chances)
+    before = [1.0, *survival]
+    rates = [now / then if then > 0.0 else 0.0 for now, then in zip(survival, before, strict=False)]
+    return rates + [0.0] * (len(chain_rates) - len(rates))
