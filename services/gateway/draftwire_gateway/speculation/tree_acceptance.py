@@ -42,6 +42,14 @@ class TreePrior:
             self._known = self._chains.num_drafts, rates
         return rates
 
+    def mean_accepted(self, num_tokens: int) -> float:
+        """Returns the mean number of accepted tokens of a tree that is so deep."""
+        accepted, probability = 0.0, 1.0
+        for rate in self.rates(num_tokens):
+            probability *= rate
+            accepted += probability
+        return self.share * accepted
+
 
 def _rates(chain_rates: list[float], num_nodes: int) -> list[float]:
     chances = [[rate, *((1.0 - rate) * share for share in SIBLINGS)] for rate in chain_rates]
