@@ -132,6 +132,22 @@ def test_prior_of_a_tree_is_what_chains_and_siblings_say() -> None:
     assert AcceptanceEstimate(TreePrior(chains, 1)).survival(2) == pytest.approx([first, 0.0])
 
 
+def test_trees_of_a_size_that_was_not_tried_are_expected_to_fare_as_those_that_were() -> None:
+    """Beside what chains say of them: siblings that are better than those of other pairs are so in all trees."""
+    chooser = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.TREES))
+    tried, untried = Arm(DraftSource.TREES, 4, 8), Arm(DraftSource.TREES, 8, 32)
+    before = {arm: chooser._expected_tokens(arm) - 1.0 for arm in (tried, untried)}
+    for number in range(64):
+        chooser.tree_acceptance[tried].add(4, 1 + number % 2)
+    ratio = (chooser._expected_tokens(tried) - 1.0) / before[tried]
+    assert ratio < 0.8
+    assert chooser._expected_tokens(untried) - 1.0 == pytest.approx(ratio * before[untried])
+    for _ in range(200):
+        chooser.acceptance[DraftSource.DRAFTER].add(8, 1)
+        chooser.tree_acceptance[tried].add(4, 4)
+    assert chooser._expected_tokens(untried) <= 9.0, "no more than there are"
+
+
 def test_trees_are_as_large_as_peers_and_lengths_allow() -> None:
     def trees(*limits: int) -> list[tuple[int, int]]:
         arms = PairChooser(limits[0], 4, (DraftSource.DRAFTER, DraftSource.TREES), limits[1]).arms

@@ -126,11 +126,10 @@ class PairChooser:
         """Those that are tried."""
         self.acceptance = estimates_of(chains)
         """Of all sessions of the pair whose random numbers nobody else has: by source, of chains."""
-        self.tree_acceptance = {
-            arm: AcceptanceEstimate(TreePrior(self.acceptance[DraftSource.DRAFTER], arm.num_nodes))
-            for arm in self.arms
-            if arm.num_nodes
+        self._tree_priors = {
+            arm: TreePrior(self.acceptance[DraftSource.DRAFTER], arm.num_nodes) for arm in self.arms if arm.num_nodes
         }
+        self.tree_acceptance = {arm: AcceptanceEstimate(prior) for arm, prior in self._tree_priors.items()}
         """The same of trees, whose tokens fare by their size."""
         self.num_sessions = 0
         first = min(lengths, key=lambda length: abs(length - first_length))
@@ -316,7 +315,23 @@ class PairChooser:
     def _expected_tokens(self, arm: Arm) -> float:
         """Returns the mean number of tokens that a round commits, by the acceptance."""
         acceptance = self.acceptance_of(arm)
-        return 1.0 if acceptance is None else acceptance.mean_tokens(arm.length)
+        if acceptance is None:
+            return 1.0
+        if arm.num_nodes and not acceptance.num_drafts:
+            return 1.0 + self._accepted_of_untried(arm)
+        return acceptance.mean_tokens(arm.length)
+
+    def _accepted_of_untried(self, arm: Arm) -> float:
+        """Returns how many tokens of trees of a size may be accepted that were not drafted yet: as many more or less
+        than their prior says as of those of the nearest size that were.
+        """
+        accepted = self._tree_priors[arm].mean_accepted(arm.length)
+        tried = [known for known, acceptance in self.tree_acceptance.items() if acceptance.num_drafts]
+        if not tried:
+            return accepted
+        near = min(tried, key=lambda known: abs(known.num_nodes - arm.num_nodes))
+        found = self.tree_acceptance[near].mean_tokens(near.length) - 1.0
+        return min(arm.length, accepted * found / max(1e-9, self._tree_priors[near].mean_accepted(near.length)))
 
     def _expected_rate(self, state: LoadState, arm: Arm) -> float:
         """Returns the tokens/s that are expected of a session in rounds of an arm, of which some was measured."""

@@ -1,5 +1,8 @@
 """How many tokens of a token tree are expected to be accepted, before trees of its size were drafted."""
 
+from itertools import accumulate
+from operator import mul
+
 from draftwire.drafting.tree_shapes import shape_by_chances, survival_of
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 
@@ -41,6 +44,10 @@ class TreePrior:
             rates = _rates(self._chains.rates(num_tokens), self._num_nodes)
             self._known = self._chains.num_drafts, rates
         return rates
+
+    def mean_accepted(self, num_tokens: int) -> float:
+        """Returns the mean number of accepted tokens of a tree that is so deep."""
+        return self.share * sum(accumulate(self.rates(num_tokens), mul))
 
 
 def _rates(chain_rates: list[float], num_nodes: int) -> list[float]:
