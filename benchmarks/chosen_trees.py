@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6, help="of chosen drafts and of the best shapes, to compare them")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, that are counted")
     parser.add_argument("--settle-s", type=float, default=0.3, help="of a turn, before")
-    parser.add_argument("--warm-up-s", type=float, default=10.0, help="chosen drafts before the first turn of a cell")
+    parser.add_argument("--warm-up-s", type=float, default=30.0, help="chosen drafts before the first turn of a cell")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     results = []
