@@ -223,7 +223,7 @@ class Simulation:
             strategy = "guesses" if session.arm.source is DraftSource.VERIFIER else ""
             arm = session.arm
             times = (session.asked_at, arrived_at, arm.num_rows, accepted, session.draft_s, verify_s)
-            changes = {"local_strategy": strategy, "draft_depth": arm.length if arm.num_nodes else 0}
+            changes: dict[str, Any] = {"local_strategy": strategy, "draft_depth": arm.length if arm.num_nodes else 0}
             session.chooser.observe(round_times(session.round, *times, **changes))
         session.round += 1
         session.plain_left -= 1
