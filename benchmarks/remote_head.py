@@ -1,16 +1,19 @@
 """What a head away from its target costs: bytes of features at the socket, and acceptance by their encoding.
 
-    draftwire train eagle3 --target models/target --data texts.txt --out /tmp/head --tokens 200000 --compiled
+    draftwire train eagle3 --target models/target --data texts.txt --out /tmp/head --tokens 200000
     python -m benchmarks.remote_head --head /tmp/head --output benchmarks/results/remote_head.json
 
 Drafter, verifier and gateway are processes, and the drafter's connection passes a relay that counts. Texts are of
 fixed seeds under the rule coupled, and at temperature 0: with every encoding they are the same, so that acceptance is
 compared in the same places. Intervals are 95 %, by bootstrap over the prompts, paired with float32.
+
+What a token of the text costs is what longer texts of the same prompts take more, at temperature 0, by how many tokens
+they have more; what is left of the shorter ones is the prompts'.
 """
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ import numpy as np
 
 from benchmarks.prompts import load_prompts
 from benchmarks.relay import Relay, free_port
-from benchmarks.report import write_report
+from benchmarks.report import read_metric, write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import embedded_model
 from draftwire.client import Client
@@ -27,11 +30,13 @@ from draftwire.method.feature_format import FeatureEncoding
 
 BLOCK_LENGTH = 4
 RESAMPLES = 2000
+SHORT_TOKENS = 8
+"""Of the texts that are mostly prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The prompts with one encoding at one temperature."""
+    """Some texts of the prompts, at one temperature."""
 
     accepted: list[int]
     """Of each prompt."""
@@ -39,6 +44,8 @@ class Run:
     emitted: int
     received_bytes: int
     """On the drafter's connection, from the verifier: features, and HTTP/2 and gRPC around them."""
+    feature_bytes: int
+    """Of these, features, as the verifier counts them."""
     prompt_tokens: int
     texts: list[list[int]]
 
@@ -48,9 +55,26 @@ class Run:
         return sum(self.accepted) / sum(self.drafted)
 
 
-def measure(options: dict[str, object], encoding: FeatureEncoding, prompts: Sequence[str], tokens: int) -> list[Run]:
-    """Returns a run at temperature 0 and one at 1, through processes of their own."""
-    port, runs = free_port(), []
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The runs with one encoding, through processes of their own."""
+
+    short: Run
+    """At temperature 0, of `SHORT_TOKENS`."""
+    long: Mapping[float, Run]
+    """By temperature."""
+
+    @property
+    def bytes_per_token(self) -> tuple[float, float]:
+        """Bytes at the socket of a token of the prompt, and of one of the text."""
+        more = self.long[0.0]
+        of_text = (more.received_bytes - self.short.received_bytes) / (more.emitted - self.short.emitted)
+        return (self.short.received_bytes - of_text * self.short.emitted) / self.short.prompt_tokens, of_text
+
+
+def measure(options: dict[str, object], encoding: FeatureEncoding, prompts: Sequence[str], tokens: int) -> Measured:
+    """Runs the prompts, short ones and long ones."""
+    port = free_port()
     with Relay(port) as relay:
         stack_options: dict[str, dict[str, object]] = {
             "verifier": {"model": options["target"], "feature_head": options["head"], "port": port, "dtype": "float32"},
@@ -60,16 +84,22 @@ def measure(options: dict[str, object], encoding: FeatureEncoding, prompts: Sequ
                 "strategy": options["strategy"],
                 "feature_encoding": encoding.value,
             },
-            "gateway": {"verifier": f"127.0.0.1:{relay.port}", "local_drafts": "none"},
+            "gateway": {"verifier": f"127.0.0.1:{relay.port}", "local_drafts": "none", "speculation": "fixed"},
         }
         with LocalStack(stack_options) as stack, Client(stack.address) as client:
             of_gateway = len(relay.connections)
-            for temperature in (0.0, 1.0):
-                before = sum(one.received for one in relay.connections[of_gateway:])
+
+            def counts() -> tuple[int, int]:
+                time.sleep(0.5)  # messages in flight arrive
+                received = sum(one.received for one in relay.connections[of_gateway:])
+                return received, int(read_metric(stack.services["verifier"].metrics_port, "feature_bytes_total"))
+
+            def run(temperature: float, max_tokens: int) -> Run:
+                before = counts()
                 done = [
                     client.generate(
                         prompt,
-                        max_tokens=tokens,
+                        max_tokens=max_tokens,
                         seed=seed,
                         temperature=temperature,
                         num_speculative_tokens=BLOCK_LENGTH,
@@ -78,19 +108,21 @@ def measure(options: dict[str, object], encoding: FeatureEncoding, prompts: Sequ
                     )
                     for seed, prompt in enumerate(prompts)
                 ]
-                time.sleep(0.5)  # messages in flight arrive
+                received, features = (after - old for after, old in zip(counts(), before, strict=True))
                 told = [one.statistics for one in done]
-                runs.append(
-                    Run(
-                        [one.num_accepted_tokens for one in told],
-                        [one.num_draft_tokens for one in told],
-                        sum(one.num_emitted_tokens for one in told),
-                        sum(one.received for one in relay.connections[of_gateway:]) - before,
-                        sum(one.num_prompt_tokens for one in told),
-                        [list(one.token_ids) for one in done],
-                    )
+                return Run(
+                    [one.num_accepted_tokens for one in told],
+                    [one.num_draft_tokens for one in told],
+                    sum(one.num_emitted_tokens for one in told),
+                    received,
+                    features,
+                    sum(one.num_prompt_tokens for one in told),
+                    [list(one.token_ids) for one in done],
                 )
-    return runs
+
+            return Measured(
+                run(0.0, SHORT_TOKENS), {temperature: run(temperature, tokens) for temperature in (0.0, 1.0)}
+            )
 
 
 def lost(run: Run, base: Run) -> tuple[float, float]:
@@ -114,28 +146,37 @@ def main() -> None:
     arguments = parser.parse_args()
     options = {"target": arguments.target, "head": arguments.head, "strategy": arguments.strategy}
     prompts = load_prompts()[: arguments.prompts]
-    runs = {each: measure(options, each, prompts, arguments.max_tokens) for each in FeatureEncoding}
+    measured = {each: measure(options, each, prompts, arguments.max_tokens) for each in FeatureEncoding}
     report: list[dict[str, Any]] = []
-    for encoding, own in runs.items():
-        for temperature, run, base in zip((0.0, 1.0), own, runs[FeatureEncoding.FLOAT32], strict=True):
+    for encoding, own in measured.items():
+        of_prompt, of_text = own.bytes_per_token
+        runs = {}
+        for temperature, run in own.long.items():
+            base = measured[FeatureEncoding.FLOAT32].long[temperature]
             loss, margin = lost(run, base)
-            row = {
-                "encoding": encoding.value,
-                "temperature": temperature,
+            runs[f"{temperature:g}"] = {
                 "acceptance": run.acceptance,
                 "lost_acceptance": loss,
                 "margin": margin,
                 "draft_tokens": sum(run.drafted),
                 "socket_bytes": run.received_bytes,
-                "socket_bytes_per_token": run.received_bytes / (run.prompt_tokens + run.emitted),
+                "feature_bytes": run.feature_bytes,
                 "same_texts": run.texts == base.texts,
             }
-            report.append(row)
             print(
                 f"{encoding.value}, T = {temperature:g}: accepted {run.acceptance:.3f}, {loss:+.4f} ± {margin:.4f} "
-                f"less than with float32; {row['socket_bytes_per_token']:.0f} bytes a token of prompt and text"
+                f"less than with float32, of {sum(run.drafted):,} draft tokens"
             )
-    write_report(arguments, {"runs": report})
+        print(f"{encoding.value}: {of_prompt:.0f} bytes at the socket for a token of a prompt, {of_text:.0f} of a text")
+        report.append(
+            {
+                "encoding": encoding.value,
+                "socket_bytes_per_prompt_token": of_prompt,
+                "socket_bytes_per_text_token": of_text,
+                "by_temperature": runs,
+            }
+        )
+    write_report(arguments, {"encodings": report})
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Nothing here uses the heads' own code: the formulas are those of the formats' au
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,47 @@ def hydra_of_authors(folder: Path, vocab_size: int, depth: int = 3, blocks: int 
     return Checkpoint(folder, config, random_tensors(shapes, seed))
 
 
+def mtp_of_mimo(folder: Path, vocab_size: int, num_layers: int, seed: int = 6) -> Checkpoint:
+    """Returns the multi-token-prediction layer of a MiMo target, beside a tensor of the target's own layers."""
+    prefix, queries, keys = "model.mtp_layers.0.", HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    shapes: dict[str, tuple[int, ...]] = {
+        **{f"{prefix}{name}_layernorm.weight": (HIDDEN,) for name in ("token", "hidden", "input", "final")},
+        f"{prefix}input_proj.weight": (HIDDEN, 2 * HIDDEN),
+        **_layer_shapes(prefix, HIDDEN),
+        **{f"{prefix}self_attn.{name}_proj.bias": (queries if name == "q" else keys,) for name in "qkv"},
+        "model.layers.0.self_attn.q_proj.weight": (1, 1),
+    }
+    config = {
+        **LAYERS,
+        "model_type": "mimo",
+        "architectures": ["MiMoForCausalLM"],
+        "attention_bias": True,
+        "num_hidden_layers": num_layers,
+        "num_nextn_predict_layers": 1,
+        "vocab_size": vocab_size,
+    }
+    return Checkpoint(folder, config, random_tensors(shapes, seed))
+
+
+# What is changed of them
+
+
+def with_config(**values: Any) -> Callable[[Checkpoint], None]:
+    return lambda checkpoint: checkpoint.config.update(values)
+
+
+def without(*names: str) -> Callable[[Checkpoint], None]:
+    def remove(checkpoint: Checkpoint) -> None:
+        for name in names:
+            del checkpoint.tensors[name]
+
+    return remove
+
+
+def with_tensor(name: str, tensor: Tensor) -> Callable[[Checkpoint], None]:
+    return lambda checkpoint: checkpoint.tensors.update({name: tensor})
+
+
 # What they compute
 
 
@@ -169,7 +211,7 @@ def normalised(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def _attention(tensors: dict[str, Tensor], prefix: str, rows: Tensor) -> Tensor:
     """Returns causal attention over `[count, width]` rows, place by place."""
-    count = len(rows)
+    count, none = len(rows), torch.zeros((), dtype=torch.float64)
     frequencies = (1.0 / 10_000.0 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)).double()
     angles = torch.arange(count, dtype=torch.float64)[:, None] * frequencies
 
@@ -179,7 +221,11 @@ def _attention(tensors: dict[str, Tensor], prefix: str, rows: Tensor) -> Tensor:
         return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1)
 
     queries, keys, values = (
-        (rows @ tensors[f"{prefix}self_attn.{name}_proj.weight"].T).view(count, -1, HEAD_DIM) for name in "qkv"
+        (
+            rows @ tensors[f"{prefix}self_attn.{name}_proj.weight"].T
+            + tensors.get(f"{prefix}self_attn.{name}_proj.bias", none)
+        ).view(count, -1, HEAD_DIM)
+        for name in "qkv"
     )
     queries, keys = turned(queries), turned(keys)
     mixed = torch.zeros(count, HEADS, HEAD_DIM, dtype=torch.float64)
@@ -231,3 +277,20 @@ def eagle1_outputs(checkpoint: Checkpoint, fused: Tensor, token_ids: list[int]) 
         weight = tensors[f"{prefix}post_attention_layernorm.weight"]
         hidden = hidden + _mlp(tensors, prefix, normalised(hidden, weight, epsilon))
     return hidden
+
+
+def mtp_outputs(checkpoint: Checkpoint, embeddings: Tensor, features: Tensor, token_ids: list[int]) -> Tensor:
+    """Returns the layer's outputs after its last norm, `[count, hidden]`, for pairs of a whole text whose features were
+    normalised. The first pair's embedding counts as 0.
+    """
+    tensors, epsilon, prefix = checkpoint.tensors, LAYERS["rms_norm_eps"], "model.mtp_layers.0."
+
+    def norm(rows: Tensor, name: str) -> Tensor:
+        return normalised(rows, tensors[f"{prefix}{name}_layernorm.weight"], epsilon)
+
+    embedded = embeddings[token_ids].clone()
+    embedded[0] = 0.0
+    hidden = torch.cat([features, norm(embedded, "token")], -1) @ tensors[f"{prefix}input_proj.weight"].T
+    hidden = hidden + _attention(tensors, prefix, norm(hidden, "input"))
+    hidden = hidden + _mlp(tensors, prefix, norm(hidden, "post_attention"))
+    return norm(hidden, "final")

@@ -5,10 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from transformers import AutoConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
-EAGLE3, MEDUSA = "eagle3", "medusa"
+from benchmarks.law import stack_options
+from tests.head_checkpoints import mtp_of_mimo
+from tests.tiny_models import save_tiny_model
+
+EAGLE3, MEDUSA, MTP = "eagle3", "medusa", "mtp"
+REMOTE = "remote"
+"""An EAGLE-3 head that is served by a drafter."""
 
 
 def save_tiny_head(folder: Path, target: Path, kind: str = EAGLE3, seed: int = 0, sharpness: float = 1.0) -> Path:
@@ -58,3 +64,35 @@ def save_tiny_head(folder: Path, target: Path, kind: str = EAGLE3, seed: int = 0
         tensors = {f"{name}": tensor for name, tensor in tensors.items() if name.startswith("heads.")}
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def head_options(target: Path, head: Path, kind: str) -> dict[str, dict[str, object]]:
+    """Returns the options of a stack with a head, in the verifier or, if the kind is `REMOTE`, in the drafter."""
+    options = stack_options(target, target)
+    if kind == REMOTE:
+        options["verifier"]["feature_head"] = options["drafter"]["head"] = str(head)
+        options["drafter"] |= {"strategy": EAGLE3, "feature_window": 8}
+        return options
+    del options["drafter"]
+    options["verifier"]["draft_head"] = str(head)
+    options["gateway"]["local_drafts"] = "auto"
+    return options
+
+
+def save_tiny_mimo(folder: Path, vocab_size: int, seed: int = 0) -> tuple[Path, Qwen2ForCausalLM]:
+    """Writes a small MiMo target with its multi-token-prediction layer, and its tokenizer: a Qwen2 model by another
+    name. Returns its folder, and the model.
+    """
+    layer = mtp_of_mimo(folder, vocab_size, num_layers=2, seed=seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        network = Qwen2ForCausalLM(Qwen2Config(**{**layer.config, "model_type": "qwen2"})).eval()
+    save_tiny_model(folder, vocab_size)
+    network.save_pretrained(folder)
+    own = {name: tensor.float() for name, tensor in layer.tensors.items() if "mtp" in name}
+    save_file(load_file(folder / "model.safetensors") | own, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | layer.config
+    code = {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}
+    config["auto_map"] = code
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, network

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from draftwire.errors import InvalidRequestError
+from draftwire.models.configuration import config_of
 from draftwire.models.description import ModelDescription, fingerprint
 from draftwire.models.folder import check_model
 from draftwire.requests.automaton import FormVocabulary
@@ -48,7 +49,7 @@ def load_card(name: str, revision: str | None = None) -> ModelCard:
     """
     path = path_of(name, "auto", needs_weights=False)
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-    config = AutoConfig.from_pretrained(path, revision=revision)
+    config = config_of(path, revision)
     try:
         named = GenerationConfig.from_pretrained(path, revision=revision or "main").eos_token_id
     except OSError:  # there is none

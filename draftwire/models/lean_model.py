@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from draftwire.models.configuration import DRAFTING_WEIGHTS
 from draftwire.models.folder import NAMED_WEIGHTS, weights_files
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
@@ -172,7 +173,7 @@ def read_weights(folder: Path, config: Any) -> LeanModel | None:
     """
     with torch.device("meta"):
         model = LeanModel(config)
-    weights = {name: tensor for name, tensor in _tensors_of(folder) if not name.endswith("rotary_emb.inv_freq")}
+    weights = dict(_tensors_of(folder))
     if config.tie_word_embeddings:
         if "lm_head.weight" in weights:
             return None  # which of the two counts is for transformers to say
@@ -190,4 +191,5 @@ def _tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
     for path in weights_files(folder):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118  # which is no mapping
-                yield key, file.get_tensor(key)
+                if not key.endswith("rotary_emb.inv_freq") and not key.startswith(DRAFTING_WEIGHTS):
+                    yield key, file.get_tensor(key)

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from draftwire.method.devices import prepare
 from draftwire.models.card import ModelCard, context_length_of, path_of, stop_token_ids_of
+from draftwire.models.configuration import config_of
 from draftwire.models.description import ModelDescription
 from draftwire.models.lean_model import LeanModel, read_weights, why_not_read
 from draftwire.models.unsupported import check_layers, refuse_quantised
@@ -84,7 +85,7 @@ def load_lean_model(name: str, dtype: str = "auto", device: str = "cpu") -> Load
     prepare(device)
     if not Path(path).is_dir() or torch.device(device).type != "cpu":
         return None
-    config = AutoConfig.from_pretrained(path)
+    config = config_of(path)
     refuse_quantised(name, config)
     model = None if why_not_read(config) else read_weights(Path(path), config)
     if model is None:
@@ -117,7 +118,7 @@ def _load_weights(name: str, path: str, dtype: str, device: str, revision: str |
     """Returns a model on its device; refuses it before any weight is read, if it is not supported."""
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
-    config = AutoConfig.from_pretrained(path, revision=revision)
+    config = config_of(path, revision)
     refuse_quantised(name, config)
     network = on_meta(config)
     check_layers(name, network)
@@ -154,11 +155,15 @@ def _dtype_on_cpu(config: Any, num_parameters: int) -> torch.dtype:
 
 def _may_be_bfloat16(config: Any) -> bool:
     """Whether a checkpoint is stored in bfloat16, and this CPU multiplies it."""
+    return getattr(config, "dtype", None) is torch.bfloat16 and cpu_multiplies_bfloat16()
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Returns whether this CPU has instructions that multiply bfloat16; without, it is slower than float32."""
     capabilities: Mapping[str, Any] = getattr(
         torch.cpu, "get_capabilities", dict
     )()  # older releases of torch do not say
-    multiplies = any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
-    return getattr(config, "dtype", None) is torch.bfloat16 and multiplies
+    return any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
 
 
 def weights_fingerprint(model: torch.nn.Module) -> bytes:

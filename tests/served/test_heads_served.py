@@ -6,36 +6,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.law import PROMPT, compare, draw_completions, exact_law, stack_options
+from benchmarks.law import PROMPT, compare, draw_completions, exact_law
 from draftwire.client import Client
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.parameters import SamplingParams
 from tests.in_process import InProcessStack
 from tests.observing import read_metric, wait_until
-from tests.tiny_heads import EAGLE3, MEDUSA, save_tiny_head
+from tests.tiny_heads import EAGLE3, MEDUSA, REMOTE, head_options, save_tiny_head
 
 ALPHA = 1e-6
 """Probability of a false alarm of each comparison."""
 SAMPLES = 300
-
-
-REMOTE = "remote"
-"""An EAGLE-3 head that is served by a drafter."""
-
-
-def head_options(target: Path, head: Path, kind: str) -> dict[str, dict[str, object]]:
-    """Returns the options of a stack with a head, in the verifier or in the drafter."""
-    options = stack_options(target, target)
-    if kind == REMOTE:
-        options["verifier"]["feature_head"] = options["drafter"]["head"] = str(head)
-        options["drafter"] |= {"strategy": EAGLE3, "feature_window": 8}
-        return options
-    del options["drafter"]
-    options["verifier"]["draft_head"] = str(head)
-    options["gateway"]["local_drafts"] = "auto"
-    return options
-
-
 KINDS = [
     EAGLE3,
     REMOTE,

@@ -11,6 +11,7 @@ from benchmarks.law import stack_options
 from draftwire.client import Client
 from tests.dishonest_drafter import CORRUPTED_TEMPERATURE, argmax, corrupt, forge, lying, too_cold
 from tests.in_process import InProcessStack, slow_verifiers
+from tests.tiny_heads import REMOTE, head_options, save_tiny_head
 
 PROMPT = [0, 2, 1, 1]
 
@@ -19,13 +20,18 @@ def wait_until_drafted(client: Client) -> None:
     wait_until(lambda: client.generate(PROMPT, max_tokens=50).statistics.num_drafts > 0, "the drafter takes part")
 
 
-@pytest.mark.parametrize("way", [argmax, too_cold])
+@pytest.mark.parametrize(
+    ("way", "has_head"), [(argmax, False), (too_cold, False), pytest.param(too_cold, True, marks=pytest.mark.slow)]
+)
 def test_drafter_that_draws_otherwise_than_it_says_is_quarantined_without_a_gap(
-    pair: tuple[Path, Path], way: Callable[[pytest.MonkeyPatch], None]
+    pair: tuple[Path, Path], tmp_path: Path, way: Callable[[pytest.MonkeyPatch], None], has_head: bool
 ) -> None:
-    """A stack of its own, whose drafter ends in quarantine."""
+    """A stack of its own, whose drafter ends in quarantine: with a model, or with a head of the target."""
     events: list = []
-    running = InProcessStack(stack_options(*pair), on_log=lambda _service, line: events.append(line))
+    options = (
+        head_options(pair[0], save_tiny_head(tmp_path / "head", pair[0]), REMOTE) if has_head else stack_options(*pair)
+    )
+    running = InProcessStack(options, on_log=lambda _service, line: events.append(line))
     with lying(way), running as stack, Client(stack.address) as client, ThreadPoolExecutor(8) as pool:
 
         def generate(seed: int):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from session_specs import target_spec
 from structlog.testing import capture_logs
-from tiny_heads import EAGLE3, MEDUSA, save_tiny_head
+from tiny_heads import EAGLE3, MEDUSA, MTP, save_tiny_head, save_tiny_mimo
 from tiny_models import save_spelling_model, save_tiny_model
 
 from draftwire.audit import AuditSums
@@ -44,7 +44,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("heads")
-    return {kind: save_tiny_head(folder / kind, target, kind) for kind in (EAGLE3, MEDUSA)}
+    own = {MTP: save_tiny_mimo(folder / MTP, len(TOKENS))[0]}
+    return {kind: save_tiny_head(folder / kind, target, kind) for kind in (EAGLE3, MEDUSA)} | own
 
 
 def decide(core: VerifierCore) -> list[Verdict]:
@@ -64,12 +65,14 @@ async def open_session(core: VerifierCore, **changes: Any) -> TargetSession:
     return session
 
 
-@pytest.mark.parametrize(("kind", "most"), [(EAGLE3, 4), (MEDUSA, 3)])
+@pytest.mark.parametrize(("kind", "most"), [(EAGLE3, 4), (MEDUSA, 3), (MTP, 4)])
 @pytest.mark.parametrize("tokens", [512, "auto"])
 async def test_verifier_offers_its_head_and_drafts_with_it(
     target: Path, heads: dict[str, Path], kind: str, most: int, tokens: int | str
 ) -> None:
-    core = VerifierCore(config_of(target, heads[kind], kv_cache_tokens=tokens, max_sessions=4))
+    """A layer of multi-token prediction lies in its target's own folder."""
+    model = heads[MTP] if kind == MTP else target
+    core = VerifierCore(config_of(model, heads[kind], kv_cache_tokens=tokens, max_sessions=4))
     await core.start()
     assert core.description.local_strategies == (kind, "suffix", "lookup")
     session = await open_session(core, stop_token_ids=frozenset())

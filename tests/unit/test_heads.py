@@ -30,7 +30,12 @@ from tests.head_checkpoints import (
     eagle3_outputs,
     hydra_of_authors,
     medusa_of_authors,
+    mtp_of_mimo,
+    mtp_outputs,
     normalised,
+    with_config,
+    with_tensor,
+    without,
 )
 from tests.tiny_models import save_tiny_model
 
@@ -53,6 +58,8 @@ class Case:
     """`[count, vocab]` of outputs."""
     fused: Callable[[Tensor], Tensor]
     """Of features."""
+    carried: Callable[[Tensor], Tensor] = lambda rows: rows
+    """Of outputs: what is in the place of fused features for the next draft token."""
 
     def load(self, cache_tokens: int = 256) -> DraftHead:
         return load_head(self.checkpoint.folder, self.target, cache_tokens, torch.float64)
@@ -103,6 +110,22 @@ def eagle1_case(checkpoint: Checkpoint, target: Path) -> Case:
     )
 
 
+def mtp_case(checkpoint: Checkpoint, target: Path) -> Case:
+    weights, norm = weights_of(target), checkpoint.tensors["model.mtp_layers.0.hidden_layernorm.weight"]
+
+    def fused(rows: Tensor) -> Tensor:
+        return normalised(rows, norm, LAYERS["rms_norm_eps"])
+
+    return Case(
+        checkpoint,
+        target,
+        lambda rows, ids: mtp_outputs(checkpoint, weights["model.embed_tokens.weight"], rows, ids),
+        lambda rows: rows @ weights["lm_head.weight"].T,
+        fused,
+        carried=fused,
+    )
+
+
 CASES: dict[str, Callable[[Path, Path], Case]] = {
     "authors": lambda folder, target: eagle3_case(eagle3_of_authors(folder, VOCAB, DRAFTED).write(), target),
     "authors' pickle": lambda folder, target: eagle3_case(
@@ -119,6 +142,7 @@ CASES: dict[str, Callable[[Path, Path], Case]] = {
     "EAGLE-1, two layers": lambda folder, target: eagle1_case(
         eagle1_of_authors(folder, VOCAB, layers=2, bias=False).write("bin"), target
     ),
+    "MTP": lambda folder, target: mtp_case(mtp_of_mimo(folder, VOCAB, NUM_LAYERS).write(), target),
 }
 
 
@@ -138,7 +162,7 @@ def reference(case: Case, fused: Tensor, text: list[int], drawn: list[int]) -> l
     token_ids = text[1:]
     expected = [case.logits(case.outputs(fused, token_ids)[-1:])[0]]
     for token in drawn:
-        fused = torch.cat([fused, case.outputs(fused, token_ids)[-1:]])
+        fused = torch.cat([fused, case.carried(case.outputs(fused, token_ids)[-1:])])
         token_ids = [*token_ids, token]
         expected.append(case.logits(case.outputs(fused, token_ids)[-1:])[0])
     return expected
@@ -283,22 +307,6 @@ def test_drafted_ids_are_known_by_either_tensor(target: Path, tmp_path: Path) ->
     assert torch.equal(finite[1], checkpoint.tensors["t2d"])
 
 
-def with_config(**values: Any) -> Callable[[Checkpoint], None]:
-    return lambda checkpoint: checkpoint.config.update(values)
-
-
-def without(*names: str) -> Callable[[Checkpoint], None]:
-    def remove(checkpoint: Checkpoint) -> None:
-        for name in names:
-            del checkpoint.tensors[name]
-
-    return remove
-
-
-def with_tensor(name: str, tensor: Tensor) -> Callable[[Checkpoint], None]:
-    return lambda checkpoint: checkpoint.tensors.update({name: tensor})
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -368,15 +376,23 @@ def test_full_cache_leaves_the_sequences_as_they_were(target: Path, tmp_path: Pa
     assert (first.length, second.length) == (16, 0)
 
 
-PUBLISHED = {
+EAGLE3 = {"vocab_size": 128256, "draft_vocab_size": 32000}
+PUBLISHED: dict[str, tuple[dict[str, Any], TargetFacts, tuple[int, ...], int]] = {
     "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": (
-        {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
+        {
+            **EAGLE3,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
         TargetFacts(4096, 32, 128256, 1e-5, 131072),
         (2, 16, 29),
         8192,
     ),
     "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B": (
         {
+            **EAGLE3,
             "hidden_size": 6144,
             "target_hidden_size": 8192,
             "intermediate_size": 16384,
@@ -387,6 +403,21 @@ PUBLISHED = {
         (2, 40, 77),
         12288,
     ),
+    "XiaomiMiMo/MiMo-7B-RL": (
+        {
+            "model_type": "mimo",
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_hidden_layers": 36,
+            "num_nextn_predict_layers": 1,
+            "vocab_size": 151680,
+        },
+        TargetFacts(4096, 36, 151680, 1e-5, 32768),
+        (36,),
+        8192,
+    ),
 }
 """Shapes as their configurations state them, with the layers read and bytes that travel for a token in bfloat16."""
 
@@ -394,8 +425,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_shapes_of_published_heads_fit_without_their_weights(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     values, target, taps, num_bytes = PUBLISHED[name]
-    config = {**LAYERS, **values, "head_dim": 128, "vocab_size": 128256, "draft_vocab_size": 32000}
-    shape: HeadShape = shape_of(name, config, target)
+    shape: HeadShape = shape_of(name, {**LAYERS, "head_dim": 128, **values}, target)
     tensors = {
         each: torch.empty(size, dtype=torch.int64 if each == "d2t" else torch.bfloat16, device="meta")
         for each, size in required_shapes(shape).items()

@@ -1,9 +1,11 @@
-"""EAGLE heads: a decoder layer or more over pairs of features and tokens.
+"""EAGLE heads and multi-token-prediction layers: a decoder layer or more over pairs of features and tokens.
 
 EAGLE-3 joins the normalised token embedding and the normalised features; its first layer reads both, and adds its
-output to the features. EAGLE-1 projects the embedding and the features down to one row before its layers.
+output to the features. EAGLE-1 projects the embedding and the features down to one row before its layers; so do
+multi-token-prediction layers (MTP), with norms of both before that and of the output.
 
-Source: Li et al. 2024, EAGLE (arXiv 2401.15077), section 4.1; Li et al. 2025, EAGLE-3 (arXiv 2503.01840), section 3.
+Source: Li et al. 2024, EAGLE (arXiv 2401.15077), section 4.1; Li et al. 2025, EAGLE-3 (arXiv 2503.01840), section 3;
+DeepSeek-AI 2024, DeepSeek-V3 (arXiv 2412.19437), section 2.2; Xiaomi 2025, MiMo (arXiv 2505.07608).
 """
 
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ from draftwire.drafting.heads.head_shape import (
     GATE_UP,
     OUTPUT,
     QUERIES_KEYS_VALUES,
+    TOKEN_NORM,
     HeadShape,
     Tensors,
 )
@@ -63,7 +66,7 @@ class RotationTable:
 
 
 class EagleHead(HeadCache):
-    """An EAGLE-1 or EAGLE-3 head with a paged KV cache of its own."""
+    """An EAGLE-1 or EAGLE-3 head, or a multi-token-prediction layer, with a paged KV cache of its own."""
 
     def __init__(self, shape: HeadShape, tensors: Tensors, cache_tokens: int) -> None:
         """Wraps a head's tensors.
@@ -74,7 +77,7 @@ class EagleHead(HeadCache):
             cache_tokens: capacity of the cache, tokens of all sequences together.
         """
         self.config = shape.config
-        self._is_eagle3 = shape.config.kind is HeadKind.EAGLE3
+        self._is_mtp = shape.config.kind is HeadKind.MTP
         layers = shape.layers
         epsilon = float(layers.rms_norm_eps)
         self.device, self.dtype = tensors[FUSING].device, tensors[FUSING].dtype
@@ -86,16 +89,22 @@ class EagleHead(HeadCache):
         self._hidden_norm: Norm | None = None
         self._joining: Linear | None = None
         self._norm: Norm | None = None
-        if self._is_eagle3:
+        if shape.config.kind is HeadKind.EAGLE3:
             # Nothing else reads the embeddings, so that they are normalised once and for all.
             self._embedding = Norm(tensors[f"{first}input_layernorm.weight"], epsilon)(self._embedding)
             self._hidden_norm = Norm(tensors[f"{first}hidden_norm.weight"], epsilon)
             self._norm = Norm(tensors["norm.weight"], epsilon)
         else:
             self._joining = Linear(tensors[FUSING], tensors.get(FUSING_BIAS), streamed=streamed)
+        if self._is_mtp:
+            self._embedding = Norm(tensors[TOKEN_NORM], epsilon)(self._embedding)
+            self._norm = Norm(tensors["norm.weight"], epsilon)
         self.heads, self.kv_heads = int(layers.num_attention_heads), int(layers.num_key_value_heads)
         self.head_dim = head_size(layers)
-        self._layers = [_Layer.of(tensors, index, epsilon, streamed) for index in range(int(layers.num_hidden_layers))]
+        places = range(int(layers.num_hidden_layers))
+        self._layers = [
+            _Layer.of(tensors, index, epsilon, streamed, has_norm=index > 0 or self._is_mtp) for index in places
+        ]
         self._output = Linear(tensors[OUTPUT], streamed=streamed)
         self._draft_ids = DraftIds(tensors.get(DRAFT_IDS), self.config.vocab_size)
         rotation = rotation_of(layers)
@@ -114,7 +123,7 @@ class EagleHead(HeadCache):
         return 2 * len(self._layers) * self.kv_heads * self.head_dim * self._embedding.element_size()
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Returns `fc` of the joined features, or of EAGLE-1 the target's final norm of them."""
+        """Returns `fc` of the joined features; of EAGLE-1 the target's final norm of them, and of MTP its own norm."""
         return self._fused(features)
 
     @torch.inference_mode()
@@ -139,8 +148,9 @@ class EagleHead(HeadCache):
         return self._state(state.sequences, state.depth + 1, output)
 
     def _state(self, sequences: list[CachedSequence], depth: int, output: Tensor) -> HeadState:
-        logits = self._output(output if self._norm is None else self._norm(output))
-        return HeadState(sequences, depth, output, self._draft_ids.spread(logits))
+        rows = output if self._norm is None else self._norm(output)
+        carried = self.fuse(rows) if self._is_mtp else output
+        return HeadState(sequences, depth, carried, self._draft_ids.spread(self._output(rows)))
 
     def _output_of(self, segments: list[Segment], token_ids: Tensor, features: Tensor) -> Tensor:
         """Returns the last layer's output, `[tokens, hidden_size]`, for pairs of sequences that have room for them."""
@@ -148,8 +158,10 @@ class EagleHead(HeadCache):
         rotation = self._rotations.at(step.positions)
         embedded = embedding(token_ids, self._embedding)
         if self._joining is not None:
-            hidden = self._joining(torch.cat([embedded, features], -1))
-            rows = hidden
+            if self._is_mtp:  # as its authors do: nothing is known of the first pair's token
+                embedded = embedded.masked_fill((step.positions == 0).unsqueeze(-1), 0.0)
+            parts = (features, embedded) if self._is_mtp else (embedded, features)
+            hidden = rows = self._joining(torch.cat(parts, -1))
         else:
             assert self._hidden_norm is not None, "of EAGLE-3"
             normalised = self._hidden_norm(features)
@@ -174,7 +186,7 @@ class _Layer:
     """A decoder layer."""
 
     norm: Norm | None
-    """Before attention; None in the first layer."""
+    """Before attention; None in the first layer of EAGLE heads."""
     queries_keys_values: Linear
     head_norms: tuple[Norm | None, Norm | None]
     attention_output: Linear
@@ -183,8 +195,8 @@ class _Layer:
     down: Linear
 
     @classmethod
-    def of(cls, tensors: Tensors, index: int, epsilon: float, streamed: bool) -> "_Layer":
-        """Wraps a layer's tensors; see `Linear` for `streamed`."""
+    def of(cls, tensors: Tensors, index: int, epsilon: float, streamed: bool, has_norm: bool) -> "_Layer":
+        """Wraps a layer's tensors; see `Linear` for `streamed`, and `norm` for `has_norm`."""
 
         def norm(name: str) -> Norm | None:
             weight = tensors.get(f"layers.{index}.{name}.weight")
@@ -200,7 +212,7 @@ class _Layer:
         mlp_norm = norm("post_attention_layernorm")
         assert mlp_norm is not None
         return cls(
-            norm("input_layernorm") if index else None,
+            norm("input_layernorm") if has_norm else None,
             fused(*QUERIES_KEYS_VALUES),
             (norm("self_attn.q_norm"), norm("self_attn.k_norm")),
             fused("self_attn.o_proj"),

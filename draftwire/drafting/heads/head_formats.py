@@ -1,7 +1,8 @@
 """The public formats of heads: what their configurations state, and what their tensors are called.
 
-Those of the EAGLE authors (`midlayer.*`, or `layers.*` of EAGLE-1), of the authors of Medusa and of Hydra, and that of
-the `speculators` package, whose names are used here for EAGLE-3. Reads no tensors.
+Those of the EAGLE authors (`midlayer.*`, or `layers.*` of EAGLE-1), of the authors of Medusa and of Hydra, that of the
+`speculators` package, whose names are used here for EAGLE-3, and the multi-token-prediction layers of MiMo, which lie
+in the target's own checkpoint. Reads no tensors.
 """
 
 import re
@@ -12,14 +13,16 @@ from typing import Any
 from transformers import AutoConfig
 
 from draftwire.drafting.heads.draft_head import HeadConfig
-from draftwire.drafting.heads.head_names import HeadKind
+from draftwire.drafting.heads.head_names import WITH_LAYERS, HeadKind
 from draftwire.drafting.heads.head_shape import (
     DRAFT_IDS,
     EMBEDDING,
     GATE_UP,
+    HIDDEN_NORM,
     OUTPUT,
     QUERIES_KEYS_VALUES,
     TARGET_NORM,
+    TOKEN_NORM,
     HeadShape,
 )
 from draftwire.errors import InvalidRequestError
@@ -34,6 +37,22 @@ BLOCK_DIFFUSION = ("dflash", "dspark", "jetspec")
 """Kinds of the `speculators` format that draft a whole block in one pass, from masks."""
 LAYER_TYPES = ("llama", "qwen3")
 """Kinds of decoder layers of which heads are made."""
+MTP_TYPE = "mimo"
+"""`model_type` of the targets whose multi-token-prediction layers are read."""
+MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Entries of a target's configuration that count its multi-token-prediction layers."""
+MTP_LACKS = {
+    "deepseek_v3": "latent attention and a mixture of experts",
+    "deepseek_v32": "sparse latent attention and a mixture of experts",
+    "ernie4_5_moe": "norms and names of their own, in a target with a mixture of experts",
+    "glm4_moe": "a mixture of experts",
+    "glm4_moe_lite": "latent attention and a mixture of experts",
+    "mimo_v2_flash": "attention with sinks and values narrower than keys",
+    "qwen3_5": "gated attention",
+    "qwen3_5_moe": "gated attention and a mixture of experts",
+    "qwen3_next": "gated attention and a mixture of experts",
+}
+"""What the layers of other targets have that `EagleHead` does not compute, by `model_type`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +99,8 @@ def shape_of(name: str, config: Mapping[str, Any], target: TargetFacts) -> HeadS
         return _medusa_shape(name, config, target)
     if "hydra_num_heads" in config or kind == "hydra":
         return _hydra_shape(name, config, target)
+    if _is_target_with_mtp(config):
+        return _mtp_shape(name, config, target)
     return _eagle_shape(name, config, target)
 
 
@@ -91,13 +112,8 @@ def _eagle_shape(name: str, config: Mapping[str, Any], target: TargetFacts) -> H
     if model_type not in LAYER_TYPES:
         raise InvalidRequestError(f"{name} has layers of type {model_type}; supported: {', '.join(LAYER_TYPES)}")
     layers: Any = AutoConfig.for_model(**{**values, "model_type": model_type})
-    rotation = (layers.rope_parameters or {}).get("rope_type")
-    if rotation not in STEADY_ROTATIONS:
-        raise InvalidRequestError(f"{name} has position embeddings of kind {rotation}, which are not supported")
-    if layers.hidden_act != "silu":
-        raise InvalidRequestError(f"the activation of {name} is {layers.hidden_act}, which is not supported")
-    names = config.get("architectures") or [""]
-    is_eagle3 = "draft_vocab_size" in config or "eagle3" in names[0].lower() or SPECULATORS in config
+    _check_layers(name, layers)
+    is_eagle3 = _is_eagle3(config)
     target_size = config.get("target_hidden_size") or layers.hidden_size
     _check_target(name, target, target_size, layers.vocab_size)
     if not is_eagle3 and layers.hidden_size != target.hidden_size:
@@ -120,6 +136,55 @@ def _eagle_shape(name: str, config: Mapping[str, Any], target: TargetFacts) -> H
         target_epsilon=target.epsilon,
         num_positions=target.num_positions,
     )
+
+
+def _is_eagle3(config: Mapping[str, Any]) -> bool:
+    names = config.get("architectures") or [""]
+    return "draft_vocab_size" in config or "eagle3" in names[0].lower() or SPECULATORS in config
+
+
+def _is_target_with_mtp(config: Mapping[str, Any]) -> bool:
+    """Returns whether a configuration is a target's own, which has multi-token-prediction layers."""
+    if _is_eagle3(config):  # which may state what its target has
+        return False
+    model_type = config.get("model_type")
+    return model_type == MTP_TYPE or model_type in MTP_LACKS or any(config.get(entry) for entry in MTP_LAYERS)
+
+
+def _mtp_shape(name: str, config: Mapping[str, Any], target: TargetFacts) -> HeadShape:
+    """Returns the shape of MiMo's layer: one of Qwen2, whose configuration is the target's."""
+    model_type = config.get("model_type")
+    if model_type != MTP_TYPE:
+        lacking = MTP_LACKS.get(str(model_type), "a form that is not known here")
+        raise InvalidRequestError(
+            f"{name} is a target of type {model_type}, whose multi-token-prediction layers have {lacking}, which is "
+            f"not supported; supported: {MTP_TYPE}"
+        )
+    count = config.get("num_nextn_predict_layers") or 0
+    if count != 1:
+        raise InvalidRequestError(f"{name} has {count} multi-token-prediction layers; heads are made of one")
+    if config.get("use_sliding_window"):
+        raise InvalidRequestError(f"{name} has attention within a window, which heads do not compute")
+    if config.get("num_hidden_layers") != target.num_layers:
+        raise InvalidRequestError(
+            f"{name} is of a target of {config.get('num_hidden_layers')} layers, and this one has {target.num_layers}"
+        )
+    own = {"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": None}
+    layers: Any = AutoConfig.for_model(**{**config, **own})
+    _check_layers(name, layers)
+    _check_target(name, target, layers.hidden_size, layers.vocab_size)
+    size, vocab_size = target.hidden_size, target.vocab_size
+    facts = HeadConfig(HeadKind.MTP, (target.num_layers,), size, size, vocab_size, vocab_size)
+    return HeadShape(facts, layers, target_epsilon=target.epsilon, num_positions=target.num_positions)
+
+
+def _check_layers(name: str, layers: Any) -> None:
+    """Refuses decoder layers that `EagleHead` does not compute, by their configuration."""
+    rotation = (layers.rope_parameters or {}).get("rope_type")
+    if rotation not in STEADY_ROTATIONS:
+        raise InvalidRequestError(f"{name} has position embeddings of kind {rotation}, which are not supported")
+    if layers.hidden_act != "silu":
+        raise InvalidRequestError(f"the activation of {name} is {layers.hidden_act}, which is not supported")
 
 
 def _taps_of(name: str, config: Mapping[str, Any], target: TargetFacts) -> tuple[int, ...]:
@@ -199,6 +264,15 @@ RENAMED = (
     (re.compile(r"^model\.(?=layers|embed_tokens|fc|norm|lm_head)"), ""),
 )
 """Of EAGLE heads: names of other formats."""
+MTP_RENAMED = {
+    "token_layernorm": "token_norm",
+    "hidden_layernorm": "hidden_norm",
+    "input_proj": "fc",
+    "final_layernorm": "norm",
+}
+"""Of multi-token-prediction layers: what lies around the decoder layer."""
+MTP_NAMES = re.compile(r"^(?:model\.)?mtp_layers\.0\.(?P<part>[^.]+)(?P<rest>\..+)$")
+"""Of all of such a layer's tensors, in MiMo's checkpoint."""
 MLP_NAMES = re.compile(
     r"^(?:medusa_head\.|hydra_mlp\.|blocks\.)?(?P<depth>\d+)\.(?:layers\.)?(?P<place>\d+)\."
     r"(?P<part>linear\.|res_connection\.)?(?P<kind>weight|bias)$"
@@ -208,8 +282,16 @@ OUTPUT_NAMES = re.compile(r"^(?:lm_heads|hydra_lm_heads?)\.(?P<depth>\d+)\.(?:\d
 
 
 def known_names(shape: HeadShape, names: list[str]) -> dict[str, str]:
-    """Returns what the tensors of a checkpoint are called here, by their own names. Others keep theirs."""
-    if shape.config.kind in (HeadKind.EAGLE, HeadKind.EAGLE3):
+    """Returns what the tensors of a checkpoint are called here, by their own names. Others keep theirs; of a target's
+    checkpoint, only the multi-token-prediction layer's have one.
+    """
+    if shape.config.kind is HeadKind.MTP:
+        return {
+            name: f"{MTP_RENAMED.get(match['part'], 'layers.0.' + match['part'])}{match['rest']}"
+            for name in names
+            if (match := MTP_NAMES.match(name))
+        }
+    if shape.config.kind in WITH_LAYERS:
         renamed = {}
         for name in names:
             known = name
@@ -243,9 +325,11 @@ def required_shapes(shape: HeadShape) -> dict[str, tuple[int, ...]]:
         shapes[EMBEDDING] = (config.vocab_size, size)
     if config.draft_vocab_size != config.vocab_size:
         shapes[DRAFT_IDS] = (config.draft_vocab_size,)
-    if config.kind is not HeadKind.EAGLE3:
+    if config.kind is HeadKind.MTP:
+        shapes |= {TOKEN_NORM: (size,), HIDDEN_NORM: (size,), "norm.weight": (size,)}
+    elif config.kind is not HeadKind.EAGLE3:
         shapes[TARGET_NORM] = (config.target_hidden_size,)
-    if config.kind in (HeadKind.EAGLE, HeadKind.EAGLE3):
+    if config.kind in WITH_LAYERS:
         shapes[OUTPUT] = (config.draft_vocab_size, size)
         shapes |= _eagle_shapes(shape)
         return shapes
@@ -281,13 +365,16 @@ def _eagle_shapes(shape: HeadShape) -> dict[str, tuple[int, ...]]:
             "mlp.down_proj": (size, inner),
             "post_attention_layernorm": (size,),
         }
-        if is_eagle3 or index:
+        if index or config.kind is not HeadKind.EAGLE:
             own["input_layernorm"] = (size,)
         if layers.model_type == "qwen3":
             own |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
         shapes |= {f"layers.{index}.{name}.weight": each for name, each in own.items()}
         biased: tuple[str, ...] = ()
-        biased += (*QUERIES_KEYS_VALUES, "self_attn.o_proj") if getattr(layers, "attention_bias", False) else ()
+        if layers.model_type == "qwen2":
+            biased += QUERIES_KEYS_VALUES
+        elif getattr(layers, "attention_bias", False):
+            biased += (*QUERIES_KEYS_VALUES, "self_attn.o_proj")
         biased += (*GATE_UP, "mlp.down_proj") if getattr(layers, "mlp_bias", False) else ()
         shapes |= {f"layers.{index}.{name}.bias": own[name][:1] for name in biased}
     return shapes

@@ -11,12 +11,11 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoConfig
 
 from draftwire.drafting.heads.draft_head import DraftHead, HeadConfig
 from draftwire.drafting.heads.eagle_head import EagleHead
 from draftwire.drafting.heads.head_formats import TargetFacts, known_names, required_shapes, shape_of
-from draftwire.drafting.heads.head_names import HeadKind
+from draftwire.drafting.heads.head_names import WITH_LAYERS
 from draftwire.drafting.heads.head_parts import Fusion, fusion_names
 from draftwire.drafting.heads.head_shape import (
     DRAFT_IDS,
@@ -30,6 +29,7 @@ from draftwire.drafting.heads.head_shape import (
 )
 from draftwire.drafting.heads.mlp_heads import MlpHead
 from draftwire.errors import InvalidRequestError
+from draftwire.models.configuration import config_of
 from draftwire.models.folder import CONFIG, check_folder, json_of, weights_files
 
 DRAFTED = "t2d"
@@ -54,7 +54,7 @@ def read_shape(folder: Path, target: Path) -> HeadShape:
     """
     check_folder(target)
     config = _config_of(folder)
-    shape = shape_of(str(folder), config, TargetFacts.of(AutoConfig.from_pretrained(target)))
+    shape = shape_of(str(folder), config, TargetFacts.of(config_of(target)))
     _check_strings(folder, target)
     return shape
 
@@ -75,9 +75,8 @@ def load_head(
         InvalidRequestError: as for `read_shape`; or tensors are missing, of another shape, or unknown.
     """
     shape = read_shape(folder, target)
-    own = _own_tensors(folder)
-    names = known_names(shape, list(own))
-    tensors = {names[name]: tensor for name, tensor in own.items() if not name.endswith(UNUSED)}
+    own = _own_tensors(folder, shape)
+    tensors = {name: tensor for name, tensor in own.items() if not name.endswith(UNUSED)}
     _set_draft_ids(folder, shape, tensors)
     required = required_shapes(shape)
     needs_output = shape.config.most_tokens is not None and "heads.0.output.weight" not in tensors
@@ -130,8 +129,7 @@ def load_fusion(
     """
     shape = read_shape(folder, target)
     wanted = fusion_names(shape)
-    own = _own_tensors(folder)
-    tensors = {known: own[name] for name, known in known_names(shape, list(own)).items() if known in wanted}
+    tensors = {name: tensor for name, tensor in _own_tensors(folder, shape).items() if name in wanted}
     required = {name: size for name, size in required_shapes(shape).items() if name in wanted}
     tensors |= _shared_tensors(shape, target, required.keys() - tensors.keys(), None)
     _check_tensors(folder, shape, tensors, required)
@@ -145,7 +143,7 @@ def load_fusion(
 
 def build_head(shape: HeadShape, tensors: Tensors, cache_tokens: int) -> DraftHead:
     """Returns a head of tensors that are all of one type and on one device, perhaps meta."""
-    if shape.config.kind in (HeadKind.EAGLE, HeadKind.EAGLE3):
+    if shape.config.kind in WITH_LAYERS:
         return EagleHead(shape, tensors, cache_tokens)
     return MlpHead(shape, tensors, cache_tokens)
 
@@ -169,13 +167,19 @@ def _check_strings(folder: Path, target: Path) -> None:
         raise InvalidRequestError(f"{folder} is for another vocabulary than {target}: token {token!r} differs")
 
 
-def _own_tensors(folder: Path) -> Tensors:
-    """Reads all tensors of a head's folder: safetensors files, or else pickled ones, of which no code is run."""
+def _own_tensors(folder: Path, shape: HeadShape) -> Tensors:
+    """Reads the tensors of a head's folder, by the names that they have here: of safetensors files those of the head
+    alone, which may lie among its target's; else of pickled ones, of which no code is run.
+    """
     if list(folder.glob("*.safetensors")):
-        tensors: Tensors = {}
+        places: dict[str, Path] = {}
         for path in weights_files(folder):
             with safe_open(path, framework="pt") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # is no mapping
+                places |= dict.fromkeys(file.keys(), path)
+        tensors: Tensors = {}
+        for name, known in known_names(shape, list(places)).items():
+            with safe_open(places[name], framework="pt") as file:
+                tensors[known] = file.get_tensor(name)
         return tensors
     tensors = {}
     for path in sorted(path for pattern in ("*.bin", "*.pt") for path in folder.glob(pattern)):
@@ -188,7 +192,7 @@ def _own_tensors(folder: Path) -> Tensors:
         tensors |= loaded
     if not tensors:
         raise InvalidRequestError(f"{folder} has no weights: model.safetensors is missing")
-    return tensors
+    return {known: tensors[name] for name, known in known_names(shape, list(tensors)).items()}
 
 
 def _set_draft_ids(folder: Path, shape: HeadShape, tensors: Tensors) -> None:
@@ -261,10 +265,9 @@ def _check_tensors(folder: Path, shape: HeadShape, tensors: Tensors, required: M
 
 def _optional_biases(shape: HeadShape, required: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the biases that a head may have: of its matrices, but the embeddings, and the output layer
-    of EAGLE heads.
+    of heads with decoder layers.
     """
-    is_eagle = shape.config.kind in (HeadKind.EAGLE, HeadKind.EAGLE3)
-    without = {EMBEDDING, OUTPUT} if is_eagle else {EMBEDDING}
+    without = {EMBEDDING, OUTPUT} if shape.config.kind in WITH_LAYERS else {EMBEDDING}
     return {
         f"{name.removesuffix('.weight')}.bias": size[:1]
         for name, size in required.items()

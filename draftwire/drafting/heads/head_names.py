@@ -15,7 +15,13 @@ class HeadKind(StrEnum):
     """An MLP for each draft token, over the last hidden state; draft tokens do not see each other."""
     HYDRA = "hydra"
     """As Medusa, but each MLP sees the draft tokens before its own."""
+    MTP = "mtp"
+    """A target's own multi-token-prediction layer: a decoder layer over the last hidden states, with norms around it;
+    the target's output layer makes logits."""
 
+
+WITH_LAYERS = (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.MTP)
+"""Kinds with decoder layers, and so with a KV cache."""
 
 HEAD_NAMES = tuple(kind.value for kind in HeadKind)
 """By which a verifier offers the drafts of its own head."""

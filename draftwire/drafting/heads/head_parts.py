@@ -7,6 +7,7 @@ from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.drafting.heads.head_shape import (
     FUSING,
     FUSING_BIAS,
+    HIDDEN_NORM,
     INPUT_NORM,
     TARGET_NORM,
     HeadShape,
@@ -20,7 +21,7 @@ from draftwire.models.linear import Linear
 def fusion_names(shape: HeadShape) -> tuple[str, ...]:
     """Returns the names of the tensors that `Fusion` reads, the optional ones included."""
     if shape.config.kind is not HeadKind.EAGLE3:
-        return (TARGET_NORM,)
+        return (HIDDEN_NORM if shape.config.kind is HeadKind.MTP else TARGET_NORM,)
     return (FUSING, FUSING_BIAS, INPUT_NORM) if shape.norm_before_fusion else (FUSING, FUSING_BIAS)
 
 
@@ -33,7 +34,8 @@ class Fusion:
         self._norm: Norm | None = None
         self._dtype = tensors[fusion_names(shape)[0]].dtype
         if shape.config.kind is not HeadKind.EAGLE3:
-            self._norm = Norm(tensors[TARGET_NORM], shape.fusion_epsilon)
+            (name,) = fusion_names(shape)
+            self._norm = Norm(tensors[name], shape.fusion_epsilon)
             return
         self._linear = Linear(tensors[FUSING], tensors.get(FUSING_BIAS), streamed=streamed)
         if shape.norm_before_fusion:

@@ -19,6 +19,8 @@ DRAFT_IDS = "d2t"
 
 FUSING, FUSING_BIAS, INPUT_NORM = "fc.weight", "fc.bias", "input_norm.weight"
 """Names of what makes features of EAGLE-3 narrow, and of a norm before that."""
+TOKEN_NORM, HIDDEN_NORM = "token_norm.weight", "hidden_norm.weight"
+"""Names of the norms of a multi-token-prediction layer's embeddings and features."""
 QUERIES_KEYS_VALUES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 """Projections of a decoder layer that are computed as one."""
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -46,5 +48,5 @@ class HeadShape:
     @property
     def fusion_epsilon(self) -> float:
         """What the norm before, or in the place of, the fusion adds to the mean of the squares."""
-        is_eagle3 = self.config.kind is HeadKind.EAGLE3
-        return float(self.layers.rms_norm_eps) if is_eagle3 else self.target_epsilon
+        is_own = self.config.kind in (HeadKind.EAGLE3, HeadKind.MTP)
+        return float(self.layers.rms_norm_eps) if is_own else self.target_epsilon

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.card import ModelCard, context_length_of, path_of, stop_token_ids_of
+from draftwire.models.configuration import config_of
 from draftwire.models.decoder import Decoder, check_decoder
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import FINGERPRINT_ENTRIES, dtype_on_cpu, on_meta
@@ -232,7 +233,7 @@ def _dtype_of(
 def _load(source: ModelSource, group: ProcessGroup, decoder: str, on_progress: Progress) -> LoadedShard:
     check_decoder(decoder)
     disable_progress_bar()  # would write into the log
-    config = AutoConfig.from_pretrained(source.name, revision=source.revision)
+    config = config_of(source.name, source.revision)
     refuse_quantised(source.name, config)
     whole: Any = on_meta(config)
     check_layers(source.name, whole)

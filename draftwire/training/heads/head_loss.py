@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from draftwire.models.loading import cpu_multiplies_bfloat16
 from draftwire.training.distillation import divergence
 
 STEP_DECAY = 0.8
@@ -20,10 +21,11 @@ def head_loss(num_steps: int, draft_ids: Tensor | None) -> Callable[..., Tensor]
 
     Source: the weights are those of EAGLE-3's own training (arXiv 2503.01840); the distance is that of DistillSpec.
     """
+    is_mixed = cpu_multiplies_bfloat16()
 
     def loss(head: nn.Module, ids: Tensor, features: Tensor, target_logits: Tensor) -> Tensor:
         count = ids.shape[1] - num_steps
-        with torch.autocast(ids.device.type, torch.bfloat16):
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=is_mixed):
             drafted = head(features[:, :count], ids)
         target = target_logits.float().softmax(-1)
         total, weights = ids.new_zeros((), dtype=torch.float32), 0.0

@@ -27,7 +27,7 @@ class DraftSettings:
     """How tokens are drafted: "model", by a language model; "suffix" or "lookup", from earlier places of each text, or
     "retrieval", from files, for all of which the option model names the tokenizer alone, and of which several are
     joined by "+"; "model+suffix" and the like, by a language model whose tokens the others continue; "eagle3", "eagle",
-    "medusa" or "hydra", by the option head; "scripted", by a script, for tests; or auto: what fits the model."""
+    "medusa", "hydra" or "mtp", by the option head; "scripted", by a script, for tests; or auto: what fits the model."""
     draft_encoding: Encoding = Encoding.SPARSE_UINT16
     """How distributions travel: sparse_uint16 takes a few dozen bytes a token, dense_float32 and dense_float16 take 4
     and 2 bytes x vocabulary."""
@@ -55,9 +55,9 @@ class FedHeadSettings:
     """A head that drafts from features that verifiers send; see docs/heads.md."""
 
     head: str | None = None
-    """Folder of an EAGLE-1, EAGLE-3, Medusa or Hydra head, for a strategy of that name. The option model names its
-    target, of which only the tensors are read that the head shares. Verifiers need the same head: their option
-    feature_head, or draft_head."""
+    """Folder of an EAGLE-1, EAGLE-3, Medusa or Hydra head or multi-token-prediction layer, for a strategy of that name.
+    The option model names its target, of which only the tensors are read that the head shares. Verifiers need the same
+    head: their option feature_head, or draft_head."""
     feature_encoding: FeatureEncoding = FeatureEncoding.FLOAT8
     """How features travel, of which a token takes as many numbers as the head is wide: float8, with a scale for each
     token, bfloat16 or float32."""

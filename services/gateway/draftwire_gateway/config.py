@@ -146,8 +146,8 @@ class GatewayConfig:
     rounds say, or "fixed", num_speculative_tokens."""
     local_drafts: str = AUTO_LOCAL_DRAFTS
     """How a verifier drafts by itself where no drafter does: "suffix" or "lookup", from earlier places of each text,
-    "retrieval", from files, or several joined by "+"; "eagle3", "eagle", "medusa" or "hydra", by its head; "auto", by
-    its head if it has one, else suffix and retrieval as far as it can; or "none"."""
+    "retrieval", from files, or several joined by "+"; "eagle3", "eagle", "medusa", "hydra" or "mtp", by its head;
+    "auto", by its head if it has one, else suffix and retrieval as far as it can; or "none"."""
     num_speculative_tokens: int = 4
     """Draft tokens per round where a request names a seed but no number, and the first length that is tried; 0 is
     plain decoding."""

@@ -80,7 +80,8 @@ class HeadSettings:
 
     draft_head: str | None = None
     """Folder of an EAGLE-1, EAGLE-3, Medusa or Hydra head that was trained for the model, as its authors or speculators
-    save it: it drafts inside the verifier, from the model's own hidden states."""
+    save it, or of a MiMo model for its own multi-token-prediction layer: it drafts inside the verifier, from the
+    model's own hidden states."""
     feature_head: str | None = None
     """Folder of such a head that drafters draft with (their option head): the verifier keeps what its first layer makes
     of the hidden states, and sends it to them. With draft_head, drafters with the same head are sent it anyway."""

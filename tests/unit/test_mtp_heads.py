@@ -1,0 +1,70 @@
+"""Multi-token-prediction layers: targets that hold one, and what is refused, in words. What they compute is compared in
+`test_heads`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from draftwire.drafting.heads.draft_head import PairReading
+from draftwire.drafting.heads.head_loading import load_head
+from draftwire.drafting.heads.head_names import HeadKind
+from draftwire.errors import InvalidRequestError
+from draftwire.models.loading import load_lean_model, load_model
+from tests.head_checkpoints import Checkpoint, mtp_of_mimo, with_config, with_tensor, without
+from tests.tiny_heads import save_tiny_mimo
+from tests.tiny_models import save_tiny_model
+
+VOCAB, NUM_LAYERS = 23, 2
+TOKENS = [3, 1, 4, 1, 5, 9, 2]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("target"), VOCAB, num_layers=NUM_LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (with_config(num_hidden_layers=36), "of a target of 36 layers, and this one has 2"),
+        (with_config(hidden_size=32), "reads hidden states of 32"),
+        (with_config(num_nextn_predict_layers=3), "has 3 multi-token-prediction layers; heads are made of one"),
+        (with_config(use_sliding_window=True), "attention within a window"),
+        (with_config(model_type="deepseek_v3"), "layers have latent attention and a mixture of experts, .*: mimo"),
+        (with_config(model_type="glm4_moe"), "layers have a mixture of experts, which is not supported"),
+        (with_config(model_type="qwen3_next"), "layers have gated attention and a mixture of experts"),
+        (with_config(model_type="new_moe"), "of type new_moe, whose .* have a form that is not known here"),
+        (without("model.mtp_layers.0.input_proj.weight"), "lacks fc.weight"),
+        (without("model.mtp_layers.0.self_attn.q_proj.bias"), "lacks layers.0.self_attn.q_proj.bias"),
+        (with_tensor("model.mtp_layers.0.mlp.gate.weight", torch.zeros(1)), "layers.0.mlp.gate.weight, which heads"),
+    ],
+)
+def test_other_multi_token_prediction_layers_are_refused_in_words(
+    change: Callable[[Checkpoint], None], words: str, target: Path, tmp_path: Path
+) -> None:
+    checkpoint = mtp_of_mimo(tmp_path / "head", VOCAB, NUM_LAYERS)
+    change(checkpoint)
+    with pytest.raises(InvalidRequestError, match=words):
+        load_head(checkpoint.write().folder, target, 64)
+
+
+def test_mimo_is_served_as_the_qwen2_that_it_is_and_its_layer_drafts_from_the_same_folder(tmp_path: Path) -> None:
+    """By the lean loader and by transformers, without the layer's weights; no code of its repository is run."""
+    folder, network = save_tiny_mimo(tmp_path / "mimo", VOCAB)
+    token_ids = torch.tensor([TOKENS])
+    expected = network(token_ids).logits
+    lean, loaded = load_lean_model(str(folder)), load_model(str(folder))
+    assert lean is not None
+    assert lean.description == loaded.description
+    assert isinstance(loaded.model, Qwen2ForCausalLM)
+    torch.testing.assert_close(loaded.model(token_ids).logits, expected)
+    for name, weight in network.state_dict().items():
+        assert torch.equal(lean.model.state_dict()[name], weight)
+    head = load_head(folder, folder, 64)
+    assert (head.config.kind, head.config.taps) == (HeadKind.MTP, (2,))
+    state = head.read([PairReading(head.open(), TOKENS[1:], head.fuse(torch.zeros(6, 16)))])
+    assert state.logits.isfinite().all()
