@@ -1,8 +1,5 @@
 """How many tokens of a token tree are expected to be accepted, before trees of its size were drafted."""
 
-from itertools import accumulate
-from operator import mul
-
 from draftwire.drafting.tree_shapes import shape_by_chances, survival_of
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 
@@ -47,7 +44,11 @@ class TreePrior:
 
     def mean_accepted(self, num_tokens: int) -> float:
         """Returns the mean number of accepted tokens of a tree that is so deep."""
-        return self.share * sum(accumulate(self.rates(num_tokens), mul))
+        accepted, probability = 0.0, 1.0
+        for rate in self.rates(num_tokens):
+            probability *= rate
+            accepted += probability
+        return self.share * accepted
 
 
 def _rates(chain_rates: list[float], num_nodes: int) -> list[float]:
