@@ -241,6 +241,14 @@ def test_sessions_that_join_one_after_the_other_begin_as_those_that_begin_togeth
         assert chooser.window(0.001 * number).arm == (PLAIN if number else Arm(DraftSource.DRAFTER, 4))
 
 
+def test_source_of_which_nothing_is_known_is_tried_soon_however_fast_another_one_is() -> None:
+    """Certain guesses beside a drafter that is right nine times of ten: what is expected of the unknown is less."""
+    pair = SimulatedPair(0.020, 0.0, 1e-4, lambda now: 0.9, 1, own_acceptance=1.0)
+    chooser = PairChooser(8, 4, pair.sources)
+    Simulation(pair, None, chooser=chooser).tokens_per_s(10.0)
+    assert chooser.explain(DraftSource.VERIFIER).loads[-1].chosen is DraftSource.VERIFIER
+
+
 def test_texts_that_grow_together_do_not_mislead() -> None:
     """A window at the end of sixteen texts is a slow one, whatever its arm."""
     pair = SimulatedPair(
