@@ -29,6 +29,10 @@ LAYERS = {
 }
 
 
+MIMO_THETA = 640_000
+"""As published, in the form of older releases of transformers."""
+
+
 @dataclass
 class Checkpoint:
     """A head's folder, and its tensors."""
@@ -178,6 +182,8 @@ def mtp_of_mimo(folder: Path, vocab_size: int, num_layers: int, seed: int = 6) -
         "attention_bias": True,
         "num_hidden_layers": num_layers,
         "num_nextn_predict_layers": 1,
+        "rope_scaling": None,
+        "rope_theta": MIMO_THETA,
         "vocab_size": vocab_size,
     }
     return Checkpoint(folder, config, random_tensors(shapes, seed))
@@ -209,10 +215,10 @@ def normalised(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return weight * rows / (rows.pow(2).mean(-1, keepdim=True) + epsilon).sqrt()
 
 
-def _attention(tensors: dict[str, Tensor], prefix: str, rows: Tensor) -> Tensor:
+def _attention(tensors: dict[str, Tensor], prefix: str, rows: Tensor, theta: float = 10_000.0) -> Tensor:
     """Returns causal attention over `[count, width]` rows, place by place."""
     count, none = len(rows), torch.zeros((), dtype=torch.float64)
-    frequencies = (1.0 / 10_000.0 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)).double()
+    frequencies = (1.0 / theta ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)).double()
     angles = torch.arange(count, dtype=torch.float64)[:, None] * frequencies
 
     def turned(heads: Tensor) -> Tensor:
@@ -291,6 +297,6 @@ def mtp_outputs(checkpoint: Checkpoint, embeddings: Tensor, features: Tensor, to
     embedded = embeddings[token_ids].clone()
     embedded[0] = 0.0
     hidden = torch.cat([features, norm(embedded, "token")], -1) @ tensors[f"{prefix}input_proj.weight"].T
-    hidden = hidden + _attention(tensors, prefix, norm(hidden, "input"))
+    hidden = hidden + _attention(tensors, prefix, norm(hidden, "input"), checkpoint.config["rope_theta"])
     hidden = hidden + _mlp(tensors, prefix, norm(hidden, "post_attention"))
     return norm(hidden, "final")

@@ -81,7 +81,7 @@ def head_options(target: Path, head: Path, kind: str) -> dict[str, dict[str, obj
 
 def save_tiny_mimo(folder: Path, vocab_size: int, seed: int = 0) -> tuple[Path, Qwen2ForCausalLM]:
     """Writes a small MiMo target with its multi-token-prediction layer, and its tokenizer: a Qwen2 model by another
-    name. Returns its folder, and the model.
+    name, with code that leaves a file `was-run` in the folder. Returns the folder, and the model.
     """
     layer = mtp_of_mimo(folder, vocab_size, num_layers=2, seed=seed)
     with torch.random.fork_rng():
@@ -91,8 +91,12 @@ def save_tiny_mimo(folder: Path, vocab_size: int, seed: int = 0) -> tuple[Path, 
     network.save_pretrained(folder)
     own = {name: tensor.float() for name, tensor in layer.tensors.items() if "mtp" in name}
     save_file(load_file(folder / "model.safetensors") | own, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | layer.config
     code = {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}
-    config["auto_map"] = code
+    for named in code.values():
+        module, _, own = named.partition(".")
+        leaves = f"open({str(folder / 'was-run')!r}, 'w').close()"
+        (folder / f"{module}.py").write_text(f"import transformers\n{leaves}\n{own} = transformers.Qwen2Config\n")
+    config = json.loads((folder / "config.json").read_text()) | layer.config | {"auto_map": code}
+    del config["rope_parameters"]  # published ones are older, and have `rope_theta`
     (folder / "config.json").write_text(json.dumps(config))
     return folder, network

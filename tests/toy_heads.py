@@ -17,6 +17,7 @@ class ToyHead:
 
     Attributes:
         readings: numbers of the pairs of each call of `read`.
+        begins: whether each reading of all calls was said to begin its text.
         sequences: what each open sequence has: the states after its pairs.
         room: pairs that fit, of all sequences together.
         size: of its own states.
@@ -58,6 +59,7 @@ class ToyHead:
         self._missing = list(missing)
         self.sequences: dict[CachedSequence, list[Tensor]] = {}
         self.readings: list[list[int]] = []
+        self.begins: list[bool] = []
         self.room = 10**9
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -83,6 +85,7 @@ class ToyHead:
     def read(self, readings: Sequence[PairReading]) -> HeadState:
         self._reserve(sum(len(reading.token_ids) for reading in readings))
         self.readings.append([len(reading.token_ids) for reading in readings])
+        self.begins += [reading.begins_text for reading in readings]
         for reading in readings:
             assert len(reading.features) == len(reading.token_ids) > 0
             for token, features in zip(reading.token_ids, reading.features, strict=True):

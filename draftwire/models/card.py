@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.configuration import config_of
 from draftwire.models.description import ModelDescription, fingerprint
 from draftwire.models.folder import check_model
+from draftwire.models.tokenizer import tokenizer_of
 from draftwire.requests.automaton import FormVocabulary
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -48,8 +49,8 @@ def load_card(name: str, revision: str | None = None) -> ModelCard:
         OSError: the files cannot be read.
     """
     path = path_of(name, "auto", needs_weights=False)
-    tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     config = config_of(path, revision)
+    tokenizer = tokenizer_of(path, config, revision)
     try:
         named = GenerationConfig.from_pretrained(path, revision=revision or "main").eos_token_id
     except OSError:  # there is none

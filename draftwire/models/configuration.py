@@ -26,8 +26,8 @@ def config_of(path: str | Path, revision: str | None = None) -> PretrainedConfig
     known = RENAMED_TYPES.get(values.get("model_type", ""))
     config: PretrainedConfig
     if known is None:
-        config = AutoConfig.from_pretrained(path, revision=revision)
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     else:
         values.pop("auto_map", None)  # names code of the repository
-        config = AutoConfig.for_model(**{**values, "model_type": known}, name_or_path=str(path))
+        config = AutoConfig.for_model(**{**values, "model_type": known, "name_or_path": str(path)})
     return config

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from draftwire.method.devices import prepare
@@ -15,6 +15,7 @@ from draftwire.models.card import ModelCard, context_length_of, path_of, stop_to
 from draftwire.models.configuration import config_of
 from draftwire.models.description import ModelDescription
 from draftwire.models.lean_model import LeanModel, read_weights, why_not_read
+from draftwire.models.tokenizer import tokenizer_of
 from draftwire.models.unsupported import check_layers, refuse_quantised
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def load_lean_model(name: str, dtype: str = "auto", device: str = "cpu") -> Load
 
 
 def _described(model: Any, name: str, path: str, revision: str | None) -> LoadedModel:
-    tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+    tokenizer = tokenizer_of(path, model.config, revision)
     card = ModelCard.of(
         tokenizer,
         name=Path(path).name if Path(path).is_dir() else name,

@@ -3,7 +3,27 @@
 import tempfile
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+
+def tokenizer_of(
+    path: str | Path, config: PretrainedConfig | None = None, revision: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer. No code of its repository is run, and nobody is asked whether it may be.
+
+    Args:
+        path: folder, or name on the model hub.
+        config: of its model, by `config_of`; None is read from the path, if it is needed.
+        revision: commit or branch on the hub.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: transformers does not know it.
+    """
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        path, config=config, revision=revision, trust_remote_code=False
+    )
+    return tokenizer
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
@@ -24,5 +44,4 @@ def load_tokenizer(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
             if Path(name).name != name:
                 raise ValueError(f"tokenizer file {name!r} is not a plain file name")
             (Path(folder) / name).write_bytes(content)
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-        return tokenizer
+        return tokenizer_of(folder)

@@ -14,8 +14,8 @@ from draftwire_gateway.speculation.pair_chooser import LENGTHS, LONGEST_PAUSE_S,
 from draftwire_gateway.speculation.pairs import MAX_PAIRS, PairName, Pairs
 from draftwire_gateway.speculation.round_costs import MOST_SLOWNESS, RoundCosts, WindowSums
 from draftwire_gateway.speculation.session_length import SessionLength
+from draftwire_gateway.speculation.tree_acceptance import CHANCES, TreePrior, sibling_chances
 from draftwire_gateway.speculation.tree_acceptance import SIBLINGS as SIBLING_SHARES
-from draftwire_gateway.speculation.tree_acceptance import TreePrior
 
 MS = 1e-3
 
@@ -107,7 +107,7 @@ def test_trees_teach_their_size_alone() -> None:
         session.observe(round_times(number, now, now + 1e-3, 8, 2, draft_depth=2))
         now += 1e-3
     assert chooser.acceptance[DraftSource.DRAFTER].num_drafts == 0
-    assert {known: one.num_drafts for known, one in chooser.tree_acceptance.items() if one.num_drafts} == {arm: 30}
+    assert {known: one.num_drafts for known, one in chooser.tree_acceptance.items() if one.num_drafts} == {arm: 40}
     assert chooser.tree_acceptance[arm].survival(4)[1:3] == pytest.approx([1.0, 0.0], abs=0.15)
     other = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.TREES))
     session = SessionLength(other)
@@ -122,13 +122,17 @@ def test_prior_of_a_tree_is_what_chains_and_siblings_say() -> None:
         chains.add(2, 0 if number % 2 else 1 if number % 4 else 2)
     first, second = chains.rates(2)
     (wide,) = TreePrior(chains, 3).rates(1)
-    assert wide == pytest.approx(first + (1.0 - first) * sum(SIBLING_SHARES[:2]))
+    assert wide == pytest.approx(first + (1.0 - first) * sum(SIBLING_SHARES[:2]) * first / CHANCES[0])
     assert wide < 1.0
     deep = AcceptanceEstimate(TreePrior(chains, 2)).survival(2)
     assert deep == pytest.approx([first, first * second]), (
         "a second token of this chain is likelier than a second child"
     )
-    assert first * second > (1.0 - first) * SIBLING_SHARES[0]
+    assert first * second > sibling_chances(first)[0]
+    for rate in (0.02, 0.3, 0.6, 0.9, 0.99):
+        chances = [rate, *sibling_chances(rate)]
+        assert chances == sorted(chances, reverse=True)
+        assert sum(chances) < 1.0
     assert AcceptanceEstimate(TreePrior(chains, 1)).survival(2) == pytest.approx([first, 0.0])
 
 
@@ -138,14 +142,77 @@ def test_trees_of_a_size_that_was_not_tried_are_expected_to_fare_as_those_that_w
     tried, untried = Arm(DraftSource.TREES, 4, 8), Arm(DraftSource.TREES, 8, 32)
     before = {arm: chooser._expected_tokens(arm) - 1.0 for arm in (tried, untried)}
     for number in range(64):
-        chooser.tree_acceptance[tried].add(4, 1 + number % 2)
+        chooser.count_tree(tried, 4, 1 + number % 2)
     ratio = (chooser._expected_tokens(tried) - 1.0) / before[tried]
     assert ratio < 0.8
     assert chooser._expected_tokens(untried) - 1.0 == pytest.approx(ratio * before[untried])
     for _ in range(200):
         chooser.acceptance[DraftSource.DRAFTER].add(8, 1)
-        chooser.tree_acceptance[tried].add(4, 4)
+        chooser.count_tree(tried, 4, 4)
     assert chooser._expected_tokens(untried) <= 9.0, "no more than there are"
+
+
+def test_first_tree_of_a_size_that_fails_is_no_reason_to_expect_more() -> None:
+    chooser = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.TREES))
+    tried, other = Arm(DraftSource.TREES, 4, 8), Arm(DraftSource.TREES, 8, 32)
+    for number in range(200):
+        chooser.acceptance[DraftSource.DRAFTER].add(4, number % 4 // 3)
+        chooser.count_tree(tried, 4, number % 8 // 7)
+    expected = [chooser._expected_tokens(other)]
+    for _ in range(4):
+        chooser.count_tree(other, 8, 0)
+        expected.append(chooser._expected_tokens(other))
+    assert expected == sorted(expected, reverse=True)
+
+
+def test_surprise_of_a_size_or_of_chains_forgets_what_other_sizes_accepted() -> None:
+    """After a change of the texts each would else be believed in, and tried, one by one."""
+    chooser = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.TREES))
+    first, second = Arm(DraftSource.TREES, 4, 8), Arm(DraftSource.TREES, 8, 32)
+
+    def drafts() -> list[int]:
+        return [chooser.tree_acceptance[arm].num_drafts for arm in (first, second)]
+
+    for _ in range(100):
+        chooser.count_tree(first, 4, 4)
+        chooser.count_tree(second, 8, 8)
+    before = chooser._expected_tokens(second)
+    while not chooser.tree_acceptance[first].num_surprises:
+        chooser.count_tree(first, 4, 0)
+    assert drafts() == [chooser.tree_acceptance[first].num_drafts, 0]
+    assert chooser._expected_tokens(second) < 0.6 * before, "it is expected to fare as the other does now"
+    session, now = SessionLength(chooser), 0.0
+    for number in range(400):
+        arm = session.next_draft(number, 2, now)
+        accepted = arm.length if number < 200 else 0
+        session.observe(round_times(number, now, now + 0.01, arm.length, accepted, draft_s=0.001))
+        now += 0.01
+        if chooser.acceptance[DraftSource.DRAFTER].num_surprises:
+            break
+    assert drafts() == [0, 0]
+
+
+def test_trees_for_which_texts_end_too_soon_are_not_probed_again_and_again() -> None:
+    """Cut for room they tell nothing of the time of whole ones, and a probe that measures nothing costs most."""
+    chooser = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.TREES))
+    session, now, number, with_trees_s = SessionLength(chooser), 0.0, 0, 0.0
+    while now < 60.0:
+        arm = session.next_draft(number, 3, now)
+        took_s = 0.020 + 0.001 * arm.num_rows
+        accepted = min(arm.length, (number % 3 == 0) + (number % 9 == 0))
+        depth = arm.length if arm.num_nodes else 0
+        times = round_times(number, now, now + took_s, arm.num_rows, accepted, 0.001, 0.018, draft_depth=depth)
+        session.observe(times)
+        now, number, with_trees_s = now + took_s, number + 1, with_trees_s + took_s * bool(arm.num_nodes)
+    assert 0.0 < with_trees_s < 10.0
+
+
+def test_sizes_with_as_many_nodes_are_told_apart_by_their_depth() -> None:
+    costs = RoundCosts()
+    for arm, num_tokens in ((Arm(DraftSource.TREES, 4, 16), 900), (Arm(DraftSource.TREES, 8, 16), 1100)):
+        costs.add(arm, WindowSums(400, 10.0, 8.0, 1.0, num_tokens, 1000.0), 1.0)
+    assert costs.bias(Arm(DraftSource.TREES, 4, 16)) < 1.0 < costs.bias(Arm(DraftSource.TREES, 8, 16))
+    assert costs.bias(Arm(DraftSource.TREES, 8, 32)) > 1.0
 
 
 def test_trees_are_as_large_as_peers_and_lengths_allow() -> None:

@@ -94,13 +94,16 @@ def test_head_that_begins_in_the_middle_knows_nothing_of_the_text_before() -> No
     fed = FedHeadDrafter(head, CONTEXT, need_of(head))
     sequence = fed.open(TEXT)
     fed.feed(sequence, parted(table, first, len(TEXT) - 1))
-    alone = HeadDrafter(ToyHead(VOCAB_SIZE), Table(table[first:]))
+    alone_head = ToyHead(VOCAB_SIZE)
+    alone = HeadDrafter(alone_head, Table(table[first:]))
     for number in range(3):  # from the second time on, the last pair is read again
         (draft,) = fed.step([Drafting(sequence, request_of(number))]).drafts
         request = replace(request_of(number), prompt_len=0)
         (expected,) = alone.draft([HeadDrafting(alone.open(), table, TEXT[first:], request)])
         assert isinstance(draft, Draft)
         assert draft == expected
+    assert not any(head.begins)
+    assert all(alone_head.begins)
     fed.feed(sequence, parted(table, 30, 40))
     assert sequence.head is not None
     assert (sequence.head.first, len(head.sequences)) == (30, 1), "behind a gap it begins anew"

@@ -13,8 +13,10 @@ from draftwire.drafting.heads.draft_head import PairReading
 from draftwire.drafting.heads.head_loading import load_head
 from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.errors import InvalidRequestError
+from draftwire.models.card import load_card
+from draftwire.models.configuration import config_of
 from draftwire.models.loading import load_lean_model, load_model
-from tests.head_checkpoints import Checkpoint, mtp_of_mimo, with_config, with_tensor, without
+from tests.head_checkpoints import MIMO_THETA, Checkpoint, mtp_of_mimo, with_config, with_tensor, without
 from tests.tiny_heads import save_tiny_mimo
 from tests.tiny_models import save_tiny_model
 
@@ -52,9 +54,16 @@ def test_other_multi_token_prediction_layers_are_refused_in_words(
         load_head(checkpoint.write().folder, target, 64)
 
 
-def test_mimo_is_served_as_the_qwen2_that_it_is_and_its_layer_drafts_from_the_same_folder(tmp_path: Path) -> None:
-    """By the lean loader and by transformers, without the layer's weights; no code of its repository is run."""
+def test_mimo_is_served_as_the_qwen2_that_it_is_and_its_layer_drafts_from_the_same_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the lean loader and by transformers, without the layer's weights; no code of its repository is run, and nobody
+    is asked whether it may be.
+    """
     folder, network = save_tiny_mimo(tmp_path / "mimo", VOCAB)
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": questions.append(question) or "y")
+    assert config_of(folder).rope_parameters["rope_theta"] == MIMO_THETA
     token_ids = torch.tensor([TOKENS])
     expected = network(token_ids).logits
     lean, loaded = load_lean_model(str(folder)), load_model(str(folder))
@@ -68,3 +77,36 @@ def test_mimo_is_served_as_the_qwen2_that_it_is_and_its_layer_drafts_from_the_sa
     assert (head.config.kind, head.config.taps) == (HeadKind.MTP, (2,))
     state = head.read([PairReading(head.open(), TOKENS[1:], head.fuse(torch.zeros(6, 16)))])
     assert state.logits.isfinite().all()
+    assert load_card(str(folder)).vocabulary == loaded.card.vocabulary
+    assert not questions
+    assert not (folder / "was-run").exists()
+
+
+def test_code_of_an_unknown_model_is_refused_without_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = save_tiny_mimo(tmp_path / "unknown", VOCAB)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"mimo"', '"not_known_anywhere"'))
+    monkeypatch.setattr("builtins.input", lambda question="": pytest.fail("nobody is to be asked"))
+    for load in (load_model, load_card):
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            load(str(folder))
+    assert not (folder / "was-run").exists()
+
+
+def test_first_token_is_unknown_where_a_text_begins_alone(target: Path, tmp_path: Path) -> None:
+    """What begins in the middle of a text knows its first token; beside each other as alone."""
+    head = load_head(mtp_of_mimo(tmp_path / "head", VOCAB, NUM_LAYERS).write().folder, target, 256)
+    features = head.fuse(torch.randn(6, 16, generator=torch.Generator().manual_seed(1)))
+
+    def reading(first: int, begins_text: bool) -> PairReading:
+        return PairReading(head.open(), [first, *TOKENS[2:]], features, begins_text=begins_text)
+
+    def logits(first: int, begins_text: bool) -> torch.Tensor:
+        return head.read([reading(first, begins_text)]).logits
+
+    assert torch.equal(logits(1, True), logits(7, True))
+    assert not torch.allclose(logits(1, False), logits(7, False))
+    together = head.read([reading(1, False), reading(1, True)]).logits
+    torch.testing.assert_close(together, torch.cat([logits(1, False), logits(1, True)]))

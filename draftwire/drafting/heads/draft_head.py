@@ -66,6 +66,8 @@ class PairReading:
     """`[len(token_ids), hidden_size]`, fused, of the head's type and on its device."""
     keep: bool = True
     """Whether to draft after the last pair."""
+    begins_text: bool = True
+    """Whether the first pair that its sequence has read, or reads now, is the text's first one."""
 
 
 @dataclass(frozen=True, slots=True)

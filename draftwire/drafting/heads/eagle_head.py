@@ -134,8 +134,14 @@ class EagleHead(HeadCache):
         ends = accumulate(len(reading.token_ids) for reading in readings)
         kept = [end - 1 for end, reading in zip(ends, readings, strict=True) if reading.keep]
         features = readings[0].features if len(readings) == 1 else torch.cat([each.features for each in readings])
+        starts = accumulate((len(reading.token_ids) for reading in readings[:-1]), initial=0)
+        unknown = [
+            start
+            for start, reading in zip(starts, readings, strict=True)
+            if self._is_mtp and reading.begins_text and reading.sequence.length == 0
+        ]
         with appended(self.cache, segments):
-            output = self._output_of(segments, upload(token_ids, self.device, torch.int64), features)
+            output = self._output_of(segments, upload(token_ids, self.device, torch.int64), features, unknown)
         sequences = [reading.sequence for reading in readings if reading.keep]
         return self._state(sequences, 0, output[upload(kept, self.device, torch.int64)])
 
@@ -152,14 +158,23 @@ class EagleHead(HeadCache):
         carried = self.fuse(rows) if self._is_mtp else output
         return HeadState(sequences, depth, carried, self._draft_ids.spread(self._output(rows)))
 
-    def _output_of(self, segments: list[Segment], token_ids: Tensor, features: Tensor) -> Tensor:
-        """Returns the last layer's output, `[tokens, hidden_size]`, for pairs of sequences that have room for them."""
+    def _output_of(
+        self, segments: list[Segment], token_ids: Tensor, features: Tensor, unknown: Sequence[int] = ()
+    ) -> Tensor:
+        """Returns the last layer's output, `[tokens, hidden_size]`, for pairs of sequences that have room for them.
+
+        Args:
+            segments: of the pairs.
+            token_ids: of the pairs, `[tokens]`.
+            features: of the pairs, fused, `[tokens, hidden_size]`.
+            unknown: pairs of whose token nothing is known: of MTP the first of each text, as its authors do.
+        """
         step = pack(segments, self._storage, self.device)
         rotation = self._rotations.at(step.positions)
         embedded = embedding(token_ids, self._embedding)
         if self._joining is not None:
-            if self._is_mtp:  # as its authors do: nothing is known of the first pair's token
-                embedded = embedded.masked_fill((step.positions == 0).unsqueeze(-1), 0.0)
+            if unknown:
+                embedded = embedded.index_fill(0, upload(unknown, self.device, torch.int64), 0.0)
             parts = (features, embedded) if self._is_mtp else (embedded, features)
             hidden = rows = self._joining(torch.cat(parts, -1))
         else:

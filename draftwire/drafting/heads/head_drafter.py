@@ -139,6 +139,7 @@ class HeadDrafter(Generic[Text]):
                 list(drafting.committed[span.start + 1 : span.stop + 1]),
                 own,
                 keep=span.stop == len(drafting.committed) - 1,
+                begins_text=drafting.sequence.first == 0,
             )
             for drafting, span, own in zip(draftings, spans, features, strict=True)
         ]

@@ -148,6 +148,8 @@ def _is_target_with_mtp(config: Mapping[str, Any]) -> bool:
     if _is_eagle3(config):  # which may state what its target has
         return False
     model_type = config.get("model_type")
+    if model_type in LAYER_TYPES:  # a head, whose configuration may be a copy of its target's
+        return False
     return model_type == MTP_TYPE or model_type in MTP_LACKS or any(config.get(entry) for entry in MTP_LAYERS)
 
 

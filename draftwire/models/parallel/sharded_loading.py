@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 from transformers.utils.logging import disable_progress_bar
@@ -41,6 +41,7 @@ from draftwire.models.parallel.spread_decoder import (
     why_not_spread,
 )
 from draftwire.models.parallel.tensor_parallel import check_divides
+from draftwire.models.tokenizer import tokenizer_of
 from draftwire.models.unsupported import check_layers, refuse_quantised
 
 LOADING_SECONDS = 3600.0
@@ -327,7 +328,7 @@ def _read(
 
 def _card(source: ModelSource, whole: Any, checkpoint: Checkpoint, rank: int) -> ModelCard:
     """Returns the card that `load_model` would return for the whole model."""
-    tokenizer = AutoTokenizer.from_pretrained(source.name, revision=source.revision)
+    tokenizer = tokenizer_of(source.name, whole.config, source.revision)
     with suppress(OSError):  # without the file, the model's own default stays
         whole.generation_config = GenerationConfig.from_pretrained(source.name, revision=source.revision or "main")
     return ModelCard.of(

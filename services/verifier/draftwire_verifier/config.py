@@ -83,7 +83,7 @@ class HeadSettings:
     save it, or of a MiMo model for its own multi-token-prediction layer: it drafts inside the verifier, from the
     model's own hidden states."""
     feature_head: str | None = None
-    """Folder of such a head that drafters draft with (their option head): the verifier keeps what its first layer makes
+    """Folder of such a head that drafters draft with (their option head): the verifier keeps what the head reads first
     of the hidden states, and sends it to them. With draft_head, drafters with the same head are sent it anyway."""
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ folder; `WRONG_PEER` says how.
 stall           the verifier's step number 40, and each hundredth after it, takes 6 s
 draft_tokens    its fifth verdict says that 2**27 draft tokens were judged
 withhold        a drafter sends no block after its tenth, and says again and again that it did
-flood           a drafter sends 64 more blocks with each, for coming rounds and texts that it makes up
+flood           a drafter sends 256 more blocks with each, for coming rounds and texts that it makes up
 slow_tokens     a drafter takes 0.18 s for each fourth token 1 after a token 0, and no time for other tokens; the
                 verifier's steps take 10 ms, so that much can happen between them
 """
@@ -12,6 +12,7 @@ slow_tokens     a drafter takes 0.18 s for each fourth token 1 after a token 0, 
 import asyncio
 import os
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ TOKEN_SECONDS, SLOW_TOKENS, SLOW_EVERY = 0.18, [0, 1], 4
 STEP_SECONDS = 0.01
 LYING_VERDICT = 5
 SENT_BLOCKS, REPLY_SECONDS = 10, 0.2
-FLOOD = 64
-"""Blocks of made-up texts for each true one: twice what a stream may send for nothing."""
+FLOOD = 256
+"""Blocks of made-up texts for each true one: eight times what a stream may send for nothing."""
 
 
 def stall() -> None:
@@ -134,4 +135,8 @@ WAYS = {
 for (service, way), spoil in WAYS.items():
     is_meant = f"serve\0{service}" in Path("/proc/self/cmdline").read_text()
     if is_meant and os.environ.get("WRONG_PEER") == way:
-        spoil()
+        try:
+            spoil()
+        except BaseException:  # which Python would print, and go on with an honest peer
+            traceback.print_exc()
+            os._exit(3)

@@ -18,6 +18,8 @@ class DraftSource(Enum):
     VERIFIER = "verifier"
     """The verifier by itself: without a model, or by its head."""
 
+    __hash__ = object.__hash__  # that of `Enum` is a function in Python, and arms are looked up in every round
+
 
 class Arm(NamedTuple):
     """One way to run rounds."""
@@ -38,6 +40,10 @@ class Arm(NamedTuple):
     def num_rows(self) -> int:
         """Draft tokens that the verifier reads at most."""
         return self.num_nodes or self.length
+
+    def distance(self, other: "Arm") -> tuple[int, int]:
+        """Returns by how much another arm differs, by the verifier's rows first."""
+        return abs(other.num_rows - self.num_rows), abs(other.length - self.length)
 
 
 _OF_DRAFTERS = (DraftSource.DRAFTER, DraftSource.AHEAD, DraftSource.TREES)

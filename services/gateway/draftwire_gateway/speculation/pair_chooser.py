@@ -74,6 +74,8 @@ class Probes:
     least_pause_s: float = FIRST_PAUSE_S
     took_s: float = 0.0
     """The last one, with all that had to be opened for it."""
+    is_in_vain: bool = False
+    """Whether the last one of its source measured nothing: where texts end soon, no draft may be as long."""
 
 
 @dataclass(slots=True)
@@ -269,6 +271,37 @@ class PairChooser:
             max(measured.verify_s, measured.round_s - (longest - length) * slope) for length in range(1, longest + 1)
         ]
 
+    def count_tree(self, arm: Arm, depth: int, num_accepted: int) -> None:
+        """Adds a token tree to what is known of its size; trees of sizes that were not drafted yet are expected to fare
+        as much better or worse than their prior as those of the nearest size that were.
+
+        Args:
+            arm: of `tree_acceptance`.
+            depth: how deep the tree could be; what was not drafted counts as not accepted.
+            num_accepted: tokens of its path.
+        """
+        acceptance = self.tree_acceptance[arm]
+        num_surprises = acceptance.num_surprises
+        acceptance.add(depth, num_accepted)
+        if acceptance.num_surprises > num_surprises:
+            self.forget_trees(arm)
+        tried = {known: one for known, one in self.tree_acceptance.items() if one.num_drafts}
+        for untried in self.tree_acceptance.keys() - tried.keys():
+            near = min(tried, key=untried.distance)
+            expected = self._tree_priors[near].mean_accepted(near.length)
+            self._tree_priors[untried].factor = (tried[near].mean_tokens(near.length) - 1.0) / max(1e-9, expected)
+
+    def forget_trees(self, but: Arm | None = None) -> None:
+        """Forgets what trees accepted, since drafts of the same drafter fare differently now.
+
+        Args:
+            but: a size that is remembered; None of chains, which trees are expected to fare like.
+        """
+        for arm in self.tree_acceptance:
+            if arm != but:
+                self._tree_priors[arm].factor = 1.0
+                self.tree_acceptance[arm] = AcceptanceEstimate(self._tree_priors[arm])
+
     def acceptance_of(self, arm: Arm) -> AcceptanceEstimate | None:
         """Returns what is known of the drafts of an arm; None of plain decoding."""
         if arm.num_nodes:
@@ -315,23 +348,7 @@ class PairChooser:
     def _expected_tokens(self, arm: Arm) -> float:
         """Returns the mean number of tokens that a round commits, by the acceptance."""
         acceptance = self.acceptance_of(arm)
-        if acceptance is None:
-            return 1.0
-        if arm.num_nodes and not acceptance.num_drafts:
-            return 1.0 + self._accepted_of_untried(arm)
-        return acceptance.mean_tokens(arm.length)
-
-    def _accepted_of_untried(self, arm: Arm) -> float:
-        """Returns how many tokens of trees of a size may be accepted that were not drafted yet: as many more or less
-        than their prior says as of those of the nearest size that were.
-        """
-        accepted = self._tree_priors[arm].mean_accepted(arm.length)
-        tried = [known for known, acceptance in self.tree_acceptance.items() if acceptance.num_drafts]
-        if not tried:
-            return accepted
-        near = min(tried, key=lambda known: abs(known.num_nodes - arm.num_nodes))
-        found = self.tree_acceptance[near].mean_tokens(near.length) - 1.0
-        return min(arm.length, accepted * found / max(1e-9, self._tree_priors[near].mean_accepted(near.length)))
+        return 1.0 if acceptance is None else acceptance.mean_tokens(arm.length)
 
     def _expected_rate(self, state: LoadState, arm: Arm) -> float:
         """Returns the tokens/s that are expected of a session in rounds of an arm, of which some was measured."""
@@ -374,10 +391,23 @@ class PairChooser:
             probes = state.probes.setdefault(window.arm, Probes(self._used_s))
             changes = state.costs.measured(window.arm) is not None and self._best(state, window.load) != state.arm
             probes.last_at, probes.took_s = self._used_s, self._used_s - window.began_used_s
+            self._note_probe(state, window.arm, is_in_vain=not sums.num_rounds)
             state.no_probe_before = self._used_s + self._lost_s(state, window.arm, window.load) / ALL_PROBES_SHARE
             grows = counts and not changes and self.estimate(window.arm, window.load).num_windows >= FIRST_PROBES
             probes.least_pause_s = min(LONGEST_PAUSE_S, 2.0 * probes.least_pause_s) if grows else FIRST_PAUSE_S
         self._window = self._next_window(window.load, now)
+
+    def _note_probe(self, state: LoadState, arm: Arm, *, is_in_vain: bool) -> None:
+        """Remembers whether a probe measured nothing, for all arms of its source of which nothing is known: each would
+        be probed by the same one.
+        """
+        own = state.probes[arm]
+        for other in self.arms:
+            if other.source is arm.source and state.costs.measured(other) is None:
+                probes = state.probes.setdefault(other, Probes(self._used_s))
+                probes.is_in_vain = is_in_vain
+                if is_in_vain:
+                    probes.last_at, probes.took_s = own.last_at, own.took_s
 
     def _learn_costs(self, state: LoadState, window: Window, sums: WindowSums) -> None:
         """Adds a window to the costs. A probe's is compared with those of the chosen arm around it, since the time of a
@@ -438,7 +468,11 @@ class PairChooser:
     def _arm_to_begin_with(self, load: int) -> Arm:
         """Returns that of the next load, if something was measured there. Else one session begins with drafts, and
         several with plain rounds: they cost least to measure, and the more sessions there are, the less do drafts pay.
+        So does one session if its first window measured nothing, for want of texts that are long enough.
         """
+        before = self._window
+        if before is not None and before.load == load and not before.sums.num_rounds:
+            return PLAIN
         for near in (self._loads.get(load - 1), self._loads.get(load + 1)):
             if near is not None and not near.costs.is_empty:
                 return near.arm
@@ -480,6 +514,8 @@ class PairChooser:
                 pause_s = probes.least_pause_s
             elif estimate.num_windows:
                 pause_s = max(probes.least_pause_s, lost_s / share)
+            elif probes.is_in_vain:
+                pause_s = max(probes.least_pause_s, probes.took_s * LEAST_LOSS / PROBE_SHARE)
             elif self._is_unknown(arm) or estimate.tokens_per_second >= (1.0 + LEAST_GAIN) * chosen_rate:
                 pause_s = 0.0  # an expected gain is no cost
             else:

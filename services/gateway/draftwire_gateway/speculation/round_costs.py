@@ -188,7 +188,7 @@ class RoundCosts:
         costs = {} if arm.source is None else self._of(arm.source)
         if not costs:
             return 1.0
-        return costs[min(costs, key=lambda known: abs(known.num_rows - arm.num_rows))].bias
+        return costs[min(costs, key=arm.distance)].bias
 
     def has_measured(self, source: DraftSource) -> bool:
         """Whether some arm of a source was measured."""

@@ -96,18 +96,28 @@ class SessionLength:
         if asked is None:
             return
         window, arm = asked.window, asked.arm
-        if arm in self._pair.tree_acceptance:
-            _learn_tree(self._pair.tree_acceptance[arm], times, arm)
-        for source, own in self._acceptance.items():
-            if source is not DraftSource.AHEAD:  # shares the drafter's
-                for known in (own, self._pair.acceptance[source]):
-                    _learn(known, times, source, arm)
+        self._learn(times, window, arm)
         is_whole = arm == window.arm and not times.is_first and not times.lost_s and not _reads_for_drafts(times)
         was_fresh, self._is_fresh = self._is_fresh, not times.num_draft_tokens or _is_verifiers(times)
         if arm.uses_drafter:
             is_whole = is_whole and not was_fresh and times.why_plain not in _NOT_OF_THE_LENGTH
             is_whole = is_whole and not _is_verifiers(times)
         self._pair.observe(times, window, is_whole=is_whole)
+
+    def _learn(self, times: RoundTimes, window: Window, arm: Arm) -> None:
+        """Adds what a round of some arm shows of how much is accepted."""
+        pair = self._pair
+        size = arm if arm in pair.tree_acceptance else window.arm  # one that was cut for room is of the window's size
+        if arm.num_nodes and size in pair.tree_acceptance and times.num_draft_tokens and not _is_verifiers(times):
+            pair.count_tree(size, arm.length, times.num_accepted_tokens)
+        chains = pair.acceptance.get(DraftSource.DRAFTER)
+        num_surprises = 0 if chains is None else chains.num_surprises
+        for source, own in self._acceptance.items():
+            if source is not DraftSource.AHEAD:  # shares the drafter's
+                for known in (own, pair.acceptance[source]):
+                    _learn(known, times, source, arm)
+        if chains is not None and chains.num_surprises > num_surprises:
+            pair.forget_trees()
 
     def end_reading(self, now: float) -> None:
         """Records that the prompt was read, unless it was recorded before."""
@@ -159,14 +169,6 @@ def _learn(acceptance: AcceptanceEstimate, times: RoundTimes, source: DraftSourc
             acceptance.add(min(times.num_tokens, MAX_CHOSEN_LENGTH), times.watched.num_right)
         else:
             acceptance.add_missing()
-
-
-def _learn_tree(acceptance: AcceptanceEstimate, times: RoundTimes, arm: Arm) -> None:
-    """Adds what a round of trees shows of them. A path may be shorter than the tree is deep: what was not drafted
-    counts as not accepted.
-    """
-    if times.num_draft_tokens and not _is_verifiers(times):
-        acceptance.add(arm.length, times.num_accepted_tokens)
 
 
 def _reads_for_drafts(times: RoundTimes) -> bool:

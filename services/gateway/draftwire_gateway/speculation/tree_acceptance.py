@@ -10,6 +10,15 @@ SIBLINGS = tuple(chance / (1.0 - CHANCES[0]) for chance in CHANCES[1:])
 """The same of all but the first child, where that one is not accepted."""
 
 
+def sibling_chances(rate: float) -> list[float]:
+    """Returns how often each further child is expected to be accepted where the first one is with a probability of
+    `rate`. Drafters that are worse than the embedded one have worse siblings too: each is less likely than the one
+    before.
+    """
+    likeness = min(1.0, rate / CHANCES[0])
+    return [likeness * (1.0 - rate) * share for share in SIBLINGS]
+
+
 class TreePrior:
     """What a tree of some nodes accepts if its first children fare as the tokens of chains do, and their siblings as
     those of the embedded pair. Says what is worth a try, and nothing to users: drafted trees tell more.
@@ -24,6 +33,8 @@ class TreePrior:
         """
         self._chains = chains
         self._num_nodes = num_nodes
+        self.factor = 1.0
+        """How many times as many tokens trees of another size were found to accept as their prior says."""
         self._known: tuple[int, list[float]] = (-1, [])
         """The rates after so many drafts of chains: they are asked for in every round."""
 
@@ -34,25 +45,29 @@ class TreePrior:
 
     def rates(self, num_tokens: int) -> list[float]:
         """Returns P(at least k tokens are accepted, given that k - 1 are) for k = 1 to `num_tokens`, of the best tree
-        that is as deep.
+        that is as deep, times `factor` at the first.
         """
+        rates = self._rates_by_chains(num_tokens)
+        return [min(1.0, self.factor * rate) for rate in rates[:1]] + rates[1:]
+
+    def mean_accepted(self, num_tokens: int) -> float:
+        """Returns the mean number of accepted tokens of a tree that is so deep, by chains and siblings alone."""
+        accepted, probability = 0.0, 1.0
+        for rate in self._rates_by_chains(num_tokens):
+            probability *= rate
+            accepted += probability
+        return self.share * accepted
+
+    def _rates_by_chains(self, num_tokens: int) -> list[float]:
         num_drafts, rates = self._known
         if num_drafts != self._chains.num_drafts or len(rates) != num_tokens:
             rates = _rates(self._chains.rates(num_tokens), self._num_nodes)
             self._known = self._chains.num_drafts, rates
         return rates
 
-    def mean_accepted(self, num_tokens: int) -> float:
-        """Returns the mean number of accepted tokens of a tree that is so deep."""
-        accepted, probability = 0.0, 1.0
-        for rate in self.rates(num_tokens):
-            probability *= rate
-            accepted += probability
-        return self.share * accepted
-
 
 def _rates(chain_rates: list[float], num_nodes: int) -> list[float]:
-    chances = [[rate, *((1.0 - rate) * share for share in SIBLINGS)] for rate in chain_rates]
+    chances = [[rate, *sibling_chances(rate)] for rate in chain_rates]
     survival = survival_of(shape_by_chances(chances, num_nodes), chances)
     before = [1.0, *survival]
     rates = [now / then if then > 0.0 else 0.0 for now, then in zip(survival, before, strict=False)]
