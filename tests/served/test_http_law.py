@@ -76,7 +76,7 @@ def draw(client: openai.OpenAI, number: int, name: str) -> dict[str, Any]:
     return {"ids": tuple(token["id"] for token in tokens), "reason": reason, "drafted": drafted}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", NAMES)
 def test_completions_over_http_follow_the_law_of_the_target(
     target: Path, drawn: dict[str, list[dict[str, Any]]], name: str

@@ -178,7 +178,7 @@ def p_value(texts: list[tuple[int, ...]], law: Law) -> float:
     return float(chi2.sf(statistic, max(len(pairs) - 1, 1)))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_follow_the_law_of_the_target(target: Path, drawn: dict[str, list[Completion]], name: str) -> None:
     """Of each rule, and of plain decoding. False alarm: 5e-6, by chi-square."""
