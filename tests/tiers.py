@@ -5,8 +5,8 @@ tests in `tests/served`, half of the time is waiting, so that two workers take f
 all cores by themselves and run alone. Where one or two of these fail, which a starved machine can do to processes and
 browsers, they run again, alone; one that then passes is printed as flaky. Unit tests, and comparisons of distributions,
 get no second run. Each tier leaves a report in `build/tests`; `summary` adds up those of `test` and `slow`, as CI does,
-and fails where a tier took half as long again as it may, on a machine of the usual speed: shared ones are at times half
-as fast, which no test can help.
+and fails where a tier took twice as long as it may, on a machine of the usual speed: shared ones are at times half as
+fast, which no test can help, and what starts processes and reads memory suffers more than a loop shows.
 """
 
 import argparse
@@ -28,7 +28,7 @@ REPORTS = Path("build") / "tests"
 NUM_SLOWEST = 10
 USUAL_SPEED = 20.0
 """Million loops per second of Python, on each of two cores at once, of the machines that the budgets are for."""
-TOLERANCE = 1.5
+TOLERANCE = 2.0
 """A tier that takes so many times what it may, on a slow machine in proportion, fails the summary."""
 MOST_AGAIN = 2
 """So many failed tests of a run are run again; more are no accident."""
@@ -88,7 +88,7 @@ class Report:
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether it took half as long again as it may."""
+        """Whether it took twice as long as it may."""
         return self.seconds > TOLERANCE * self.slowness * TIERS[self.tier].budget_s
 
     def __str__(self) -> str:

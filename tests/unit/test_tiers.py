@@ -31,7 +31,7 @@ def test_report_counts_outcomes_and_names_the_slowest(tmp_path: Path) -> None:
     assert summary_line([report, report]).strip("= ").startswith("2 failed, 2 passed, 2 skipped, 2 error in ")
 
 
-def test_tier_that_takes_half_as_long_again_as_it_may_fails_the_summary(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_tier_that_takes_twice_as_long_as_it_may_fails_the_summary(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(tiers, "REPORTS", tmp_path)
     limit = tiers.TOLERANCE * tiers.TIERS["test"].budget_s
     for seconds, slowness, counts, status in (
