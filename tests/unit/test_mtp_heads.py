@@ -2,6 +2,7 @@
 `test_heads`.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.models.card import load_card
 from draftwire.models.configuration import config_of
 from draftwire.models.loading import load_lean_model, load_model
+from draftwire.models.tokenizer import tokenizer_of
 from tests.head_checkpoints import MIMO_THETA, Checkpoint, mtp_of_mimo, with_config, with_tensor, without
 from tests.tiny_heads import save_tiny_mimo
 from tests.tiny_models import save_tiny_model
@@ -82,8 +84,8 @@ def test_mimo_is_served_as_the_qwen2_that_it_is_and_its_layer_drafts_from_the_sa
     assert not (folder / "was-run").exists()
 
 
-def test_code_of_an_unknown_model_is_refused_without_a_question(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_code_of_an_unknown_model_or_tokenizer_is_refused_without_a_question(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = save_tiny_mimo(tmp_path / "unknown", VOCAB)
     config = folder / "config.json"
@@ -92,6 +94,12 @@ def test_code_of_an_unknown_model_is_refused_without_a_question(
     for load in (load_model, load_card):
         with pytest.raises(ValueError, match="trust_remote_code"):
             load(str(folder))
+    settings = folder / "tokenizer_config.json"
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "modeling_mimo.MiMoForCausalLM"]}}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | own))
+    for config in (None, config_of(target)):
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            tokenizer_of(folder, config)
     assert not (folder / "was-run").exists()
 
 
