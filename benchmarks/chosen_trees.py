@@ -120,8 +120,11 @@ def main() -> None:
     parser.add_argument("--warm-up-s", type=float, default=30.0, help="chosen drafts before the first turn of a cell")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    cells = [cell for cell in CELLS if (arguments.only or "") in cell.name]
+    if not cells:
+        parser.error(f"no cell has {arguments.only!r} in its name: {'; '.join(cell.name for cell in CELLS)}")
     results = []
-    for cell in progress([cell for cell in CELLS if (arguments.only or "") in cell.name], "cells"):
+    for cell in progress(cells, "cells"):
         result = measure_cell(cell, arguments)
         results.append(result)
         compared = ", ".join(

@@ -15,10 +15,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import accumulate, count, product
+from itertools import accumulate, count, product, starmap
 from pathlib import Path
 from statistics import mean, median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.report import progress, write_report
 from draftwire.drafting.tree_shapes import shape_by_rank
@@ -305,30 +305,31 @@ def measure_pair(pair: SimulatedPair, fixed: Sequence[Arm]) -> dict[str, Any]:
     return {"best": best.length, "best_nodes": best.num_nodes, **shares}
 
 
-def pair_of(
-    verify_ms: float,
-    row_us: float,
-    draft_ms: float,
-    acceptance: float,
-    sessions: int,
-    siblings: tuple[float, ...] | None = None,
-) -> SimulatedPair:
-    """Returns a pair of the grid."""
-    speeds = (verify_ms / 1e3, row_us / 1e6, draft_ms / 1e3)
-    return SimulatedPair(*speeds, constant(acceptance), sessions, own_acceptance=OWN_ACCEPTANCE, siblings=siblings)
+class GridPair(NamedTuple):
+    """Speeds, acceptance and sessions of a pair of the grid."""
 
+    verify_ms: float
+    row_us: float
+    draft_ms: float
+    acceptance: float
+    sessions: int
+    siblings: tuple[float, ...] | None
 
-def name_of(
-    verify_ms: float,
-    row_us: float,
-    draft_ms: float,
-    acceptance: float,
-    sessions: int,
-    siblings: tuple[float, ...] | None = None,
-) -> str:
-    """Returns what a pair of the grid is called."""
-    name = f"verify {verify_ms} ms, row {row_us} us, draft {draft_ms} ms, acceptance {acceptance}, {sessions} sessions"
-    return name if siblings is None else f"{name}, second children {siblings[0]}"
+    def simulated(self) -> SimulatedPair:
+        """Returns the pair."""
+        speeds = (self.verify_ms / 1e3, self.row_us / 1e6, self.draft_ms / 1e3)
+        return SimulatedPair(
+            *speeds,
+            constant(self.acceptance),
+            self.sessions,
+            own_acceptance=OWN_ACCEPTANCE,
+            siblings=self.siblings,
+        )
+
+    def __str__(self) -> str:
+        speeds = f"verify {self.verify_ms} ms, row {self.row_us} us, draft {self.draft_ms} ms"
+        name = f"{speeds}, acceptance {self.acceptance}, {self.sessions} sessions"
+        return name if self.siblings is None else f"{name}, second children {self.siblings[0]}"
 
 
 def figures_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -359,8 +360,9 @@ def main() -> None:
     rows_us = TREE_ROW_US if arguments.trees else ROW_US
     siblings: Sequence[tuple[float, ...] | None] = SIBLINGS if arguments.trees else (None,)
     fixed: Sequence[Arm] = FIXED_TREES if arguments.trees else FIXED
-    grid = list(product(VERIFY_MS, rows_us, DRAFT_MS, ACCEPTANCE, SESSIONS, siblings))[:: arguments.every]
-    results = [{"pair": name_of(*pair), **measure_pair(pair_of(*pair), fixed)} for pair in progress(grid, "pairs")]
+    grid = starmap(GridPair, product(VERIFY_MS, rows_us, DRAFT_MS, ACCEPTANCE, SESSIONS, siblings))
+    chosen = list(grid)[:: arguments.every]
+    results = [{"pair": str(pair), **measure_pair(pair.simulated(), fixed)} for pair in progress(chosen, "pairs")]
     figures = figures_of(results)
     drops = [measure_drop(seed) for seed in range(arguments.drops)]
     write_report(arguments, {**figures, "drops": {"mean": mean(drops), "least": min(drops)}, "results": results})
