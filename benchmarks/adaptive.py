@@ -18,7 +18,7 @@ import argparse
 import asyncio
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -291,9 +291,9 @@ def measure_drops(arguments: argparse.Namespace) -> dict[str, object]:
     return {"script": DROP, "mean": mean, "ratio": asdict(ratio_of(chosen, plain)), "chosen": chosen, "plain": plain}
 
 
-def chosen_cells(arguments: argparse.Namespace) -> Iterator[Cell]:
+def chosen_cells(cells: Iterable[Cell], arguments: argparse.Namespace) -> Iterator[Cell]:
     """Yields the cells whose pair is there, of those that were asked for."""
-    for cell in CELLS:
+    for cell in cells:
         is_asked = arguments.only is None or arguments.only in cell.name
         if is_asked and (cell.model != "large" or arguments.large is not None):
             yield cell
@@ -338,7 +338,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     results = []
-    for cell in progress(list(chosen_cells(arguments)), "cells"):
+    for cell in progress(list(chosen_cells(CELLS, arguments)), "cells"):
         result = measure_cell(cell, arguments)
         results.append(result)
         rates = ", ".join(f"{name} {rate:.0f}" for name, rate in result.tokens_per_second.items())

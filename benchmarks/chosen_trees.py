@@ -1,9 +1,10 @@
-"""Chosen drafts against fixed chains and token trees, on services of scripted pairs whose drafters draft trees.
+"""Chosen drafts against fixed chains and token trees, on services of pairs whose drafters draft trees.
 
-    python -m benchmarks.chosen_trees --output benchmarks/results/chosen_trees.json
+    python -m benchmarks.chosen_trees --large /tmp/370m --output benchmarks/results/chosen_trees.json
 
 A script says how often each child of a token is right and what a row costs, so that cells differ in whether trees pay.
 The best fixed shape, chain or tree, is found first; then chosen drafts, that shape and the best fixed chain have turns.
+`--large` names a pair with weights, as `draftwire synth` makes one; its turns are longer.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.adaptive import SCRIPTED_CACHE, Cell, run_turn
+from benchmarks.adaptive import SLOWER, Cell, chosen_cells, options_of, run_turn
 from benchmarks.paired import ratio_of
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
@@ -27,14 +28,20 @@ SHAPES = (*CHAINS, *TREES)
 GPU = "verify_ms=60,draft_ms=2"
 """Rows cost nothing beside a step, as at small batches: steps are so long that the rules' own time for a tree, some
 milliseconds on a CPU, counts for little."""
-CELLS = tuple(
-    Cell(f"{named}; {sessions} sessions", f"scripted:{script}", sessions)
-    for named, script in (
-        ("cheap rows, good siblings", f"{GPU},acceptance=0.6,recovered=0.8"),
-        ("cheap rows, poor siblings", f"{GPU},acceptance=0.8,recovered=0.1"),
-        ("dear rows, good siblings", f"{GPU},read_us=3000,acceptance=0.6,recovered=0.8"),
-    )
-    for sessions in (1, 4)
+CELLS = (
+    *(
+        Cell(f"{named}; {sessions} sessions", f"scripted:{script}", sessions)
+        for named, script in (
+            ("cheap rows, good siblings", f"{GPU},acceptance=0.6,recovered=0.8"),
+            ("cheap rows, poor siblings", f"{GPU},acceptance=0.8,recovered=0.1"),
+            ("dear rows, good siblings", f"{GPU},read_us=3000,acceptance=0.6,recovered=0.8"),
+        )
+        for sessions in (1, 4)
+    ),
+    *(
+        Cell(f"374 M, temperature {temperature:g}; 1 sessions", "large", 1, temperature, 192, is_slow=True)
+        for temperature in (0.0, 1.0)
+    ),
 )
 
 
@@ -70,11 +77,12 @@ def measure_cell(cell: Cell, arguments: argparse.Namespace) -> TreeResult:
 
     async def run(address: str) -> tuple[tuple[int, int], tuple[int, int]]:
         async with AsyncClient(address) as client:
+            times = SLOWER if cell.is_slow else 1
 
             async def turn(shape: tuple[int, int] | None, settle_s: float, seconds: float) -> float:
                 length, num_nodes = (None, None) if shape is None else shape
                 more: Options = {"rejection_sample_method": RULE, "num_draft_nodes": num_nodes}
-                return await run_turn(client, cell, length, settle_s, seconds, **more)
+                return await run_turn(client, cell, length, times * settle_s, times * seconds, **more)
 
             await turn(None, 0.0, arguments.warm_up_s)
             for number in range(arguments.picking_turns):
@@ -92,9 +100,10 @@ def measure_cell(cell: Cell, arguments: argparse.Namespace) -> TreeResult:
                     turns[name].append(await turn(shapes[name], arguments.settle_s, arguments.seconds))
             return best, chain
 
-    engine = {"model": cell.model, "threads": 1, "kv_cache_tokens": SCRIPTED_CACHE, "max_tree_nodes": TREES[-1][1]}
-    options: dict[str, dict[str, object]] = {"verifier": dict(engine), "drafter": dict(engine)}
-    with LocalStack({**options, "gateway": {"local_drafts": "none"}}) as stack:
+    options = options_of(cell, arguments.large)
+    for service in ("verifier", "drafter"):
+        options[service]["max_tree_nodes"] = TREES[-1][1]
+    with LocalStack(options) as stack:
         best, chain = asyncio.run(run(stack.address))
     both = [(first + second) / 2 for first, second in zip(turns["best"], turns["best again"], strict=True)]
     return TreeResult(
@@ -112,6 +121,7 @@ def measure_cell(cell: Cell, arguments: argparse.Namespace) -> TreeResult:
 def main() -> None:
     """Measures, prints a line for each cell, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--large", type=Path, help="folder of the 374 M pair; without it, its cells are left out")
     parser.add_argument("--only", help="cells whose name has this in it")
     parser.add_argument("--picking-turns", type=int, default=2, help="of each fixed shape, to find the best one")
     parser.add_argument("--turns", type=int, default=6, help="of chosen drafts and of the best shapes, to compare them")
@@ -120,7 +130,7 @@ def main() -> None:
     parser.add_argument("--warm-up-s", type=float, default=30.0, help="chosen drafts before the first turn of a cell")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    cells = [cell for cell in CELLS if (arguments.only or "") in cell.name]
+    cells = list(chosen_cells(CELLS, arguments))
     if not cells:
         parser.error(f"no cell has {arguments.only!r} in its name: {'; '.join(cell.name for cell in CELLS)}")
     results = []

@@ -82,7 +82,7 @@ SETTINGS = [
     *(
         pytest.param(rule, block_length, concurrency, NUM_PROMPTS, marks=pytest.mark.slow)
         for rule, block_length, concurrency in [
-            *((rule, block_length, 16) for rule in RULES for block_length in (1, 4, 8)),
+            *((rule, block_length, 16) for rule in RULES for block_length in (1, 8)),
             ("block", 4, 1),
             ("token", 8, 3),
         ]

@@ -41,7 +41,7 @@ def deep_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FAST = [("block", 0, 16, 400), ("token", 0, 16, 400), ("coupled", NODES, 16, 400), ("block", NODES, 16, 120)]
 """Rules, with chains or with token trees of so many tokens, requests that run at once, and completions."""
 SLOW = [
-    *((rule, 0, *run) for rule in LOSSLESS for run in ((1, 300), (3, 500), (16, 2_000))),
+    *((rule, 0, *run) for rule in LOSSLESS for run in ((1, 150), (3, 500), (16, 2_000))),
     *((rule, NODES, *run) for rule in ("block", "coupled") for run in ((3, 500), (16, 2_000))),
 ]
 

@@ -5,8 +5,8 @@ import torch
 from benchmarks.prompts import load_prompts
 from benchmarks.reproducibility import BLOCK_LENGTHS, CONCURRENCIES, LARGEST_LEAD, compare
 
-NUM_PROMPTS = 6
-NUM_TOKENS = 32
+NUM_PROMPTS = 4
+NUM_TOKENS = 24
 
 
 def test_text_for_a_seed_is_the_same_for_all_drafters_block_lengths_and_batches_up_to_near_ties() -> None:
