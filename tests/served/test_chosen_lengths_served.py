@@ -45,11 +45,11 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = count()
 
     def window(chooser: PairChooser, now: float) -> Window:
-        accepted = sum(sum(known.survival(4)) for known in chooser.acceptance.values())
+        accepted = sum(sum(known.survival(4)) for known in chooser.acceptance.chains.values())
         choices = random.Random(f"{next(turns)} {accepted}")
-        length, source = choices.choice((0, 1, 2, 3, 4, 8)), choices.choice(list(chooser.acceptance))
+        length, source = choices.choice((0, 1, 2, 3, 4, 8)), choices.choice(list(chooser.acceptance.chains))
         arm = Arm(source, length) if length else PLAIN
-        arm = choices.choice([arm, arm, *chooser.tree_acceptance])
+        arm = choices.choice([arm, arm, *chooser.acceptance.trees])
         return Window(arm, 0, now, is_probe=True, counts_from=now)
 
     monkeypatch.setattr(PairChooser, "window", window)

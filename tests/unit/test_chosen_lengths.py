@@ -106,14 +106,14 @@ def test_trees_teach_their_size_alone() -> None:
         )
         session.observe(round_times(number, now, now + 1e-3, 8, 2, draft_depth=2))
         now += 1e-3
-    assert chooser.acceptance[DraftSource.DRAFTER].num_drafts == 0
-    assert {known: one.num_drafts for known, one in chooser.tree_acceptance.items() if one.num_drafts} == {arm: 40}
-    assert chooser.tree_acceptance[arm].survival(4)[1:3] == pytest.approx([1.0, 0.0], abs=0.15)
+    assert chooser.acceptance.chains[DraftSource.DRAFTER].num_drafts == 0
+    assert {known: one.num_drafts for known, one in chooser.acceptance.trees.items() if one.num_drafts} == {arm: 40}
+    assert chooser.acceptance.trees[arm].survival(4)[1:3] == pytest.approx([1.0, 0.0], abs=0.15)
     other = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.TREES))
     session = SessionLength(other)
     assert not session.next_draft(0, 100, 0.0).num_nodes
     session.observe(round_times(0, 0.0, 0.1, 8, 2, draft_depth=3))  # of a drafter that was given up
-    assert other.acceptance[DraftSource.DRAFTER].num_drafts == 0
+    assert other.acceptance.chains[DraftSource.DRAFTER].num_drafts == 0
 
 
 def test_prior_of_a_tree_is_what_chains_and_siblings_say() -> None:
@@ -140,28 +140,28 @@ def test_trees_of_a_size_that_was_not_tried_are_expected_to_fare_as_those_that_w
     """Beside what chains say of them: siblings that are better than those of other pairs are so in all trees."""
     chooser = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.TREES))
     tried, untried = Arm(DraftSource.TREES, 4, 8), Arm(DraftSource.TREES, 8, 32)
-    before = {arm: chooser._expected_tokens(arm) - 1.0 for arm in (tried, untried)}
+    before = {arm: chooser.acceptance.mean_tokens(arm) - 1.0 for arm in (tried, untried)}
     for number in range(64):
-        chooser.count_tree(tried, 4, 1 + number % 2)
-    ratio = (chooser._expected_tokens(tried) - 1.0) / before[tried]
+        chooser.acceptance.count_tree(tried, 4, 1 + number % 2)
+    ratio = (chooser.acceptance.mean_tokens(tried) - 1.0) / before[tried]
     assert ratio < 0.8
-    assert chooser._expected_tokens(untried) - 1.0 == pytest.approx(ratio * before[untried])
+    assert chooser.acceptance.mean_tokens(untried) - 1.0 == pytest.approx(ratio * before[untried])
     for _ in range(200):
-        chooser.acceptance[DraftSource.DRAFTER].add(8, 1)
-        chooser.count_tree(tried, 4, 4)
-    assert chooser._expected_tokens(untried) <= 9.0, "no more than there are"
+        chooser.acceptance.chains[DraftSource.DRAFTER].add(8, 1)
+        chooser.acceptance.count_tree(tried, 4, 4)
+    assert chooser.acceptance.mean_tokens(untried) <= 9.0, "no more than there are"
 
 
 def test_first_tree_of_a_size_that_fails_is_no_reason_to_expect_more() -> None:
     chooser = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.TREES))
     tried, other = Arm(DraftSource.TREES, 4, 8), Arm(DraftSource.TREES, 8, 32)
     for number in range(200):
-        chooser.acceptance[DraftSource.DRAFTER].add(4, number % 4 // 3)
-        chooser.count_tree(tried, 4, number % 8 // 7)
-    expected = [chooser._expected_tokens(other)]
+        chooser.acceptance.chains[DraftSource.DRAFTER].add(4, number % 4 // 3)
+        chooser.acceptance.count_tree(tried, 4, number % 8 // 7)
+    expected = [chooser.acceptance.mean_tokens(other)]
     for _ in range(4):
-        chooser.count_tree(other, 8, 0)
-        expected.append(chooser._expected_tokens(other))
+        chooser.acceptance.count_tree(other, 8, 0)
+        expected.append(chooser.acceptance.mean_tokens(other))
     assert expected == sorted(expected, reverse=True)
 
 
@@ -171,23 +171,23 @@ def test_surprise_of_a_size_or_of_chains_forgets_what_other_sizes_accepted() -> 
     first, second = Arm(DraftSource.TREES, 4, 8), Arm(DraftSource.TREES, 8, 32)
 
     def drafts() -> list[int]:
-        return [chooser.tree_acceptance[arm].num_drafts for arm in (first, second)]
+        return [chooser.acceptance.trees[arm].num_drafts for arm in (first, second)]
 
     for _ in range(100):
-        chooser.count_tree(first, 4, 4)
-        chooser.count_tree(second, 8, 8)
-    before = chooser._expected_tokens(second)
-    while not chooser.tree_acceptance[first].num_surprises:
-        chooser.count_tree(first, 4, 0)
-    assert drafts() == [chooser.tree_acceptance[first].num_drafts, 0]
-    assert chooser._expected_tokens(second) < 0.6 * before, "it is expected to fare as the other does now"
+        chooser.acceptance.count_tree(first, 4, 4)
+        chooser.acceptance.count_tree(second, 8, 8)
+    before = chooser.acceptance.mean_tokens(second)
+    while not chooser.acceptance.trees[first].num_surprises:
+        chooser.acceptance.count_tree(first, 4, 0)
+    assert drafts() == [chooser.acceptance.trees[first].num_drafts, 0]
+    assert chooser.acceptance.mean_tokens(second) < 0.6 * before, "it is expected to fare as the other does now"
     session, now = SessionLength(chooser), 0.0
     for number in range(400):
         arm = session.next_draft(number, 2, now)
         accepted = arm.length if number < 200 else 0
         session.observe(round_times(number, now, now + 0.01, arm.length, accepted, draft_s=0.001))
         now += 0.01
-        if chooser.acceptance[DraftSource.DRAFTER].num_surprises:
+        if chooser.acceptance.chains[DraftSource.DRAFTER].num_surprises:
             break
     assert drafts() == [0, 0]
 
@@ -345,8 +345,8 @@ def test_drafter_goes_ahead_of_the_verdict_where_that_pays(case: str, num_sessio
     chooser = PairChooser(8, 4, pair.sources)
     assert Simulation(pair, None, chooser=chooser).tokens_per_s(30.0, 15.0) > 0.95 * fixed[best]
     assert chooser.explain(best.source or DraftSource.DRAFTER).loads[-1].chosen is best.source
-    known = chooser.acceptance[DraftSource.DRAFTER]
-    assert chooser.acceptance[DraftSource.AHEAD] is known, "drafts are the same"
+    known = chooser.acceptance.chains[DraftSource.DRAFTER]
+    assert chooser.acceptance.chains[DraftSource.AHEAD] is known, "drafts are the same"
     assert known.survival(1)[0] == pytest.approx(0.9, abs=0.05), "none counts twice"
 
 

@@ -99,7 +99,7 @@ def chosen_by_the_product(
 
     def next_arm(number: int) -> Arm:
         arm = session.next_draft(number, 3, now)
-        if arm.length or DraftSource.VERIFIER not in pair.acceptance:
+        if arm.length or DraftSource.VERIFIER not in pair.acceptance.chains:
             return arm
         return Arm(DraftSource.VERIFIER, session.next_own_length(number, 3, now))
 
@@ -107,7 +107,7 @@ def chosen_by_the_product(
     arm = next_arm(0)
     for number, (drafted, accepted) in enumerate(past):
         took, tokens = round_s + 0.1 * accepted, text[begun : begun + accepted + 1]
-        watched = watched_after(text[:begun], tokens) if DraftSource.VERIFIER in pair.acceptance else None
+        watched = watched_after(text[:begun], tokens) if DraftSource.VERIFIER in pair.acceptance.chains else None
         told = {"watched": watched, "draft_depth": arm.length if arm.num_nodes else 0}
         session.observe(round_times(number, now, now + took, drafted, accepted, 0.1 * drafted, 0.1, **told))
         now, begun = now + took, begun + len(tokens)

@@ -180,11 +180,11 @@ def test_what_is_watched_teaches_the_verifiers_acceptance_while_a_drafter_drafts
         session.next_draft(number, 100, 0.0)
         watched = WatchedGuess(True, 5) if number % 2 else WatchedGuess(False)
         session.observe(round_times(number, 0.0, 0.01, 4, 4, watched=watched))
-    own = chooser.acceptance[DraftSource.VERIFIER]
+    own = chooser.acceptance.chains[DraftSource.VERIFIER]
     assert own.num_drafts == 50
     assert own.share == pytest.approx(0.5, abs=0.05)
     assert own.survival(5)[4] > 0.9
-    assert chooser.acceptance[DraftSource.DRAFTER].num_drafts == 100
+    assert chooser.acceptance.chains[DraftSource.DRAFTER].num_drafts == 100
     for changes in ({"watched": None}, {"why_plain": WhyPlain.NO_GUESS}):
         before = own.num_rounds
         session.observe(round_times(100, 0.0, 0.01, 4, 0, **changes))
@@ -203,7 +203,7 @@ def test_what_was_not_guessed_counts_as_not_accepted() -> None:
         drafted, accepted = (4, 4) if has_guess else (0, 0)
         session.observe(round_times(number, now, now + 0.01, drafted, accepted, **strategy))
         now += 0.01
-    known = chooser.acceptance[DraftSource.VERIFIER]
+    known = chooser.acceptance.chains[DraftSource.VERIFIER]
     assert known.share == pytest.approx(0.25, abs=0.06)
     assert known.mean_tokens(4) == pytest.approx(2.0, abs=0.2)
     (load,) = chooser.explain(DraftSource.VERIFIER).loads
@@ -225,7 +225,7 @@ def test_rounds_in_which_a_head_still_reads_are_no_rounds_of_its_drafts() -> Non
         now += took_s
         if is_reading:
             assert chooser.window(now).num_rounds == 0
-    known = chooser.acceptance[DraftSource.VERIFIER]
+    known = chooser.acceptance.chains[DraftSource.VERIFIER]
     assert known.num_rounds == known.num_drafts > 10
     assert known.share == 1.0
 
@@ -251,7 +251,7 @@ def test_drafts_of_the_verifier_say_nothing_of_a_drafter() -> None:
     session = SessionLength(chooser)
     session.next_draft(0, 100, 0.0)
     session.observe(round_times(0, 0.0, 0.01, 4, 4, local_strategy="suffix"))
-    assert [known.num_drafts for known in chooser.acceptance.values()] == [0]
+    assert [known.num_drafts for known in chooser.acceptance.chains.values()] == [0]
 
 
 @in_virtual_time
@@ -277,8 +277,8 @@ def test_place_of_a_drafter_that_cannot_is_taken_to_the_length_that_is_best_for_
     session.observe(round_times(0, 0.0, 9.0, 0, 0, why_plain=WhyPlain.NO_GUESS, watched=WatchedGuess(False)))
     assert chooser.best_length(DraftSource.VERIFIER, 0) == 8, "guesses seem to cost nothing yet"
     assert session.next_own_length(1, 100, 9.0) == 0, "plain decoding has its turn first"
-    assert chooser.acceptance[DraftSource.VERIFIER].share < 1.0
-    assert chooser.acceptance[DraftSource.DRAFTER].num_drafts == 0
+    assert chooser.acceptance.chains[DraftSource.VERIFIER].share < 1.0
+    assert chooser.acceptance.chains[DraftSource.DRAFTER].num_drafts == 0
 
 
 @in_virtual_time

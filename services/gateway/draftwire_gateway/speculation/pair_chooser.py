@@ -9,15 +9,14 @@ All that is measured is of rounds that are over, so an arm depends on the past o
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from draftwire_gateway.session.round_times import RoundTimes
-from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
+from draftwire_gateway.speculation.pair_acceptance import PairAcceptance
 from draftwire_gateway.speculation.round_costs import RoundCosts, WindowSums
-from draftwire_gateway.speculation.tree_acceptance import TreePrior
 from draftwire_gateway.speculation.windows import LEAST_ROUNDS, Beside, Window, Yield, new_yields
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8)
@@ -126,13 +125,8 @@ class PairChooser:
             *(Arm(DraftSource.TREES, *shape) for shape in trees),
         )
         """Those that are tried."""
-        self.acceptance = estimates_of(chains)
-        """Of all sessions of the pair whose random numbers nobody else has: by source, of chains."""
-        self._tree_priors = {
-            arm: TreePrior(self.acceptance[DraftSource.DRAFTER], arm.num_nodes) for arm in self.arms if arm.num_nodes
-        }
-        self.tree_acceptance = {arm: AcceptanceEstimate(prior) for arm, prior in self._tree_priors.items()}
-        """The same of trees, whose tokens fare by their size."""
+        self.acceptance = PairAcceptance(chains, [arm for arm in self.arms if arm.num_nodes])
+        """Of all sessions of the pair whose random numbers nobody else has."""
         self.num_sessions = 0
         first = min(lengths, key=lambda length: abs(length - first_length))
         self._first_arm = Arm(sources[0], first) if first else PLAIN
@@ -205,7 +199,7 @@ class PairChooser:
         is_of_window = window is current or window.arm == current.arm  # runs outlast windows
         is_of_window = is_of_window and times.started_at >= current.counts_from
         if is_of_window and is_whole:
-            expected_tokens = self._expected_tokens(current.arm)
+            expected_tokens = self.acceptance.mean_tokens(current.arm)
             is_slow = _is_slow(times)
             (current.slow if is_slow else current.all).add(times, expected_tokens)
             if not is_slow and self._num_reading == 0 and times.started_at >= self._quiet_since:
@@ -216,7 +210,7 @@ class PairChooser:
             least_rounds //= 2  # the first window is no better than a guess
         is_full = passed_s >= LEAST_WINDOW_S and current.num_rounds >= least_rounds
         is_due = times.ended_at >= current.next_due
-        is_outdated = self._num_surprises(current.arm) > current.num_surprises
+        is_outdated = self.acceptance.num_surprises(current.arm) > current.num_surprises
         if is_full or is_due or is_outdated or passed_s >= MOST_WINDOW_S:
             self._end_window(current, times.ended_at)
 
@@ -234,7 +228,7 @@ class PairChooser:
         """Returns what is expected of an arm. Something must have been measured at that load."""
         state = self._loads[load]
         costs, measured = state.costs, state.costs.measured(arm)
-        tokens, round_s = self._expected_tokens(arm) * costs.bias(arm), costs.round_s(arm)
+        tokens, round_s = self.acceptance.mean_tokens(arm) * costs.bias(arm), costs.round_s(arm)
         share = state.yields[arm.uses_drafter].share(2**load * tokens / round_s)
         num_windows = 0 if measured is None else measured.num_windows
         return ArmEstimate(arm.length, tokens, round_s, num_windows, share, arm.num_nodes)
@@ -271,43 +265,6 @@ class PairChooser:
             max(measured.verify_s, measured.round_s - (longest - length) * slope) for length in range(1, longest + 1)
         ]
 
-    def count_tree(self, arm: Arm, depth: int, num_accepted: int) -> None:
-        """Adds a token tree to what is known of its size; trees of sizes that were not drafted yet are expected to fare
-        as much better or worse than their prior as those of the nearest size that were.
-
-        Args:
-            arm: of `tree_acceptance`.
-            depth: how deep the tree could be; what was not drafted counts as not accepted.
-            num_accepted: tokens of its path.
-        """
-        acceptance = self.tree_acceptance[arm]
-        num_surprises = acceptance.num_surprises
-        acceptance.add(depth, num_accepted)
-        if acceptance.num_surprises > num_surprises:
-            self.forget_trees(arm)
-        tried = {known: one for known, one in self.tree_acceptance.items() if one.num_drafts}
-        for untried in self.tree_acceptance.keys() - tried.keys():
-            near = min(tried, key=untried.distance)
-            expected = self._tree_priors[near].mean_accepted(near.length)
-            self._tree_priors[untried].factor = (tried[near].mean_tokens(near.length) - 1.0) / max(1e-9, expected)
-
-    def forget_trees(self, but: Arm | None = None) -> None:
-        """Forgets what trees accepted, since drafts of the same drafter fare differently now.
-
-        Args:
-            but: a size that is remembered; None of chains, which trees are expected to fare like.
-        """
-        for arm in self.tree_acceptance:
-            if arm != but:
-                self._tree_priors[arm].factor = 1.0
-                self.tree_acceptance[arm] = AcceptanceEstimate(self._tree_priors[arm])
-
-    def acceptance_of(self, arm: Arm) -> AcceptanceEstimate | None:
-        """Returns what is known of the drafts of an arm; None of plain decoding."""
-        if arm.num_nodes:
-            return self.tree_acceptance[arm]
-        return None if arm.source is None else self.acceptance[arm.source]
-
     def explain(self, source: DraftSource) -> Explanation:
         """Returns what the lengths of a source's drafts are chosen by; of trees, those that were measured."""
         arms = [PLAIN, *(Arm(source, length) for length in range(1, self._max_length + 1))]
@@ -315,7 +272,7 @@ class PairChooser:
         for load, state in sorted(self._loads.items()):
             known = arms
             if source is DraftSource.TREES:
-                known = [PLAIN, *(arm for arm in self.tree_acceptance if state.costs.measured(arm) is not None)]
+                known = [PLAIN, *(arm for arm in self.acceptance.trees if state.costs.measured(arm) is not None)]
             estimates = [] if state.costs.is_empty else [self.estimate(arm, load) for arm in known]
             best = self._explained(source, state, known, estimates)
             loads.append(
@@ -331,9 +288,9 @@ class PairChooser:
                 )
             )
         if source is DraftSource.TREES:  # whose tokens fare by their size
-            num_drafts = sum(known.num_drafts for known in self.tree_acceptance.values())
+            num_drafts = sum(known.num_drafts for known in self.acceptance.trees.values())
             return Explanation(source, self.num_sessions, (), num_drafts, tuple(loads))
-        acceptance = self.acceptance[source]
+        acceptance = self.acceptance.chains[source]
         survival = [acceptance.share * probability for probability in acceptance.survival(self._max_length)]
         return Explanation(source, self.num_sessions, survival, acceptance.num_drafts, tuple(loads))
 
@@ -345,18 +302,9 @@ class PairChooser:
             return state.arm
         return max(zip(arms, estimates, strict=True), key=lambda known: known[1].tokens_per_second)[0]
 
-    def _expected_tokens(self, arm: Arm) -> float:
-        """Returns the mean number of tokens that a round commits, by the acceptance."""
-        acceptance = self.acceptance_of(arm)
-        return 1.0 if acceptance is None else acceptance.mean_tokens(arm.length)
-
     def _expected_rate(self, state: LoadState, arm: Arm) -> float:
         """Returns the tokens/s that are expected of a session in rounds of an arm, of which some was measured."""
-        return self._expected_tokens(arm) * state.costs.bias(arm) / state.costs.round_s(arm)
-
-    def _num_surprises(self, arm: Arm) -> int:
-        acceptance = self.acceptance_of(arm)
-        return 0 if acceptance is None else acceptance.num_surprises
+        return self.acceptance.mean_tokens(arm) * state.costs.bias(arm) / state.costs.round_s(arm)
 
     def _run_round_s(self, window: Window) -> float | None:
         """Returns the time of a round of a run; None if none is known."""
@@ -443,7 +391,8 @@ class PairChooser:
         if before is not None and before.arm != arm and self.num_sessions > 1:
             # Until then others are in rounds of the arm before, and sessions share fewer steps than they will.
             counts_from += SETTLING_ROUNDS * before.sums.mean_round_s
-        return Window(arm, load, now, probe is not None, counts_from, self._num_surprises(arm), next_due, self._used_s)
+        num_surprises = self.acceptance.num_surprises(arm)
+        return Window(arm, load, now, probe is not None, counts_from, num_surprises, next_due, self._used_s)
 
     def _next_probe(self, state: LoadState, load: int, ready: Sequence[Arm]) -> Arm | None:
         """Returns the arm to probe of those whose turn it is: plain decoding before all, else the fastest. Of a source
@@ -516,7 +465,7 @@ class PairChooser:
                 pause_s = max(probes.least_pause_s, lost_s / share)
             elif probes.is_in_vain:
                 pause_s = max(probes.least_pause_s, probes.took_s * LEAST_LOSS / PROBE_SHARE)
-            elif self._is_unknown(arm) or estimate.tokens_per_second >= (1.0 + LEAST_GAIN) * chosen_rate:
+            elif self.acceptance.is_unknown(arm) or estimate.tokens_per_second >= (1.0 + LEAST_GAIN) * chosen_rate:
                 pause_s = 0.0  # an expected gain is no cost
             else:
                 pause_s = lost_s / share
@@ -538,34 +487,12 @@ class PairChooser:
         at = own.index(state.arm)
         return rivals.union(own[max(0, at - 1) : at + 2])
 
-    def _is_unknown(self, arm: Arm) -> bool:
-        """Whether nothing tells what an arm that was not measured is worth: all else is inferred from plain decoding,
-        and a length from others of its source. A tree is as good as chains and siblings say.
-        """
-        acceptance = self.acceptance_of(arm)
-        return acceptance is None or (acceptance.num_rounds == 0 and not arm.num_nodes)
-
     def _lost_s(self, state: LoadState, arm: Arm, load: int) -> float:
         """Returns the time in which the chosen arm would make the tokens that a probe of another one costs."""
         chosen, other = self.estimate(state.arm, load), self.estimate(arm, load)
         share = 1.0 - other.tokens_per_second / chosen.tokens_per_second
         took_s = state.probes[arm].took_s if arm in state.probes else 0.0
         return max(took_s, self._window_s(other.round_s)) * max(LEAST_LOSS, share)
-
-
-def estimates_of(
-    sources: Iterable[DraftSource], priors: Mapping[DraftSource, AcceptanceEstimate] | None = None
-) -> dict[DraftSource, AcceptanceEstimate]:
-    """Returns an estimate for each source. A drafter's drafts are the same whether they are drawn ahead or not.
-
-    Args:
-        sources: who could draft chains.
-        priors: by source; None has none.
-    """
-    estimates = {source: AcceptanceEstimate(prior=priors[source] if priors else None) for source in sources}
-    if DraftSource.AHEAD in estimates:
-        estimates[DraftSource.AHEAD] = estimates[DraftSource.DRAFTER]
-    return estimates
 
 
 def _is_slow(times: RoundTimes) -> bool:

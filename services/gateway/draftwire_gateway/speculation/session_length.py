@@ -7,7 +7,8 @@ from typing import NamedTuple
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
-from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, PairChooser, estimates_of
+from draftwire_gateway.speculation.pair_acceptance import estimates_of
+from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, PairChooser
 from draftwire_gateway.speculation.windows import Window
 
 OWN_DRAFTS = 16
@@ -34,7 +35,7 @@ class SessionLength:
             pair: chooses for all its sessions.
         """
         self._pair = pair
-        self._acceptance = estimates_of(pair.acceptance, pair.acceptance)
+        self._acceptance = estimates_of(pair.acceptance.chains, pair.acceptance.chains)
         self._asked: deque[Asked] = deque(maxlen=2)
         """The latest requests, of different rounds."""
         self._is_fresh = True
@@ -106,15 +107,15 @@ class SessionLength:
 
     def _learn(self, times: RoundTimes, window: Window, arm: Arm) -> None:
         """Adds what a round of some arm shows of how much is accepted."""
-        pair = self._pair
-        size = arm if arm in pair.tree_acceptance else window.arm  # one that was cut for room is of the window's size
-        if arm.num_nodes and size in pair.tree_acceptance and times.num_draft_tokens and not _is_verifiers(times):
+        pair = self._pair.acceptance
+        size = arm if arm in pair.trees else window.arm  # one that was cut for room is of the window's size
+        if arm.num_nodes and size in pair.trees and times.num_draft_tokens and not _is_verifiers(times):
             pair.count_tree(size, arm.length, times.num_accepted_tokens)
-        chains = pair.acceptance.get(DraftSource.DRAFTER)
+        chains = pair.chains.get(DraftSource.DRAFTER)
         num_surprises = 0 if chains is None else chains.num_surprises
         for source, own in self._acceptance.items():
             if source is not DraftSource.AHEAD:  # shares the drafter's
-                for known in (own, pair.acceptance[source]):
+                for known in (own, pair.chains[source]):
                     _learn(known, times, source, arm)
         if chains is not None and chains.num_surprises > num_surprises:
             pair.forget_trees()
