@@ -6,11 +6,12 @@ A verifier and a drafter batch what is ready into steps; the verifier may draft 
 alone; of its guesses few are right here. A drafter may draft token trees (`--trees`): each depth is a pass, each node a
 row. Each pair of a grid of speeds, acceptance and sessions is run with fixed
 lengths twice: the best length by one run is measured in the other. A drop is a pair whose acceptance falls from 0.9 to
-0.1.
+0.1. Waves are sixteen texts that begin together, again and again, so that the number of sessions changes all the time.
 """
 
 import argparse
 import heapq
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,11 @@ class SimulatedPair:
     siblings: tuple[float, ...] | None = None
     """Of drafts whose first token at a place is not right, the share of those where the second one is, the third, ...;
     None if no trees are drafted."""
+    text_tokens: tuple[int, int] | None = None
+    """Least and most tokens of a text. All sessions begin one at the same time, and again when the last has ended; None
+    if texts have no end."""
+    prompt_s: float = 0.0
+    """What a drafter takes for a session's prompt. Until it has read that, rounds are plain."""
 
     @property
     def sources(self) -> list[DraftSource]:
@@ -117,6 +123,9 @@ class SimulatedSession:
     asked_at: float = 0.0
     plain_left: int = 0
     draft_s: float = 0.0
+    tokens_left: float = math.inf
+    is_read: bool | None = None
+    """Whether a drafter has read the prompt; None before it begins."""
 
 
 @dataclass
@@ -133,17 +142,31 @@ class Simulation:
         self._random = random.Random(self.seed)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = count()
+        self._reading: list[SimulatedSession] = []
         self._drafting: list[SimulatedSession] = []
         self._verifying: list[SimulatedSession] = []
         self._drafter_is_busy = self._verifier_is_busy = False
         self._since, self._num_tokens = since, 0
-        for _ in range(self.pair.num_sessions):
-            session = SimulatedSession(SessionLength(self.chooser) if self.fixed is None else None)
-            self._at(0.01 * self._random.random(), partial(self._ask, session))
+        self._begin_texts(0.0)
         while self._events and self._events[0][0] <= seconds:
             now, _, event = heapq.heappop(self._events)
             event(now)
         return self._num_tokens / (seconds - since)
+
+    def _begin_texts(self, now: float) -> None:
+        self._num_running = self.pair.num_sessions
+        for _ in range(self.pair.num_sessions):
+            session = SimulatedSession(SessionLength(self.chooser) if self.fixed is None else None)
+            if self.pair.text_tokens is not None:
+                session.tokens_left = self._random.randint(*self.pair.text_tokens)
+            self._at(now + 0.01 * self._random.random(), partial(self._ask, session))
+
+    def _end_text(self, session: SimulatedSession, now: float) -> None:
+        if session.chooser is not None:
+            session.chooser.close()
+        self._num_running -= 1
+        if not self._num_running:
+            self._begin_texts(now)
 
     def _at(self, time: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time, next(self._numbers), event))
@@ -154,8 +177,12 @@ class Simulation:
         if session.arm.source is DraftSource.AHEAD and self._random.random() < (self.pair.ahead or 0.0):
             self._queue_round(session, now)
             return
-        if session.arm.uses_drafter:
+        if session.arm.uses_drafter and self._is_ready(session, now):
             self._at(now + self.pair.hop_s, partial(self._queue_draft, session))
+            return
+        if session.arm.uses_drafter:
+            session.arm, session.plain_left = PLAIN, 1
+            self._at(now + self.pair.hop_s, partial(self._queue_round, session))
             return
         chooser = session.chooser
         session.plain_left = PLAIN_RUN if chooser is None else chooser.num_plain_rounds(PLAIN_RUN, now)
@@ -174,6 +201,14 @@ class Simulation:
         length = session.chooser.next_own_length(session.round, 10**6, now)
         return Arm(DraftSource.VERIFIER, length) if length else PLAIN
 
+    def _is_ready(self, session: SimulatedSession, now: float) -> bool:
+        """Whether a drafter has read the prompt, which it begins when it is first asked."""
+        if session.is_read is None and self.pair.prompt_s:
+            session.is_read = False
+            self._reading.append(session)
+            self._start_drafting(now)
+        return session.is_read is not False
+
     def _queue_draft(self, session: SimulatedSession, now: float) -> None:
         self._drafting.append(session)
         self._start_drafting(now)
@@ -186,16 +221,20 @@ class Simulation:
         return seconds * self.pair.slowness(now) * max(0.3, 1.0 + self.pair.noise * self._random.gauss(0.0, 1.0))
 
     def _start_drafting(self, now: float) -> None:
-        if self._drafter_is_busy or not self._drafting:
+        if self._drafter_is_busy or not (self._drafting or self._reading):
             return
         batch, self._drafting, self._drafter_is_busy = self._drafting, [], True
-        took = self._took(self.pair.draft_s * max(session.arm.length for session in batch), now)
+        reading, self._reading = self._reading, []
+        took = self._took(self.pair.draft_s * max((session.arm.length for session in batch), default=0), now)
+        took += self.pair.prompt_s * len(reading)
         for session in batch:
             session.draft_s = took
-        self._at(now + took, partial(self._end_drafting, batch))
+        self._at(now + took, partial(self._end_drafting, batch, reading))
 
-    def _end_drafting(self, batch: list[SimulatedSession], now: float) -> None:
+    def _end_drafting(self, batch: list[SimulatedSession], reading: list[SimulatedSession], now: float) -> None:
         self._drafter_is_busy = False
+        for session in reading:
+            session.is_read = True
         for session in batch:
             self._at(now + self.pair.hop_s, partial(self._queue_round, session))
         self._start_drafting(now)
@@ -218,16 +257,21 @@ class Simulation:
     def _end_round(self, session: SimulatedSession, verify_s: float, now: float) -> None:
         accepted = self.pair.num_accepted(session.arm, now, self._random.random)
         self._num_tokens += (accepted + 1) * (now >= self._since)
+        session.tokens_left -= accepted + 1
         arrived_at = now + self.pair.hop_s
         if session.chooser is not None:
             strategy = "guesses" if session.arm.source is DraftSource.VERIFIER else ""
             arm = session.arm
             times = (session.asked_at, arrived_at, arm.num_rows, accepted, session.draft_s, verify_s)
             changes: dict[str, Any] = {"local_strategy": strategy, "draft_depth": arm.length if arm.num_nodes else 0}
+            if session.is_read is False:
+                changes["why_plain"] = WhyPlain.WARMING_UP
             session.chooser.observe(round_times(session.round, *times, **changes))
         session.round += 1
         session.plain_left -= 1
-        if not session.arm.uses_drafter and session.plain_left:
+        if session.tokens_left <= 0:
+            self._end_text(session, arrived_at)
+        elif not session.arm.uses_drafter and session.plain_left:
             session.asked_at = arrived_at
             self._verifying.append(session)
         else:
@@ -283,6 +327,8 @@ FIXED_S = 20.0
 FIRST_S, EARLY_S, LATE_S = 10.0, 30.0, 60.0
 """Chosen lengths are measured from nothing to the first two, and from the second to the third."""
 DROP_AT_S, DROP_SECONDS = 8.0, 5.0
+WAVES = (0.5, 0.75, 0.9)
+"""Acceptance of the pairs whose texts come in waves."""
 
 
 def constant(acceptance: float) -> Callable[[float], float]:
@@ -349,6 +395,26 @@ def measure_drop(seed: int) -> float:
     return Simulation(pair, None, seed).tokens_per_s(since + DROP_SECONDS, since) / plain
 
 
+def waves(acceptance: float) -> SimulatedPair:
+    """Returns the embedded pair about as it is on two slow cores, whose sixteen texts begin at the same time, and the
+    next ones when all have ended: for a second of six there are few.
+    """
+    return SimulatedPair(0.030, 0.0012, 0.012, constant(acceptance), 16, text_tokens=(70, 128), prompt_s=0.04)
+
+
+def measure_waves(acceptance: float) -> dict[str, float]:
+    """Returns tokens/s of waves of texts over plain decoding, which is best there, in the first half minute and the
+    minute after.
+    """
+    pair, seeds = waves(acceptance), range(4)
+    spans = {"early": (EARLY_S, 0.0), "late": (EARLY_S + LATE_S, EARLY_S)}
+    return {
+        part: mean(Simulation(pair, None, seed).tokens_per_s(*span) for seed in seeds)
+        / mean(Simulation(pair, 0, seed).tokens_per_s(*span) for seed in seeds)
+        for part, span in spans.items()
+    }
+
+
 def main() -> None:
     """Runs the grid and the drops, prints the figures over all pairs, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -365,7 +431,9 @@ def main() -> None:
     results = [{"pair": str(pair), **measure_pair(pair.simulated(), fixed)} for pair in progress(chosen, "pairs")]
     figures = figures_of(results)
     drops = [measure_drop(seed) for seed in range(arguments.drops)]
-    write_report(arguments, {**figures, "drops": {"mean": mean(drops), "least": min(drops)}, "results": results})
+    in_waves = {f"acceptance {acceptance}": measure_waves(acceptance) for acceptance in WAVES}
+    found = {"drops": {"mean": mean(drops), "least": min(drops)}, "waves": in_waves}
+    write_report(arguments, {**figures, **found, "results": results})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulated_pair import FIXED_TREES, SIBLINGS, SimulatedPair, Simulation, round_times
+from benchmarks.simulated_pair import FIXED_TREES, SIBLINGS, SimulatedPair, Simulation, round_times, waves
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.speculation.acceptance import MEMORY, NUM_RECENT, AcceptanceEstimate
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
@@ -326,6 +326,97 @@ def test_texts_that_grow_together_do_not_mislead() -> None:
     plain = Simulation(pair, 0).tokens_per_s(31.0)
     runs = [Simulation(pair, None, seed, PairChooser(8, 4, pair.sources)) for seed in range(3)]
     assert median(run.tokens_per_s(40.2, 24.8) for run in runs) > 0.95 * plain
+
+
+def test_loads_that_come_and_go_cost_no_probes_of_their_own() -> None:
+    seeds, pair = range(2), waves(0.75)
+    plain = [Simulation(pair, 0, seed).tokens_per_s(70.0, 30.0) for seed in seeds]
+    chosen = [Simulation(pair, None, seed).tokens_per_s(70.0, 30.0) for seed in seeds]
+    assert sum(chosen) > 0.965 * sum(plain)
+
+
+class InStep:
+    """Sessions whose rounds all begin and end together, and of which no draft token is accepted."""
+
+    def __init__(self, plain_s: float, draft_s: float) -> None:
+        self.chooser = PairChooser(8, 4)
+        self.now = 0.0
+        self._plain_s, self._draft_s = plain_s, draft_s
+        self._round = 0
+
+    def resize(self, num_sessions: int) -> None:
+        """Lets sessions come, whose prompts are read, or go."""
+        while self.chooser.num_sessions < num_sessions:
+            self.chooser.join()
+            self.chooser.end_reading(self.now)
+        while self.chooser.num_sessions > num_sessions:
+            self.chooser.leave()
+
+    def step(self) -> Arm:
+        """Runs a round of each, and returns its arm."""
+        window = self.chooser.window(self.now)
+        took_s = self._plain_s + window.arm.length * self._draft_s
+        times = (self.now, self.now + took_s, window.arm.length, 0, window.arm.length * self._draft_s, self._plain_s)
+        for _ in range(self.chooser.num_sessions):
+            own = round_times(self._round, *times)
+            self.chooser.count(own, window, took_s)
+            if window.arm.length:
+                self.chooser.acceptance.chains[DraftSource.DRAFTER].add(window.arm.length, 0)
+            self.chooser.observe(own, window, is_whole=True)
+        self.now += took_s
+        self._round += 1
+        return window.arm
+
+    def steps(self, seconds: float) -> list[Arm]:
+        """Runs rounds for some time, and returns their arms."""
+        until, arms = self.now + seconds, []
+        while self.now < until:
+            arms.append(self.step())
+        return arms
+
+
+def test_probe_that_a_change_of_load_cuts_short_is_over() -> None:
+    sessions = InStep(0.05, 0.05)
+    sessions.resize(16)
+    while not sessions.step().length:
+        pass
+    sessions.resize(8)
+    assert sessions.steps(0.2) == 4 * [PLAIN]
+    sessions.resize(16)
+    arms = sessions.steps(1.0)
+    assert set(arms) == {PLAIN}, "it has shown enough by one round of sixteen sessions"
+
+
+def test_drafts_that_do_not_pay_at_one_load_are_tried_with_care_at_others() -> None:
+    sessions = InStep(0.05, 0.05)
+    sessions.resize(16)
+    assert Arm(DraftSource.DRAFTER, 1) in sessions.steps(5.0)
+    sessions.resize(8)
+    arms = sessions.steps(3.0)
+    assert set(arms) == {PLAIN}
+    assert Arm(DraftSource.DRAFTER, 1) in sessions.steps(80.0), "they may pay there all the same"
+
+
+def test_load_that_is_rare_has_no_more_probes_than_its_share_of_the_time() -> None:
+    sessions, arms = InStep(0.05, 0.05), []
+    for _ in range(20):
+        sessions.resize(16)
+        sessions.steps(5.0)
+        sessions.resize(8)
+        arms += sessions.steps(0.3)
+    assert set(arms) == {PLAIN}, "a hundred seconds, but six of this load"
+
+
+def test_price_of_rows_grows_with_the_sessions_and_that_of_passes_does_not() -> None:
+    costs, length = RoundCosts(), 4
+    costs.add(PLAIN, WindowSums(10, 10 * 0.030, 10 * 0.030, 0.0, 10, 10.0), 1.0)
+    arm = Arm(DraftSource.DRAFTER, length)
+    assert not costs.tells_price_of(DraftSource.DRAFTER)
+    drafting_s, rows_s = 0.008, 0.016
+    sums = WindowSums(10, 10 * (0.030 + drafting_s + rows_s), 10 * (0.030 + rows_s), 10 * drafting_s, 10, 10.0)
+    costs.add(arm, sums, 1.0)
+    for growth in (0.25, 1.0, 4.0):
+        assert costs.price_s(arm, growth) == pytest.approx(drafting_s + growth * rows_s)
 
 
 GOING_AHEAD = {

@@ -69,7 +69,7 @@ class Probes:
     """When an arm was probed, and how often at most."""
 
     last_at: float
-    """In seconds of use."""
+    """In seconds of use of the load."""
     least_pause_s: float = FIRST_PAUSE_S
     took_s: float = 0.0
     """The last one, with all that had to be opened for it."""
@@ -87,6 +87,9 @@ class LoadState:
     yields: dict[bool, Yield] = field(default_factory=new_yields)
     """Without a drafter and with one."""
     probes: dict[Arm, Probes] = field(default_factory=dict)
+    used_s: float = 0.0
+    """Time in which there were rounds at that load, in which pauses between its probes are counted: a load that comes
+    and goes has no more than its share of them."""
     no_probe_before: float = 0.0
     """In seconds of use."""
     calm_at: float | None = None
@@ -137,8 +140,6 @@ class PairChooser:
         """The latest window of the chosen arm, if no other load came between; None if there is none."""
         self._num_reading = 0
         self._quiet_since = -math.inf
-        self._used_s = 0.0
-        """Time in which there were rounds: pauses between probes are counted in it."""
         self._used_until = -math.inf
 
     def join(self) -> None:
@@ -159,6 +160,8 @@ class PairChooser:
         """Returns the window that a round belongs to which is requested now."""
         load = load_of(self.num_sessions)
         if self._window is None or self._window.load != load:
+            if self._window is not None:
+                self._learn(self._window)
             self._beside = None
             self._window = self._next_window(load, now)
         return self._window
@@ -172,11 +175,13 @@ class PairChooser:
             seconds: since the end of the session's round before, each with the wait for its reader.
         """
         passed_s = min(LONGEST_ROUND_S, max(0.0, times.ended_at - self._used_until))
-        self._used_s += passed_s
         self._used_until = max(self._used_until, times.ended_at)
         window = window or self._window
-        state = None if window is None or window.is_probe else self._loads.get(window.load)
+        state = None if window is None else self._loads.get(window.load)
         if window is None or state is None:
+            return
+        state.used_s += passed_s
+        if window.is_probe:
             return
         for known in state.yields.values():
             known.fade(passed_s)
@@ -228,7 +233,7 @@ class PairChooser:
         """Returns what is expected of an arm. Something must have been measured at that load."""
         state = self._loads[load]
         costs, measured = state.costs, state.costs.measured(arm)
-        tokens, round_s = self.acceptance.mean_tokens(arm) * costs.bias(arm), costs.round_s(arm)
+        tokens, round_s = self.acceptance.mean_tokens(arm) * costs.bias(arm), self._round_s(arm, load)
         share = state.yields[arm.uses_drafter].share(2**load * tokens / round_s)
         num_windows = 0 if measured is None else measured.num_windows
         return ArmEstimate(arm.length, tokens, round_s, num_windows, share, arm.num_nodes)
@@ -302,6 +307,19 @@ class PairChooser:
             return state.arm
         return max(zip(arms, estimates, strict=True), key=lambda known: known[1].tokens_per_second)[0]
 
+    def _round_s(self, arm: Arm, load: int) -> float:
+        """Returns the expected time of a round, seconds. What an arm costs of whose source nothing was measured at a
+        load is inferred from the nearest one where that is known.
+        """
+        costs = self._loads[load].costs
+        if arm.source is None or costs.tells_of(arm.source) or costs.measured(PLAIN) is None:
+            return costs.round_s(arm)
+        known = [other for other, state in self._loads.items() if state.costs.tells_price_of(arm.source)]
+        if not known:
+            return costs.round_s(arm)
+        near = min(known, key=lambda other: abs(other - load))
+        return costs.round_s(PLAIN) + self._loads[near].costs.price_s(arm, 2.0 ** (load - near))
+
     def _expected_rate(self, state: LoadState, arm: Arm) -> float:
         """Returns the tokens/s that are expected of a session in rounds of an arm, of which some was measured."""
         return self.acceptance.mean_tokens(arm) * state.costs.bias(arm) / state.costs.round_s(arm)
@@ -325,25 +343,29 @@ class PairChooser:
         return max(LEAST_WINDOW_S, rounds_of_each * round_s)
 
     def _end_window(self, window: Window, now: float) -> None:
+        self._learn(window)
+        self._window = self._next_window(window.load, now)
+
+    def _learn(self, window: Window) -> None:
+        """Takes note of a window that is over."""
         state = self._loads[window.load]
         sums = window.sums
         if window.is_calm and sums.num_rounds:
             if state.calm_at is None:
                 state.costs, state.probes, state.yields = RoundCosts(), {}, new_yields()
                 self._beside = None
-            state.calm_at = self._used_s
+            state.calm_at = state.used_s
         counts = window.is_calm or not self._waits_for_calm(state)
         if sums.num_rounds and counts:
             self._learn_costs(state, window, sums)
         if window.is_probe:
-            probes = state.probes.setdefault(window.arm, Probes(self._used_s))
+            probes = state.probes.setdefault(window.arm, Probes(state.used_s))
             changes = state.costs.measured(window.arm) is not None and self._best(state, window.load) != state.arm
-            probes.last_at, probes.took_s = self._used_s, self._used_s - window.began_used_s
+            probes.last_at, probes.took_s = state.used_s, state.used_s - window.began_used_s
             self._note_probe(state, window.arm, is_in_vain=not sums.num_rounds)
-            state.no_probe_before = self._used_s + self._lost_s(state, window.arm, window.load) / ALL_PROBES_SHARE
+            state.no_probe_before = state.used_s + self._lost_s(state, window.arm, window.load) / ALL_PROBES_SHARE
             grows = counts and not changes and self.estimate(window.arm, window.load).num_windows >= FIRST_PROBES
             probes.least_pause_s = min(LONGEST_PAUSE_S, 2.0 * probes.least_pause_s) if grows else FIRST_PAUSE_S
-        self._window = self._next_window(window.load, now)
 
     def _note_probe(self, state: LoadState, arm: Arm, *, is_in_vain: bool) -> None:
         """Remembers whether a probe measured nothing, for all arms of its source of which nothing is known: each would
@@ -352,7 +374,7 @@ class PairChooser:
         own = state.probes[arm]
         for other in self.arms:
             if other.source is arm.source and state.costs.measured(other) is None:
-                probes = state.probes.setdefault(other, Probes(self._used_s))
+                probes = state.probes.setdefault(other, Probes(state.used_s))
                 probes.is_in_vain = is_in_vain
                 if is_in_vain:
                     probes.last_at, probes.took_s = own.last_at, own.took_s
@@ -392,7 +414,7 @@ class PairChooser:
             # Until then others are in rounds of the arm before, and sessions share fewer steps than they will.
             counts_from += SETTLING_ROUNDS * before.sums.mean_round_s
         num_surprises = self.acceptance.num_surprises(arm)
-        return Window(arm, load, now, probe is not None, counts_from, num_surprises, next_due, self._used_s)
+        return Window(arm, load, now, probe is not None, counts_from, num_surprises, next_due, state.used_s)
 
     def _next_probe(self, state: LoadState, load: int, ready: Sequence[Arm]) -> Arm | None:
         """Returns the arm to probe of those whose turn it is: plain decoding before all, else the fastest. Of a source
@@ -412,7 +434,7 @@ class PairChooser:
 
     def _waits_for_calm(self, state: LoadState) -> bool:
         """Whether windows do not count that are not calm."""
-        return state.calm_at is not None and self._used_s - state.calm_at < CALM_FOR_S
+        return state.calm_at is not None and state.used_s - state.calm_at < CALM_FOR_S
 
     def _arm_to_begin_with(self, load: int) -> Arm:
         """Returns that of the next load, if something was measured there. Else one session begins with drafts, and
@@ -454,7 +476,7 @@ class PairChooser:
             lost_s = self._lost_s(state, arm, load)
             probes = state.probes.get(arm)
             if probes is None:
-                probes = state.probes[arm] = Probes(self._used_s)
+                probes = state.probes[arm] = Probes(state.used_s)
             is_early = arm == PLAIN or (estimate.num_windows < FIRST_PROBES and arm in rivals)
             share = FIRST_PROBE_SHARE if is_early else PROBE_SHARE
             is_basis = arm == PLAIN and 0 < estimate.num_windows < PLAIN_PROBES
@@ -472,7 +494,7 @@ class PairChooser:
             due_at = probes.last_at + pause_s
             if estimate.num_windows and estimate.tokens_per_second < chosen_rate and arm != PLAIN:  # else it may gain
                 due_at = max(due_at, state.no_probe_before)
-            left_s[arm] = due_at - self._used_s
+            left_s[arm] = due_at - state.used_s
         return left_s
 
     def _rivals(self, state: LoadState, estimates: Mapping[Arm, ArmEstimate]) -> set[Arm]:

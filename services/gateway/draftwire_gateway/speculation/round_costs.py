@@ -172,7 +172,7 @@ class RoundCosts:
         it is known from few windows. Something must have been measured.
         """
         cost = self._arms.get(arm)
-        basis = self._basis(arm)
+        basis = None if arm.source is None else self._basis(arm.source)
         if basis is None:
             # At best, a step without drafts, and a draft that costs nothing.
             plain = self._arms.get(PLAIN)
@@ -194,17 +194,37 @@ class RoundCosts:
         """Whether some arm of a source was measured."""
         return any(arm.source is source for arm in self._arms)
 
+    def tells_of(self, source: DraftSource) -> bool:
+        """Whether what was measured tells the times of a source's arms."""
+        return self._basis(source) is not None
+
+    def tells_price_of(self, source: DraftSource) -> bool:
+        """Whether it tells how much longer they are than plain rounds."""
+        return PLAIN in self._arms and self.tells_of(source)
+
+    def price_s(self, arm: Arm, growth: float) -> float:
+        """Returns by how much longer rounds of an arm are than plain ones, of which both is told, seconds.
+
+        Args:
+            arm: of drafts.
+            growth: how many times as many sessions there are: passes of a drafter take as long as here, and all else,
+                rows of the verifier above all, so many times as long.
+        """
+        assert arm.source is not None, "plain rounds have no price"
+        draft_s = arm.length * self.draft_token_s(self._basis(arm.source) or arm.source)
+        return draft_s + growth * max(0.0, self.round_s(arm) - self.round_s(PLAIN) - draft_s)
+
     def _of(self, source: DraftSource) -> dict[Arm, ArmCost]:
         """Returns what was measured of a source."""
         return {arm: cost for arm, cost in self._arms.items() if arm.source is source}
 
-    def _basis(self, arm: Arm) -> DraftSource | None:
-        """Returns the source by which the time of an arm is inferred: its own, or of trees the drafter's chains; None
-        if nothing was measured of it.
+    def _basis(self, source: DraftSource) -> DraftSource | None:
+        """Returns the source by which the times of one are inferred: itself, or of trees the drafter's chains; None if
+        nothing was measured of it.
         """
-        if arm.source is None or self.has_measured(arm.source):
-            return arm.source
-        has_chains = arm.source is DraftSource.TREES and self.has_measured(DraftSource.DRAFTER)
+        if self.has_measured(source):
+            return source
+        has_chains = source is DraftSource.TREES and self.has_measured(DraftSource.DRAFTER)
         return DraftSource.DRAFTER if has_chains else None
 
     def _plain_at_best_s(self, source: DraftSource) -> float:

@@ -32,7 +32,7 @@ class Window:
     next_due: float = math.inf
     """When it is another arm's turn to be probed."""
     began_used_s: float = 0.0
-    """Time of use of the pair by then, seconds."""
+    """Time of use of the load by then, seconds."""
     quiet: WindowSums = field(default_factory=WindowSums)
     """Over rounds beside which nobody read a prompt."""
     all: WindowSums = field(default_factory=WindowSums)
