@@ -1,7 +1,8 @@
 """Chosen lengths of drafts: near the best fixed one in simulated pairs, and what is learnt from which rounds."""
 
+import random
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -143,13 +144,47 @@ def test_trees_of_a_size_that_was_not_tried_are_expected_to_fare_as_those_that_w
     before = {arm: chooser.acceptance.mean_tokens(arm) - 1.0 for arm in (tried, untried)}
     for number in range(64):
         chooser.acceptance.count_tree(tried, 4, 1 + number % 2)
-    ratio = (chooser.acceptance.mean_tokens(tried) - 1.0) / before[tried]
-    assert ratio < 0.8
-    assert chooser.acceptance.mean_tokens(untried) - 1.0 == pytest.approx(ratio * before[untried])
+    expected = {arm: chooser.acceptance.mean_tokens(arm) - 1.0 for arm in (tried, untried)}
+    assert expected[tried] < 0.8 * before[tried]
+    assert expected[untried] < 0.8 * before[untried]
+    assert expected[untried] > expected[tried]
     for _ in range(200):
         chooser.acceptance.chains[DraftSource.DRAFTER].add(8, 1)
         chooser.acceptance.count_tree(tried, 4, 4)
     assert chooser.acceptance.mean_tokens(untried) <= 9.0, "no more than there are"
+
+
+@pytest.mark.parametrize(("acceptance", "siblings"), [(0.6, (0.8,)), (0.4, (0.8,)), (0.8, (0.1,)), (0.9, ())])
+def test_what_is_expected_of_larger_trees_is_near_what_they_accept(
+    acceptance: float, siblings: tuple[float, ...]
+) -> None:
+    """However good the siblings of a pair are: also at depths that the smaller trees do not have."""
+    pair, draws = pair_of(20, 0, 2, acceptance, 1), random.Random(1)
+    pair = replace(pair, siblings=siblings)
+    chooser = PairChooser(8, 4, pair.sources)
+    chain, tried = Arm(DraftSource.DRAFTER, 4), Arm(DraftSource.TREES, 4, 16)
+    for _ in range(60):
+        chooser.acceptance.chains[DraftSource.DRAFTER].add(4, pair.num_accepted(chain, 0.0, draws.random))
+        chooser.acceptance.count_tree(tried, 4, pair.num_accepted(tried, 0.0, draws.random))
+    larger = Arm(DraftSource.TREES, 8, 32)
+    accepted = [pair.num_accepted(larger, 0.0, draws.random) for _ in range(2000)]
+    assert chooser.acceptance.mean_tokens(larger) == pytest.approx(1.0 + mean(accepted), rel=0.2)
+
+
+def test_what_trees_cost_beyond_their_rows_is_no_price_of_rows() -> None:
+    """Else larger ones are expected to cost so much more that they are never tried."""
+    costs = RoundCosts()
+
+    def add(arm: Arm, round_ms: float, verify_ms: float, draft_ms: float) -> None:
+        costs.add(arm, WindowSums(10, 10 * round_ms * MS, 10 * verify_ms * MS, 10 * draft_ms * MS, 10, 10.0), 1.0)
+
+    add(PLAIN, 60, 60, 0)
+    add(Arm(DraftSource.DRAFTER, 1), 62.1, 60.1, 2)
+    add(Arm(DraftSource.TREES, 4, 8), 60 + 15 + 8 * 0.1 + 8, 60 + 15 + 8 * 0.1, 8)
+    large = Arm(DraftSource.TREES, 8, 32)
+    assert costs.round_s(large) == pytest.approx((60 + 15 + 32 * 0.1 + 16) * MS)
+    add(Arm(DraftSource.TREES, 4, 16), 60 + 15 + 16 * 0.3 + 8, 60 + 15 + 16 * 0.3, 8)
+    assert costs.row_s(DraftSource.TREES) == pytest.approx((16 * 0.3 - 8 * 0.1) / 8 * MS), "as trees show it"
 
 
 def test_first_tree_of_a_size_that_fails_is_no_reason_to_expect_more() -> None:

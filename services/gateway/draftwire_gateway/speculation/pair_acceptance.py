@@ -6,6 +6,9 @@ from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 from draftwire_gateway.speculation.arms import Arm, DraftSource
 from draftwire_gateway.speculation.tree_acceptance import TreePrior
 
+FOLLOWED_EVERY = 4
+"""Trees of a size, after which those of sizes that were not tried are expected to fare as it does by then."""
+
 
 def estimates_of(
     sources: Iterable[DraftSource], priors: Mapping[DraftSource, AcceptanceEstimate] | None = None
@@ -69,11 +72,13 @@ class PairAcceptance:
         known.add(depth, num_accepted)
         if known.num_surprises > num_surprises:
             self.forget_trees(arm)
-        tried = {size: one for size, one in self.trees.items() if one.num_drafts}
-        for untried in self.trees.keys() - tried.keys():
+        if known.num_drafts % FOLLOWED_EVERY:
+            return
+        tried = [size for size, one in self.trees.items() if one.num_drafts]
+        for untried in self.trees.keys() - tried:
             near = min(tried, key=untried.distance)
-            expected = self._priors[near].mean_accepted(near.length)
-            self._priors[untried].factor = (tried[near].mean_tokens(near.length) - 1.0) / max(1e-9, expected)
+            accepted = self.trees[near].mean_tokens(near.length) - 1.0
+            self._priors[untried].follow(self._priors[near], near.length, accepted)
 
     def forget_trees(self, but: Arm | None = None) -> None:
         """Forgets what trees accepted, since drafts of the same drafter fare differently now.
@@ -83,7 +88,7 @@ class PairAcceptance:
         """
         for arm in self.trees:
             if arm != but:
-                self._priors[arm].factor = 1.0
+                self._priors[arm].exponent = 1.0
                 self.trees[arm] = AcceptanceEstimate(self._priors[arm])
 
     def _of(self, arm: Arm) -> AcceptanceEstimate | None:

@@ -105,10 +105,13 @@ class RoundCosts:
 
     def row_s(self, source: DraftSource) -> float:
         """Returns the time by which one more row of each session lengthens a step of the verifier, seconds; 0 if not
-        known.
+        known. A step with trees takes longer than without for more than their rows: they are compared with each other,
+        and taken to cost what those of chains do until there are two sizes.
         """
         costs = self._of(source)
-        if PLAIN in self._arms:
+        if source is DraftSource.TREES and len({arm.num_rows for arm in costs}) < 2:
+            return self.row_s(DraftSource.DRAFTER)
+        if source is not DraftSource.TREES and PLAIN in self._arms:
             costs[PLAIN] = self._arms[PLAIN]
         by_rows = sorted(costs, key=lambda arm: arm.num_rows)
         if not by_rows or by_rows[0].num_rows == by_rows[-1].num_rows:

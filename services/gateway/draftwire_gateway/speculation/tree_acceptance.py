@@ -1,5 +1,8 @@
 """How many tokens of a token tree are expected to be accepted, before trees of its size were drafted."""
 
+from itertools import accumulate
+from operator import mul
+
 from draftwire.drafting.tree_shapes import shape_by_chances, survival_of
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 
@@ -8,6 +11,10 @@ CHANCES = (0.71, 0.11, 0.04, 0.021, 0.016, 0.014, 0.007, 0.005)
 temperature 1, by `calibrate` of benchmarks/tree_efficiency.py."""
 SIBLINGS = tuple(chance / (1.0 - CHANCES[0]) for chance in CHANCES[1:])
 """The same of all but the first child, where that one is not accepted."""
+
+MOST_EXPONENT = 16.0
+EXPONENT_STEPS = 10
+"""By which the exponent of a `TreePrior` is narrowed down to a 64th."""
 
 
 def sibling_chances(rate: float) -> list[float]:
@@ -33,8 +40,8 @@ class TreePrior:
         """
         self._chains = chains
         self._num_nodes = num_nodes
-        self.factor = 1.0
-        """How many times as many tokens trees of another size were found to accept as their prior says."""
+        self.exponent = 1.0
+        """Power of the chance that no child of a token is right: above 1 if trees of another size fared better."""
         self._known: tuple[int, list[float]] = (-1, [])
         """The rates after so many drafts of chains: they are asked for in every round."""
 
@@ -45,18 +52,26 @@ class TreePrior:
 
     def rates(self, num_tokens: int) -> list[float]:
         """Returns P(at least k tokens are accepted, given that k - 1 are) for k = 1 to `num_tokens`, of the best tree
-        that is as deep, times `factor` at the first.
+        that is as deep.
         """
-        rates = self._rates_by_chains(num_tokens)
-        return [min(1.0, self.factor * rate) for rate in rates[:1]] + rates[1:]
+        return _with_exponent(self._rates_by_chains(num_tokens), self.exponent)
 
-    def mean_accepted(self, num_tokens: int) -> float:
-        """Returns the mean number of accepted tokens of a tree that is so deep, by chains and siblings alone."""
-        accepted, probability = 0.0, 1.0
-        for rate in self._rates_by_chains(num_tokens):
-            probability *= rate
-            accepted += probability
-        return self.share * accepted
+    def follow(self, near: "TreePrior", num_tokens: int, num_accepted: float) -> None:
+        """Takes the exponent with which another size would accept what it was found to.
+
+        Args:
+            near: the prior of that size.
+            num_tokens: how deep its trees are.
+            num_accepted: what they accept, mean.
+        """
+        rates = near._rates_by_chains(num_tokens)
+        low, high = 0.0, MOST_EXPONENT
+        for _ in range(EXPONENT_STEPS):
+            self.exponent = (low + high) / 2
+            if near.share * sum(accumulate(_with_exponent(rates, self.exponent), mul)) < num_accepted:
+                low = self.exponent
+            else:
+                high = self.exponent
 
     def _rates_by_chains(self, num_tokens: int) -> list[float]:
         num_drafts, rates = self._known
@@ -64,6 +79,10 @@ class TreePrior:
             rates = _rates(self._chains.rates(num_tokens), self._num_nodes)
             self._known = self._chains.num_drafts, rates
         return rates
+
+
+def _with_exponent(rates: list[float], exponent: float) -> list[float]:
+    return [1.0 - (1.0 - rate) ** exponent for rate in rates]
 
 
 def _rates(chain_rates: list[float], num_nodes: int) -> list[float]:
