@@ -1,7 +1,7 @@
 """Bidirectional streams: concurrent reading and writing, and the queue of messages to be written."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from draftwire.errors import UnavailableError
@@ -9,21 +9,36 @@ from draftwire.errors import UnavailableError
 Item = TypeVar("Item")
 
 
-async def exchange(reading: Awaitable[None], writing: Awaitable[None]) -> None:
+async def exchange(
+    reading: Awaitable[None], writing: Awaitable[None], end_writing: Callable[[], None] | None = None
+) -> None:
     """Runs the reader and the writer of a stream concurrently until either ends, then cancels the other.
 
+    Args:
+        reading: the reader.
+        writing: the writer.
+        end_writing: makes the writer end after what it has left to write. Called when the reader has ended, and the
+            writer is then waited for: a write that is cancelled leaves a call without a status. Without it, the writer
+            is cancelled.
+
     Raises:
-        Exception: raised by the side that ended first.
+        Exception: raised by the side that ended first; if that is the reader and it raised nothing, by the writer that
+            was waited for.
     """
-    tasks = [asyncio.ensure_future(reading), asyncio.ensure_future(writing)]
+    reader, writer = asyncio.ensure_future(reading), asyncio.ensure_future(writing)
+    tasks = (reader, writer)
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if end_writing is not None and writer not in done:  # so the reader has ended
+            end_writing()
+            done, _ = await asyncio.wait(tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()
+    for task in tasks:
+        if task in done:
+            task.result()
 
 
 class Outbox(Generic[Item]):

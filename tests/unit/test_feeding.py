@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from session_specs import target_spec
+from structlog.testing import capture_logs
 from tiny_heads import EAGLE3, MEDUSA, save_tiny_head
 from tiny_models import save_spelling_model
 
@@ -23,12 +25,16 @@ from draftwire.models.cached_model import FeatureSpan
 from draftwire.models.description import FEATURES
 from draftwire.models.feature_encoding import decode_rows, encode_rows
 from draftwire.models.kv_cache import BLOCK_SIZE
+from draftwire.runtime import messages
+from draftwire.runtime.interceptor import ServiceGate
 from draftwire.runtime.settings import EngineSettings, ModelSettings
+from draftwire.v1 import verifier_pb2, verifier_pb2_grpc
 from draftwire_verifier.config import HeadSettings, TargetEngineSettings, VerifierConfig
 from draftwire_verifier.core import VerifierCore
 from draftwire_verifier.drafters import Greeting
 from draftwire_verifier.feeding import MAX_TOLD, DrafterStream, FeaturePart
 from draftwire_verifier.scheduler import TargetSession
+from draftwire_verifier.server import VerifierServicer
 
 TOKENS = ["a", "b", "ab", "c", "<e>"]
 PROMPT = [(3 * place) % 4 for place in range(3 * BLOCK_SIZE + 2)]
@@ -272,6 +278,43 @@ async def test_session_that_closes_or_begins_anew_while_rows_are_taken_sends_non
     ask(core, stream, limit=999, first_position=0)
     core.close_session(*session.key)
     assert await sent(core, stream) == {}
+
+
+async def test_stream_whose_writer_fails_ends_with_a_status_and_is_logged(
+    core: VerifierCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its drafter would otherwise wait for features and outcomes for ever."""
+
+    def refuse(_features: SessionFeatures) -> None:
+        raise RuntimeError("cannot be encoded")
+
+    monkeypatch.setattr(messages, "features_to_proto", refuse)
+    open_session(core)
+    advance(core)
+    gate = ServiceGate()
+    gate.refusal = ""
+    server = grpc.aio.server(interceptors=[gate])
+    verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(core), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    assert core._features_of is not None
+    source = messages.feature_source_to_proto(core._features_of, FeatureEncoding.FLOAT32)
+    hello = verifier_pb2.DrafterHello(model=messages.model_to_proto(core.description), instance_id=1, features=source)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(10.0):
+        call = verifier_pb2_grpc.VerifierServiceStub(channel).PushDraftBlocks()
+        await call.write(verifier_pb2.PushDraftBlocksRequest(hello=hello))
+        identity = (await call.read()).identity  # type: ignore[union-attr]
+        permit = Permit.make(KEY, 0, identity.drafter_id)
+        requests = messages.feature_requests_to_proto([FeatureRequest(1, 0, permit, 999, 0)])
+        with capture_logs() as lines:
+            await call.write(verifier_pb2.PushDraftBlocksRequest(feature_requests=requests))
+            assert await call.code() is grpc.StatusCode.INTERNAL
+    await server.stop(grace=None)
+    assert [line["event"] for line in lines if line["log_level"] == "error"] == ["rpc.method_failed"]
+    drafter = core.drafters.get(identity.drafter_id)
+    assert drafter is not None
+    assert drafter.num_streams == 0
+    assert not core._streams
 
 
 async def test_verifier_with_a_head_of_its_own_sends_its_features_too(target: Path, head: Path) -> None:

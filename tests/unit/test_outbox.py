@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 
 from draftwire.errors import UnavailableError
-from draftwire.runtime.outbox import Outbox
+from draftwire.runtime.outbox import Outbox, exchange
 
 SOON_SECONDS = 5.0  # a deadline for what should happen at once
 A_MOMENT_SECONDS = 0.02  # long enough for a task that could run to have run
@@ -86,3 +86,53 @@ async def test_consumer_that_is_cancelled_while_waiting_loses_nothing() -> None:
     await asyncio.gather(waiting, return_exceptions=True)
     assert waiting.cancelled()
     assert await taken(outbox) == [1]
+
+
+async def fail(error: Exception) -> None:
+    raise error
+
+
+async def write_all(outbox: Outbox[int], written: list[int]) -> None:
+    while items := await outbox.take_all():
+        await asyncio.sleep(0)  # a write that is waited for
+        written += items
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["the writer would be ended", "it would be cancelled"])
+async def test_writer_that_fails_ends_the_exchange_while_the_reader_waits(ends: bool) -> None:
+    cancelled = asyncio.Event()
+
+    async def read() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async with asyncio.timeout(SOON_SECONDS):
+        with pytest.raises(OSError, match="writer"):
+            await exchange(read(), fail(OSError("writer")), filled().close if ends else None)
+    assert cancelled.is_set()
+
+
+async def test_writer_writes_what_is_left_before_the_readers_end_is_the_calls() -> None:
+    for reading in (asyncio.sleep(0), fail(OSError("reader"))):
+        outbox, written = filled(1), list[int]()
+        waiting = exchange(reading, write_all(outbox, written), outbox.close)
+        outbox.put(2)
+        async with asyncio.timeout(SOON_SECONDS):
+            (error,) = await asyncio.gather(waiting, return_exceptions=True)
+        assert str(error) == ("reader" if isinstance(error, OSError) else "None")
+        assert written == [1, 2]
+
+
+async def test_failure_of_a_writer_that_is_waited_for_is_raised_unless_the_reader_has_failed_too() -> None:
+    for reading, cause in ((asyncio.sleep(0), "writer"), (fail(OSError("reader")), "reader")):
+        outbox = filled()
+
+        async def write(outbox: Outbox[int] = outbox) -> None:
+            await outbox.take_all()
+            await fail(OSError("writer"))
+
+        async with asyncio.timeout(SOON_SECONDS):
+            with pytest.raises(OSError, match=cause):
+                await exchange(reading, write(), outbox.close)

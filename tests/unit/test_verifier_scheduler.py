@@ -337,13 +337,13 @@ class InStep:
         for session in sessions:
             offer(self.scheduler, make_block(session.fence, [10]))
 
-    def judge(self) -> list[TargetSession]:
+    def judge(self, decide: Decide = accept_all) -> list[TargetSession]:
         """Runs the next step and returns who took part; nobody if there is none."""
         step = self.scheduler.next_step()
         if step is None:
             return []
         self.now += 0.1
-        self.scheduler.complete(step, replace(self.engine.run(step), verify_us=100_000))
+        self.scheduler.complete(step, replace(self.engine.run(step, decide), verify_us=100_000))
         return [item.session for item in step.items]
 
 
@@ -404,6 +404,27 @@ def test_nothing_is_waited_for_when_the_session_that_was_ready_is_closed() -> No
     two.scheduler.close(*two.first.key)
     assert two.judge() == []
     assert two.scheduler.holds_for_s is None, "else the engine would be asked again and again"
+
+
+@pytest.mark.parametrize("last", [[STOP_TOKEN], None], ids=["stop token", "max_len"])
+def test_no_block_is_waited_for_where_the_text_is_over(last: list[int] | None) -> None:
+    """The gateway closes the session, but only when it has the verdict; its drafter may have sent a block meanwhile."""
+    two = InStep()
+    two.offer(two.first, two.second)
+    ending = last or [20] * (two.second.spec.max_len - len(two.second.committed))
+    assert two.judge(lambda item: ending if item.session is two.second else [20]) == [two.first, two.second]
+    assert (two.first.waits_since, two.second.waits_since) == (two.now, None)
+    two.now += 0.03
+    two.offer(two.first)
+    assert two.judge() == [two.first], "at once"
+    assert two.scheduler.gathering.held_s == 0.0
+    waited_s = two.scheduler.draft_wait_s
+    two.scheduler.close(*two.first.key)
+    assert two.judge() == []
+    assert two.scheduler.idle.waited(two.now) == two.scheduler.idle.waited(two.now + 1.0), "nobody waits"
+    if last is not None:  # beyond max_len it is refused
+        two.offer(two.second)
+    assert two.scheduler.draft_wait_s == waited_s
 
 
 def test_time_in_the_queue_is_counted_from_each_rounds_own_start() -> None:

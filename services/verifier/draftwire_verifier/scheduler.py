@@ -490,14 +490,13 @@ class Scheduler(SessionBook[TargetSession, Step]):
         session.round += 1
         session.block, session.queued = None, False
         queue_us = min(int(max(0.0, started_at - session.queued_at) * 1e6), MAX_UINT32)
-        if session.plain_rounds_left:  # the round was one of a run
-            stopped = not session.spec.parameters.stop_token_ids.isdisjoint(judgement.token_ids)
-            full = len(session.committed) >= session.spec.max_len
-            session.plain_rounds_left = 0 if stopped or full else session.plain_rounds_left - 1
-        next_is_held = self._take_held(session, judgement.token_ids)
+        has_stopped = not session.spec.parameters.stop_token_ids.isdisjoint(judgement.token_ids)
+        is_over = has_stopped or len(session.committed) >= session.spec.max_len
+        session.plain_rounds_left = 0 if is_over else max(0, session.plain_rounds_left - 1)
+        next_is_held = self._take_held(session, is_over)
         if session.plain_rounds_left or next_is_held:
             self._enqueue(session)
-        else:
+        elif not is_over:
             session.waits_since = self.clock()
             self.idle.wait(1, session.waits_since)
         if block is not None and not block.is_used:  # a plain round, as far as anybody else sees
@@ -525,13 +524,12 @@ class Scheduler(SessionBook[TargetSession, Step]):
             draft_depth=block.depth if block and block.tree is not None else 0,
         )
 
-    def _take_held(self, session: TargetSession, token_ids: Sequence[int]) -> bool:
-        """Makes a held block that was drafted for the session's text the one to verify next; returns whether there is
-        one. Blocks for other texts of the round are dropped.
+    def _take_held(self, session: TargetSession, is_over: bool) -> bool:
+        """Makes a held block that was drafted for the session's text, unless that is over, the one to verify next;
+        returns whether there is one. Blocks for other texts of the round are dropped.
         """
         if not session.held:
             return False
-        is_over = not session.spec.parameters.stop_token_ids.isdisjoint(token_ids)
         session.block = session.held.take(session.fence, is_wanted=not (is_over or session.plain_rounds_left))
         return session.block is not None
 

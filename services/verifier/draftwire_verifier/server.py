@@ -112,29 +112,33 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                     part = messages.features_to_proto(features)
                     await context.write(verifier_pb2.PushDraftBlocksResponse(features=part))
 
-        writing: asyncio.Future[None] | None = None
-        brake = Brake()
+        def end() -> None:
+            self._core.end_stream(stream)
+            stream.outbox.close()
+
         try:
             response = verifier_pb2.PushDraftBlocksResponse(
                 welcome=messages.model_to_proto(self._core.description),
                 identity=messages.identity_to_proto(drafter.identity),
             )
             await context.write(response)
-            writing = asyncio.ensure_future(write())
-            async for request in requests:
-                match request.WhichOneof("message"):
-                    case "blocks":
-                        await self._push_blocks(request, drafter, brake)
-                    case "feature_requests" if encoding is not None:
-                        self._request_features(request, stream)
-                    case _:
-                        raise ProtocolViolationError(_ORDER)
+            await exchange(self._read_drafter(requests, stream), write(), end)
         finally:
-            self._core.end_stream(stream)
+            end()
             drafter.num_streams -= 1
-            if writing is not None:  # a write that is cancelled would leave the call without a status
-                stream.outbox.close()
-                await asyncio.gather(writing, return_exceptions=True)
+
+    async def _read_drafter(
+        self, requests: AsyncIterator[verifier_pb2.PushDraftBlocksRequest], stream: DrafterStream
+    ) -> None:
+        brake = Brake()
+        async for request in requests:
+            match request.WhichOneof("message"):
+                case "blocks":
+                    await self._push_blocks(request, stream.drafter, brake)
+                case "feature_requests" if stream.encoding is not None:
+                    self._request_features(request, stream)
+                case _:
+                    raise ProtocolViolationError(_ORDER)
 
     def _request_features(self, request: verifier_pb2.PushDraftBlocksRequest, stream: DrafterStream) -> None:
         if len(request.feature_requests.requests) > self._most_items:
