@@ -15,9 +15,9 @@ from torch import Tensor
 
 from draftwire.method.devices import upload
 from draftwire.models.decoder import Decoder
-from draftwire.models.kv_cache import CachedSequence, KvCache
+from draftwire.models.kv_cache import CachedSequence, KvCache, slots_between
 from draftwire.models.kv_storage import KvStorage
-from draftwire.models.packing import Segment, pack, slots_at
+from draftwire.models.packing import Segment, pack
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.static_steps import StaticSteps
 from draftwire.models.taps import FeatureSource, SlotFeatures
@@ -245,7 +245,7 @@ class CachedModel:
         features = self._storage.features
         assert features is not None, "the model keeps features"
         assert features.rows is not None, "tokens were read"
-        slots = [slots_at(each.sequence, np.arange(each.start, each.stop)) for each in spans]
+        slots = [slots_between(each.sequence, each.start, each.stop) for each in spans]
         return features.rows.index_select(0, upload(np.concatenate(slots), self.device))
 
     @torch.inference_mode()

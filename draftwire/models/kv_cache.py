@@ -155,8 +155,8 @@ class KvCache:
         """
         parents, base = sequence.parents, sequence.base
         assert [parents[node] for node in path] == [-1, *path][: len(path)], "a path goes from parents to children"
-        places = slots_of([sequence], sequence.length)[0]
-        sources, targets = places[[base + node for node in path]], places[base : base + len(path)]
+        nodes = slots_between(sequence, base, sequence.length)
+        sources, targets = nodes[list(path)], nodes[: len(path)]
         sequence.parents = ()
         self.truncate(sequence, base + len(path))
         return sources, targets
@@ -189,8 +189,7 @@ class KvCache:
         for block in fork.blocks[: fork.num_published]:
             self._users[block] += 1
         self.sequences.add(fork)
-        both = slots_of([sequence, fork], length)[:, start:]
-        return fork, both[0], both[1]
+        return fork, slots_between(sequence, start, length), slots_between(fork, start, length)
 
     def publish(self, sequence: CachedSequence, token_ids: Sequence[int]) -> None:
         """Declares tokens final and shares their full blocks with sequences of the same prefix.
@@ -272,6 +271,20 @@ def slots_of(sequences: Sequence[CachedSequence], width: int) -> NDArray[np.int6
     slots = (table[:, :, None] * BLOCK_SIZE + offsets).reshape(len(sequences), -1)[:, :width]
     lengths = np.array([[sequence.length] for sequence in sequences])
     return np.where(np.arange(width) < lengths, slots, NULL_BLOCK)
+
+
+def slots_between(sequence: CachedSequence, start: int, stop: int) -> NDArray[np.int64]:
+    """Returns the slots of the tokens from `start` to `stop` of a sequence, `[stop - start]`; looks at no other blocks.
+
+    Args:
+        sequence: has all of these tokens.
+        start: the first one.
+        stop: behind the last one.
+    """
+    first = start // BLOCK_SIZE
+    blocks = np.array(sequence.blocks[first : blocks_for(stop)], dtype=np.int64)
+    slots = (blocks[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)
+    return slots[start - first * BLOCK_SIZE : stop - first * BLOCK_SIZE]
 
 
 def _chain(previous: bytes, token_ids: Sequence[int]) -> bytes:

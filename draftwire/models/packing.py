@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwire.method.devices import upload
-from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, blocks_for, slots_of
+from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, blocks_for, slots_between, slots_of
 from draftwire.models.kv_storage import KvStorage
 from draftwire.models.paged_attention import LoneSegment, Masks, PackedStep, SegmentGroup, Trees
 
@@ -67,9 +67,10 @@ def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> P
                 members.append(index)
                 continue
             own = slice(int(starts[index]), int(starts[index] + counts[index]))
-            places = np.arange(lengths[index] - counts[index], lengths[index])
-            slots[own] = slots_at(segment.sequence, places)
-            positions[own], trees = _in_trees([segment], places[None], device)
+            stop = segment.sequence.length
+            first = stop - segment.num_tokens
+            slots[own] = slots_between(segment.sequence, first, stop)
+            positions[own], trees = _in_trees([segment], np.arange(first, stop)[None], device)
             sees_all = segment.num_tokens == 1 and trees is None
             masks = Masks(_tensor(positions[None, own], device), int(lengths[index]), sees_all, trees)
             lone.append(LoneSegment(own, runs, masks))
@@ -181,12 +182,6 @@ def _runs_to_read(segment: Segment, storage: KvStorage, device: torch.device, le
         runs.append(slice(start, start + min(end * BLOCK_SIZE, sequence.length) - first * BLOCK_SIZE))
         first = end
     return runs
-
-
-def slots_at(sequence: CachedSequence, places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the slots of some consecutive places of a sequence."""
-    blocks = np.array(sequence.blocks[int(places[0]) // BLOCK_SIZE : int(places[-1]) // BLOCK_SIZE + 1])
-    return np.asarray(blocks[places // BLOCK_SIZE - places[0] // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE)
 
 
 def _tensor(array: NDArray[np.int64] | NDArray[np.bool_], device: torch.device) -> Tensor:

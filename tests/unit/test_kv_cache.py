@@ -7,14 +7,26 @@ and values do. A place then holds the right thing only if its whole history was 
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from typing_extensions import override
 
 from draftwire.errors import NoRoomError
-from draftwire.models.kv_cache import BLOCK_SIZE, NULL_BLOCK, CachedSequence, KvCache, blocks_for, slots_of
+from draftwire.models.kv_cache import (
+    BLOCK_SIZE,
+    NULL_BLOCK,
+    CachedSequence,
+    KvCache,
+    blocks_for,
+    slots_between,
+    slots_of,
+)
 
 NULL_SLOTS = range(NULL_BLOCK * BLOCK_SIZE, (NULL_BLOCK + 1) * BLOCK_SIZE)
 Key = tuple[str, str]
@@ -155,8 +167,10 @@ class KvCacheMachine(RuleBasedStateMachine):
         for index in path:  # a node's keys know its ancestors, wherever it lies
             kept += "t"
             self.write(one, base_len + index, (one.salt, text + kept))
+        nodes = slots_of([one.sequence], one.sequence.length)[0, base_len:]
         sources, targets = self.cache.keep_path(one.sequence, path)
-        assert sources.shape == targets.shape == (len(path),)
+        assert sources.tolist() == [nodes[node] for node in path]
+        assert targets.tolist() == nodes[: len(path)].tolist()
         moved = [self.written[source] for source in sources]
         for target, entry in zip(targets, moved, strict=True):
             self.written[target] = entry
@@ -180,7 +194,8 @@ class KvCacheMachine(RuleBasedStateMachine):
         for key in one.holds:
             if key is not None:
                 self.users[key] += 1
-        assert sources.shape == targets.shape == (length - start,)
+        table = slots_of([one.sequence, fork], length)
+        assert table[:, start:].tolist() == [sources.tolist(), targets.tolist()]
         moved = [self.written[source] for source in sources]
         for target, entry in zip(targets, moved, strict=True):
             assert target not in NULL_SLOTS
@@ -287,6 +302,52 @@ def test_tree_that_is_cut_keeps_its_first_nodes() -> None:
         cache.truncate(sequence, length)
         assert (sequence.length, sequence.parents, sequence.base) == (length, parents, min(length, 42))
         cache.check_integrity()
+
+
+class CountedBlocks(list[int]):
+    """A block table that counts how many of its blocks are looked at."""
+
+    num_looked_at = 0
+
+    @override
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.num_looked_at += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def num_looked_at(sequence: CachedSequence, take: Callable[[], object]) -> int:
+    """Returns how many of a sequence's blocks are looked at in a call."""
+    sequence.blocks = blocks = CountedBlocks(sequence.blocks)
+    take()
+    return blocks.num_looked_at
+
+
+def test_slots_of_the_end_of_a_text_are_found_without_looking_at_its_beginning() -> None:
+    """Whatever the length of the text; of the published blocks a fork takes over each once."""
+    looked_at = set()
+    for num_published in (3, 30, 300):
+        cache = KvCache(800 * BLOCK_SIZE)
+        sequence = read(cache, "a" * (num_published * BLOCK_SIZE + 5))
+        cache.append(sequence, 20, (-1, *range(19)))
+        by_fork = num_looked_at(sequence, partial(cache.fork, sequence, sequence.base))
+        by_path = num_looked_at(sequence, partial(cache.keep_path, sequence, (0, 1)))
+        looked_at.add((by_fork - num_published, by_path))
+    assert looked_at == {(1, 2)}
+
+
+@given(data=st.data(), num_blocks=st.lists(st.integers(1, 3), min_size=2, max_size=6))
+def test_slots_between_two_places_are_those_of_the_table(data: st.DataObject, num_blocks: list[int]) -> None:
+    cache = KvCache(40 * BLOCK_SIZE)
+    sequences = [cache.open(), cache.open()]
+    for index, count in enumerate(num_blocks):  # in turn, so that a text is in several places
+        cache.append(sequences[index % 2], count * BLOCK_SIZE - index)
+    for sequence in sequences:
+        stop = data.draw(st.integers(0, sequence.length))
+        start = data.draw(st.integers(0, stop))
+        found = slots_between(sequence, start, stop)
+        assert found.dtype == np.int64
+        assert found.tolist() == slots_of([sequence], sequence.length)[0, start:stop].tolist()
 
 
 def too_long(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
