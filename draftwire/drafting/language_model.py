@@ -4,13 +4,13 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from operator import is_
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from draftwire.drafting.drawing import BlockStart, Drawer
+from draftwire.drafting.kept_edits import KeptEdits
 from draftwire.drafting.places import span_of_next
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep, nothing_ahead
 from draftwire.drafting.tree_drafting import GrowingTree, ReadTree, TreeStart, grow
@@ -20,7 +20,6 @@ from draftwire.method.devices import upload
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.sampling import TokenEdits, probabilities_of_spans
 from draftwire.models.cached_model import DraftModel, ForkingModel, Reading
-from draftwire.requests.parameters import SamplingParams
 
 PROMPT_TOKENS = 32
 """A step that reads more tokens than this for one sequence counts as prefill."""
@@ -49,7 +48,7 @@ class LanguageModelSequence:
         self._num_opened_with = len(token_ids)
         self.cached = model.cache.open(self.ids, cache_salt)
         self._num_read_exactly = self.cached.length
-        self._edits: tuple[tuple[SamplingParams, frozenset[int]], TokenEdits] | None = None
+        self.edits = KeptEdits()
         self.tree: ReadTree | None = None
         """The tree that ends the cache, until the next tokens are committed."""
 
@@ -72,13 +71,6 @@ class LanguageModelSequence:
     def reads_fuzzily(self) -> bool:
         """Whether committed tokens are read approximately; the tokens that the sequence was opened with never are."""
         return not (self._calibrates or self.model.extends_exactly) and self.cached.length >= self._num_opened_with
-
-    def edits(self, request: DraftRequest) -> TokenEdits:
-        """Returns those of a request, kept from one block to the next: requests of a session share their parameters."""
-        parameters = request.sampling, request.stop_token_ids
-        if self._edits is None or not all(map(is_, self._edits[0], parameters)):  # which may be long to compare
-            self._edits = parameters, TokenEdits(*parameters)
-        return self._edits[1]
 
     def calibrate(self, base_len: int, token_ids: list[int]) -> None:
         """Commits tokens. Cached tokens that are exact and committed are kept; the rest is read again."""
@@ -156,7 +148,7 @@ class _Member:
     @property
     def text(self) -> tuple[DraftRequest, list[int], Callable[[DraftRequest], TokenEdits]]:
         """What `span_of_next` needs of it."""
-        return self.request, self.sequence.ids, self.sequence.edits
+        return self.request, self.sequence.ids, self.sequence.edits.of
 
     def reading(self, unread: list[int], drawn: list[int]) -> Reading:
         """Returns what to read for the next token: tokens that are certain, and those ahead of it.
@@ -308,7 +300,7 @@ class LanguageModelDrafter:
 
     def _growing(self, member: _Member) -> GrowingTree:
         sequence, request = member.sequence, member.request
-        vocab_size, edits = min(request.vocab_size, self.model.vocab_size), sequence.edits(request)
+        vocab_size, edits = min(request.vocab_size, self.model.vocab_size), sequence.edits.of(request)
         start = TreeStart(request, sequence.cached, list(sequence.ids), vocab_size, edits)
         return tree_of(start, self._quantization)
 

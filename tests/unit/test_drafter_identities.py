@@ -146,12 +146,14 @@ def push(
 
 
 def judge(core: VerifierCore, sums: AuditSums, *sessions: TargetSession) -> None:
-    """Has a step audit what the sessions have queued; their rounds stay open."""
+    """Has a step audit what the sessions have queued; they begin anew, without a verdict."""
     items = [StepItem(session, session.block, 1) for session in sessions]
     for session in sessions:
         session.block, session.queued = None, False
         core._scheduler._ready.clear()
     core._audit(Step(items, 0.0), StepResult([], [], [], 0, 0, audits=[sums] * len(items)))
+    for session in sessions:
+        core._begin_round(session)
 
 
 def connect(core: VerifierCore, **greeting: Any) -> Drafter:
@@ -244,6 +246,63 @@ async def test_whether_a_block_is_used_does_not_depend_on_what_it_holds(core: Ve
         core.close_session(*session.key)
     allowed = nodes or BLOCK
     assert outcomes == {(left, count): left >= allowed for left, count in outcomes}
+
+
+@pytest.mark.parametrize("left", [0, BLOCK, 2 * BLOCK])
+async def test_whether_a_block_is_used_does_not_depend_on_when_it_comes(core: VerifierCore, left: int) -> None:
+    """A drafter that takes longer for one of two tokens: its block comes before another session's, or after it. Where
+    drafts are drawn as the target draws, those that are used enter the text, and others are drawn again.
+    """
+    law = [0.0, 0.0]
+    for token in range(2):
+        origin = f"host of {left} and {token}"
+        slow, other = connect(core, origin=origin), connect(core, origin=origin)
+        slow.origin._spent = CREDIT_TOKENS - left
+        slow.origin._refill = lambda: None
+        session, neighbour = open_session(core), open_session(core)
+        for sender, receiver in [(slow, session), (other, neighbour)][:: -1 if token else 1]:
+            push(core, receiver, sender)
+        assert session.block is not None, "it was queued"
+        assert neighbour.block is not None, "it was queued"
+        assert session.block.is_used is (left >= BLOCK), "of those that begin first"
+        assert neighbour.block.is_used is (left >= 2 * BLOCK)
+        for drawn in range(2):
+            law[token if session.block.is_used else drawn] += 0.25
+        core.close_session(*session.key)
+        core.close_session(*neighbour.key)
+        assert slow.origin._num_promised == 0
+    assert law == [0.5, 0.5]
+
+
+async def test_drafter_that_proves_itself_is_trusted_from_the_next_round_on(core: VerifierCore) -> None:
+    """Else blocks that come late would be used where those that come soon are not."""
+    fresh = connect(core)
+    fresh.origin._spent = CREDIT_TOKENS
+    fresh.origin._refill = lambda: None
+    session = open_session(core)
+    assert not push(core, session, fresh).is_used
+    other = open_session(core)
+    while not fresh.is_proven:
+        push(core, other, fresh)
+        judge(core, TRUTH, other)
+    session.block, session.queued = None, False
+    assert not push(core, session, fresh).is_used
+    judge(core, TRUTH, session)
+    assert push(core, session, fresh).is_used
+
+
+async def test_what_a_drafter_has_queued_when_it_is_found_out_is_not_used(core: VerifierCore) -> None:
+    liar, honest = connect(core), connect(core, origin="certificate b")
+    session, other = open_session(core), open_session(core)
+    assert push(core, session, liar).is_used
+    assert push(core, other, honest).is_used
+    blocks_used(core, liar, LIE, 100)
+    assert liar.is_quarantined
+    assert session.block is not None, "it is queued"
+    assert not session.block.is_used
+    assert session.drafter_id is None
+    assert other.block is not None, "it is queued"
+    assert other.block.is_used
 
 
 async def test_liar_leaves_replicas_with_its_certificate_alone(core: VerifierCore) -> None:

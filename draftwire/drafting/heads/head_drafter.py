@@ -2,22 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import is_
 from typing import Generic
 
 import torch
 
 from draftwire.drafting.drawing import BlockStart, Drawer
 from draftwire.drafting.heads.draft_head import DraftHead, HeadState, PairReading
+from draftwire.drafting.kept_edits import KeptEdits
 from draftwire.drafting.places import span_of_next
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.errors import DraftwireError, NoRoomError
 from draftwire.method.devices import upload
 from draftwire.method.quantization import Quantization
-from draftwire.method.sampling import TokenEdits, probabilities_of_spans
+from draftwire.method.sampling import probabilities_of_spans
 from draftwire.models.cached_model import FeatureReader, FeatureSpan, Text
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.requests.parameters import SamplingParams
 
 READ_AT_ONCE = 512
 """Pairs that a head reads in a step, of all sequences together, and one more of each. A sequence for which that is not
@@ -38,14 +37,7 @@ class HeadSequence:
         self.first = first
         self.num_read = first
         """Tokens whose pairs are behind: those with true features that were read, and those before `first`."""
-        self._edits: tuple[tuple[SamplingParams, frozenset[int]], TokenEdits] | None = None
-
-    def edits(self, request: DraftRequest) -> TokenEdits:
-        """Returns those of a request, kept from one block to the next: requests of a session share their parameters."""
-        parameters = request.sampling, request.stop_token_ids
-        if self._edits is None or not all(map(is_, self._edits[0], parameters)):  # which may be long to compare
-            self._edits = parameters, TokenEdits(*parameters)
-        return self._edits[1]
+        self.edits = KeptEdits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +158,7 @@ class HeadDrafter(Generic[Text]):
                     logits[row, starts[index].vocab_size :] = -torch.inf
             spans = [
                 span_of_next(
-                    drawer, index, requests[index], draftings[index].committed, draftings[index].sequence.edits
+                    drawer, index, requests[index], draftings[index].committed, draftings[index].sequence.edits.of
                 )
                 for index in active
             ]

@@ -16,14 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from draftwire.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    pass
 
 FORMAT_VERSION = 1
 """Of stores. Incremented with every change that an older release would misread."""

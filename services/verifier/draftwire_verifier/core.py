@@ -55,7 +55,7 @@ from draftwire.requests.automaton import Automaton
 from draftwire.verification.rule import VerificationRule, facts_of
 from draftwire.verification.rule_loading import served_rules
 from draftwire_verifier.config import VerifierConfig
-from draftwire_verifier.drafters import Drafter, DrafterOrigin, Drafters, Greeting
+from draftwire_verifier.drafters import Drafter, Drafters, Greeting
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.feeding import DrafterStream, FeaturePart, Feed
 from draftwire_verifier.metrics import VerifierMetrics
@@ -263,6 +263,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         with self.metrics.counting_refusals():
             session = self._scheduler.open(spec, lease_id, automaton)
         session.is_audited = self._first_uses.claim(spec.verifying_key, spec.parameters.choice)
+        self._begin_round(session)
         if self.spans is not None:
             self.spans.open(spec)
         self._work.set()
@@ -300,6 +301,9 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             origin=greeting.origin,
             model_name=greeting.model_name,
         )
+        for session in self._scheduler.sessions.values():
+            if session.can_be_biased and session.drafter_id is None and session.has_speculation:
+                session.trust.add(drafter, session.most_draft_tokens)
         return drafter
 
     def push_blocks(self, blocks: Collection[ReceivedBlock]) -> tuple[int, int]:
@@ -418,27 +422,18 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     def _may_use(self, session: TargetSession, block: ReceivedBlock) -> bool:
         """Whether the tokens of a queued block may enter the text, as far as their sender is trusted.
 
-        Depends on the sender and on what the session allows, never on the block: see docs/exactness.md.
+        Depends on the sender and on what was known when the round began, never on the block: see docs/exactness.md.
         """
         drafter = self.drafters.get(block.drafter_id)
-        if drafter is None or drafter.is_proven or not session.can_be_biased:
-            return drafter is not None
-        return drafter.origin.has_credit(self._num_pending(drafter.origin))
+        return drafter is not None and (not session.can_be_biased or session.trust.covers(drafter))
 
-    def _num_pending(self, origin: DrafterOrigin) -> int:
-        """Returns how many tokens of the unproven drafters of an origin may be queued or being judged, to be used.
-
-        As many as the sessions allow: how many nodes a drawn tree has, or where a block ends, may depend on its tokens.
-        """
-        queued = ((session, session.block) for session in self._scheduler.sessions.values() if session.can_be_biased)
-        senders = (
-            (session, self.drafters.get(block.drafter_id)) for session, block in queued if block and block.is_used
-        )
-        return sum(
-            session.spec.max_tree_nodes or session.spec.parameters.max_draft_tokens
-            for session, sender in senders
-            if sender is not None and sender.origin is origin and not sender.is_proven
-        )
+    def _begin_round(self, session: TargetSession) -> None:
+        """Decides whose blocks a session's next round may use: its drafter's or, while it has none, those of any."""
+        session.trust.begin(self.drafters.now())
+        if session.can_be_biased and session.has_speculation:
+            drafter = self.drafters.get(session.drafter_id) if session.drafter_id is not None else None
+            for candidate in self.drafters if drafter is None else (drafter,):
+                session.trust.add(candidate, session.most_draft_tokens)
 
     def _take_permit(self, block: ReceivedBlock) -> None:
         """Admits the sender to its session if the block has a permit; refuses it again if it is in quarantine."""
@@ -463,7 +458,12 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             self._end_speculation(self._scheduler.sessions[session_id, epoch], str(error))
 
     def _end_speculation(self, session: TargetSession, reason: str, quarantined_id: int | None = None) -> None:
-        """Refuses further blocks of a session's drafter, and notifies the gateway."""
+        """Refuses further blocks of a session's drafter, and notifies the gateway. If it is in quarantine, what it has
+        queued is not used.
+        """
+        if session.block is not None and session.block.drafter_id == quarantined_id:
+            self._scheduler.set_aside(session)
+            self.metrics.blocks_set_aside.inc()
         self._scheduler.end_speculation(session)
         refused = BlockRefused(*session.key, session.round, reason, session.permit_number, quarantined_id)
         self._leases.send(session.lease_id, refused)
@@ -521,10 +521,13 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             if isinstance(event, Verdict):
                 self.metrics.count(event, is_first=event.fence.round == session.spec.first_round)
                 self._tell(session, event)
-                self._set_aside_unless_trusted(session)
         for item in step.items:
             self._offer_features(item.session)
         self._audit(step, result)
+        for session, event in deliveries:
+            if isinstance(event, Verdict):
+                self._begin_round(session)
+                self._set_aside_unless_trusted(session)
         return deliveries
 
 

@@ -6,6 +6,7 @@ docs/decisions/0017-identities-are-issued-by-the-verifier.md.
 """
 
 import hmac
+import math
 import secrets
 import time
 from collections.abc import Callable, Container, Iterator
@@ -67,14 +68,19 @@ class DrafterOrigin:
         self.name = name
         self.audit = DrafterAudit(window=ORIGIN_WINDOW)
         self.suspicion: Alarm | None = None
-        self._clock = clock
+        self.clock = clock
         self._spent = 0.0
         self._spent_at = clock()
+        self._num_promised = 0
 
     def has_credit(self, num_tokens: int) -> bool:
         """Whether so many more draft tokens of its unproven drafters may be used."""
         self._refill()
-        return self.suspicion is None and self._spent + num_tokens <= CREDIT_TOKENS
+        return self.suspicion is None and self._spent + self._num_promised + num_tokens <= CREDIT_TOKENS
+
+    def promise(self, num_tokens: int) -> None:
+        """Keeps a part of the credit for a round that has begun; or, with a negative number, gives it back."""
+        self._num_promised += num_tokens
 
     def spend(self, sums: AuditSums) -> None:
         """Counts draft tokens of an unproven drafter that were used."""
@@ -93,7 +99,7 @@ class DrafterOrigin:
         self._spent = max(0.0, self._spent - num_tokens)
 
     def _refill(self) -> None:
-        now = self._clock()
+        now = self.clock()
         self._spent = max(0.0, self._spent - (now - self._spent_at) * CREDIT_TOKENS / REFILL_S)
         self._spent_at = now
 
@@ -112,6 +118,8 @@ class Drafter:
     """Open streams of the drafter."""
     num_lent: int = 0
     """Tokens that it took of its origin's credit."""
+    proven_at: float = math.inf
+    """When it had proved itself, by its origin's clock."""
     is_refusal_logged: bool = False
     """Whether a block without a permit was logged since its last stream was opened."""
 
@@ -145,8 +153,42 @@ class Drafter:
             self.num_lent += sums.num_positions
         if self.is_proven and not was_proven:
             self.origin.give_back(self.num_lent)
-            self.num_lent = 0
+            self.num_lent, self.proven_at = 0, self.origin.clock()
         return self.is_quarantined and not was_quarantined
+
+
+class Trust:
+    """Whose blocks the current round of a session may use. That is decided when the round begins, before any of its
+    tokens is drawn: when a block comes may depend on its tokens.
+    """
+
+    def __init__(self) -> None:
+        """Trusts nobody."""
+        self._began_at = -math.inf
+        self._promised: dict[DrafterOrigin, int] = {}
+        """Tokens that are kept of credits."""
+
+    def begin(self, now: float) -> None:
+        """Begins a round, for which drafters are trusted that have proved themselves by now."""
+        self.end()
+        self._began_at = now
+
+    def end(self) -> None:
+        """Gives back what was kept of credits: the round is over, and what it used was spent."""
+        for origin, num_tokens in self._promised.items():
+            origin.promise(-num_tokens)
+        self._promised.clear()
+
+    def add(self, drafter: Drafter, num_tokens: int) -> None:
+        """Trusts the unproven drafters of a drafter's origin too, if that has credit for so many tokens."""
+        origin = drafter.origin
+        if not drafter.is_proven and origin not in self._promised and origin.has_credit(num_tokens):
+            origin.promise(num_tokens)
+            self._promised[origin] = num_tokens
+
+    def covers(self, drafter: Drafter) -> bool:
+        """Whether a drafter's block may be used."""
+        return (drafter.is_proven and drafter.proven_at <= self._began_at) or drafter.origin in self._promised
 
 
 class Drafters:
@@ -174,6 +216,10 @@ class Drafters:
     def __iter__(self) -> Iterator[Drafter]:
         """Iterates over a snapshot. Thread-safe."""
         return iter(list(self._by_id.values()))
+
+    def now(self) -> float:
+        """Returns the time, seconds."""
+        return self._clock()
 
     def get(self, drafter_id: int) -> Drafter | None:
         """Returns the record of a drafter; None if there is none."""

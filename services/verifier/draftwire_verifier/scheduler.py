@@ -40,6 +40,7 @@ from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
 from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
 from draftwire_verifier.block_check import check_block, check_trees
+from draftwire_verifier.drafters import Trust
 from draftwire_verifier.feeding import Feed
 from draftwire_verifier.gathering import Gathering, Ready, UsualWait
 from draftwire_verifier.held_blocks import HeldBlocks, HeldFate, HeldTally
@@ -70,6 +71,8 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     """Number of that drafter's permit; -1 while there was none."""
     is_audited: bool = True
     """Whether its draft tokens count in the audit: not if an earlier session drew with the same random numbers."""
+    trust: Trust = field(default_factory=Trust)
+    """Whose blocks the current round may use."""
     block: ReceivedBlock | None = None
     """The block to verify in the current round."""
     held: HeldBlocks
@@ -131,6 +134,11 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     @override
     def num_reserved(self) -> int:
         return self.spec.max_len + self.spec.max_tree_nodes  # all of a tree is read before its path is kept
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """Most draft tokens of a round. How many a block has may depend on which they are."""
+        return self.spec.max_tree_nodes or self.spec.parameters.max_draft_tokens
 
     @property
     def can_be_biased(self) -> bool:
@@ -410,6 +418,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
         if session is not None:
             self._stop_waiting(session)
             session.held.clear()
+            session.trust.end()
             if session.local is not None:
                 session.local.text.close(session.spec.parameters.prompt_len)
         return session
