@@ -331,8 +331,8 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         self, drafter: Drafter, model: ModelDescription, encoding: FeatureEncoding | None = None
     ) -> DrafterStream:
         """Returns what a drafter is told: how rounds ended whose blocks it sent, and features, as far as it can do
-        anything with them. A drafter with several streams is told on the latest. Features that were due on one before are due
-        on the new one.
+        anything with them. A drafter with several streams is told on the latest, to which features pass over that were
+        due on another one.
         """
         stream = DrafterStream(drafter, DRAFT_AHEAD in model.capabilities, encoding)
         self._streams[drafter.id] = stream
