@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from draftwire.drafting.drawing import Drawer
 from draftwire.drafting.strategy import DraftRequest
 from draftwire.errors import InvalidRequestError
-from draftwire.method.sampling import Span, TokenEdits
+from draftwire.method.sampling import Span, TokenEdits, first_penalized
 
 
 def span_of_next(
@@ -27,11 +27,11 @@ def span_of_next(
         committed: all tokens before the block; read only if penalties or a form look at them.
         edits: returns those of a request.
     """
-    text = [*committed, *drawer.token_ids(index)] if request.sampling.penalizes else ()
-    position = drawer.position(index)
+    first = first_penalized(request.sampling, request.prompt_len)
+    text = [*committed[first:], *drawer.token_ids(index)] if request.sampling.penalizes else ()
+    prompt_len, text_len = request.prompt_len - first, drawer.position(index) - first
     mask = mask_after(request, committed, drawer.token_ids(index)) if request.automaton is not None else None
-    stops = request.stop_token_ids
-    return Span(request.sampling, 1, text, request.prompt_len, stops, position, mask, edits(request))
+    return Span(request.sampling, 1, text, prompt_len, request.stop_token_ids, text_len, mask, edits(request))
 
 
 def mask_after(request: DraftRequest, committed: Sequence[int], drawn: Sequence[int]) -> NDArray[np.uint8] | None:

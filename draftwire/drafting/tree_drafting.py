@@ -14,7 +14,7 @@ from torch import Tensor
 from draftwire.drafting.places import mask_after
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.errors import DraftwireError
-from draftwire.method.sampling import Span, TokenEdits, is_distribution, probabilities_of_spans
+from draftwire.method.sampling import Span, TokenEdits, first_penalized, is_distribution, probabilities_of_spans
 from draftwire.method.token_tree import ROOT, TokenTree
 from draftwire.models.cached_model import DraftModel
 from draftwire.models.kv_cache import CachedSequence
@@ -113,8 +113,10 @@ class GrowingTree(ABC):
         masks = None
         if known is not None:  # where the form cannot be followed, every token is allowed
             masks = np.concatenate([np.full_like(known, 255) if mask is None else mask for mask in found])
-        text, text_len = start.committed if sampling.penalizes else (), len(start.committed)
-        return [Span(sampling, len(nodes), text, request.prompt_len, stops, text_len, masks, start.edits, paths)]
+        first = first_penalized(sampling, request.prompt_len)
+        text = start.committed[first:] if sampling.penalizes else ()
+        prompt_len, text_len = request.prompt_len - first, len(start.committed) - first
+        return [Span(sampling, len(nodes), text, prompt_len, stops, text_len, masks, start.edits, paths)]
 
 
 def grow(model: DraftModel, trees: Sequence[GrowingTree], logits: Tensor) -> int:

@@ -83,7 +83,8 @@ class Span:
     num_rows: int
     """Number of positions."""
     text: Sequence[int] = ()
-    """The tokens before the last position; earlier positions see prefixes of it. Needed if params.penalizes."""
+    """The tokens before the last position; earlier positions see prefixes of it. Needed if params.penalizes, from
+    `first_penalized` on: `prompt_len` and `text_len` then count from there too."""
     prompt_len: int = 0
     """How many tokens of the text are the prompt."""
     stop_token_ids: frozenset[int] = frozenset()
@@ -111,6 +112,15 @@ class Span:
         if self.paths is None:
             return list(range(min(self.num_rows, num_missing)))
         return [row for row, path in enumerate(self.paths) if len(path) < num_missing]
+
+
+def first_penalized(params: SamplingParams, prompt_len: int) -> int:
+    """Returns the position of the first token of a text that penalties can look at.
+
+    That is the first generated one without a repetition penalty: the other two count what was generated, and to copy,
+    count and upload a long prompt for each block takes longer than to penalize it.
+    """
+    return prompt_len if params.repetition_penalty == 1.0 else 0
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -13,7 +13,14 @@ from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.devices import upload
 from draftwire.method.distributions import DenseRows, DraftRows, no_rows
 from draftwire.method.draw_key import DrawKey
-from draftwire.method.sampling import SMALLEST, Span, TokenEdits, is_distribution, probabilities_of_spans
+from draftwire.method.sampling import (
+    SMALLEST,
+    Span,
+    TokenEdits,
+    first_penalized,
+    is_distribution,
+    probabilities_of_spans,
+)
 from draftwire.method.token_tree import ROOT, TokenTree
 from draftwire.requests.automaton import BlockMasks, TreeMasks
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
@@ -80,21 +87,17 @@ class Case:
         its own, which matters where the text does.
         """
         if self.tree is None or not (self.sampling.penalizes or self.sampling.min_tokens):
-            return [self._span]
+            return [self._span_after(self.draft_tokens)]
         paths = [[self.draft_tokens[each] for each in self.tree.path_to(node)] for node in range(ROOT, len(self.tree))]
-        text = self.committed if self.sampling.penalizes else ()
-        return [replace(self._span, text=text, text_len=self.num_committed, paths=paths)]
+        return [replace(self._span_after(()), paths=paths)]
 
-    def _text(self, drafted: Sequence[int]) -> Sequence[int]:
-        return [*self.committed, *drafted] if self.sampling.penalizes else ()
-
-    @property
-    def _span(self) -> Span:
-        text = self._text(self.draft_tokens)
-        text_len = self.num_committed + len(self.draft_tokens)
+    def _span_after(self, drafted: Sequence[int]) -> Span:
+        """Returns the positions of the rows, the last one after the committed tokens and `drafted`."""
+        first = first_penalized(self.sampling, self.prompt_len)
+        text = [*self.committed[first:], *drafted] if self.sampling.penalizes else ()
+        prompt_len, text_len = self.prompt_len - first, self.num_committed + len(drafted) - first
         rows = self.masks.rows if self.masks is not None else None
-        num_rows, stops = self.num_rows, self.stop_token_ids
-        return Span(self.sampling, num_rows, text, self.prompt_len, stops, text_len, rows, self.edits)
+        return Span(self.sampling, self.num_rows, text, prompt_len, self.stop_token_ids, text_len, rows, self.edits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftwire.method.devices import upload
-from draftwire.method.sampling import Span, TokenEdits, probabilities_of_spans
+from draftwire.method.sampling import Span, TokenEdits, first_penalized, probabilities_of_spans
 from draftwire.requests.logprobs import LogprobsMode, TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 
@@ -98,7 +98,8 @@ def of_prompt(logits: Tensor, prompt: PromptRows) -> list[TokenLogprob]:
         if prompt.mode is LogprobsMode.RAW:
             log_probs = log_softmax_of(logits, range(start, end))
         else:
-            before = prompt.text[: first + end - 1]  # the text before the last position
+            text_len = first + end - 1  # before the last position
+            before = prompt.text[first_penalized(prompt.sampling, text_len) : text_len]
             span = Span(prompt.sampling, end - start, before, len(before), prompt.stop_token_ids, edits=prompt.edits)
             log_probs = probabilities_of_spans(logits[start:end].clone(), [span]).log_()
         tokens += reported(log_probs, prompt.text[first + start : first + end], [prompt.num_top] * (end - start))

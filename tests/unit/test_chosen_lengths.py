@@ -422,6 +422,20 @@ def test_probe_that_a_change_of_load_cuts_short_is_over() -> None:
     assert set(arms) == {PLAIN}, "it has shown enough by one round of sixteen sessions"
 
 
+def test_single_step_of_a_probe_that_is_cut_short_says_nothing_of_its_arm() -> None:
+    """It may be a slow one, by which all lengths of its source would be judged."""
+    sessions = InStep(0.05, 0.05)
+    sessions.resize(4)
+    while not (arm := sessions.step()).length:
+        pass
+    assert sessions.step() == arm, "the first that counts: sessions may have had the arm before until then"
+    sessions.resize(1)
+    sessions.step()
+    sessions.resize(4)
+    assert set(sessions.steps(1.0)) == {PLAIN}
+    assert sessions.chooser.estimate(arm, load_of(4)).num_windows == 0
+
+
 def test_drafts_that_do_not_pay_at_one_load_are_tried_with_care_at_others() -> None:
     sessions = InStep(0.05, 0.05)
     sessions.resize(16)

@@ -158,6 +158,17 @@ async def test_prompt_from_the_prefix_cache_has_the_features_of_a_cold_one(core:
     torch.testing.assert_close(torch.stack([*cold.values()]), torch.stack([*warm.values()]))  # others were read anew
 
 
+async def test_features_that_were_due_on_a_stream_that_broke_are_sent_on_the_next(core: VerifierCore) -> None:
+    first, session = open_stream(core), open_session(core)
+    advance(core)
+    ask(core, first, limit=999, first_position=0)
+    assert session.feed is not None, "it was asked for"
+    assert session.feed.is_due
+    core.end_stream(first)
+    again = core.open_stream(first.drafter, replace(core.description, capabilities=frozenset()), first.encoding)
+    assert list(await sent(core, again)) == list(range(len(PROMPT)))
+
+
 async def test_another_drafter_gets_all_of_them_without_a_pass_of_the_target(core: VerifierCore) -> None:
     first, second, session = open_stream(core), open_stream(core), open_session(core)
     advance(core)

@@ -123,7 +123,19 @@ def test_numbers_of_a_round_serve_one_place_of_a_text_that_was_resumed_often(
     assert (ids, len(rounds_used)) == (STORY[:30], len(set(rounds_used)))
 
 
-@pytest.mark.parametrize("num_generated", [0, 1, 7, 19])
+@pytest.mark.parametrize("num_generated", [17, 18, 19])
+def test_drafter_reads_no_text_that_is_over_before_it_could_draft(num_generated: int) -> None:
+    """Its first draft comes after a plain round, and leaves a token for the verifier."""
+    target = FakeTarget(accepts=[4] * 10)
+    drafter = FakeDrafter(target)
+    run(collect(make_loop(target, drafter, generated_ids=tuple(STORY[:num_generated])))).assert_whole(
+        start=num_generated
+    )
+    assert drafter.opened == (num_generated <= 17)
+    assert target.spec.plain_rounds == (1 if num_generated <= 17 else 20 - num_generated)
+
+
+@pytest.mark.parametrize("num_generated", [0, 1, 7, 17])
 def test_resumed_session_says_what_is_prompt_and_what_was_generated(num_generated: int) -> None:
     """Penalties and min_tokens count what was generated before."""
     target = FakeTarget(accepts=[4] * 10)

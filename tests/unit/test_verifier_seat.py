@@ -30,6 +30,8 @@ class Seating:
     targets: list[FakeTarget]
     plain_rounds: Callable[[TargetPort], int]
     asked: list[tuple[str, float]] = field(default_factory=list)
+    withdrawn: list[float] = field(default_factory=list)
+    """When all attempts had failed."""
 
     @property
     def order(self) -> list[str]:
@@ -39,11 +41,14 @@ class Seating:
         self.asked.append((target.address, now()))
         return self.plain_rounds(target)
 
+    def withdraw(self) -> None:
+        self.withdrawn.append(now())
+
     async def open(self, *, waits_for_room: bool) -> None:
-        await self.seat.open(self.prepare, waits_for_room=waits_for_room)
+        await self.seat.open(self.prepare, self.withdraw, waits_for_room=waits_for_room)
 
     async def move(self, error: Exception) -> None:
-        await self.seat.move(error, self.prepare)
+        await self.seat.move(error, self.prepare, self.withdraw)
 
     async def commit_round(self) -> None:
         """Takes the verdict that the verifier of the seat sends next."""
@@ -167,6 +172,15 @@ async def test_full_verifier_is_not_tried_again_before_half_of_the_time_that_it_
     pauses = [after - before for (_, before), (_, after) in pairwise(one.asked)]
     assert all(3.0 <= pause <= 6.0 for pause in pauses[:-1])
     assert 5 <= len(pauses) <= 10
+    assert one.withdrawn == [at for _, at in one.asked], "it waits, and runs no rounds"
+
+
+@in_virtual_time
+async def test_session_that_is_accepted_was_not_withdrawn() -> None:
+    one = seating(2)
+    one.targets[0].open_error = NoRoomError("full", retry_after_s=6.0)
+    await one.open(waits_for_room=False)
+    assert one.withdrawn == []
 
 
 @in_virtual_time

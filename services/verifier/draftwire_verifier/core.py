@@ -331,10 +331,15 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         self, drafter: Drafter, model: ModelDescription, encoding: FeatureEncoding | None = None
     ) -> DrafterStream:
         """Returns what a drafter is told: how rounds ended whose blocks it sent, and features, as far as it can do
-        anything with them. A drafter with several streams is told on the latest.
+        anything with them. A drafter with several streams is told on the latest, to which features pass over that were
+        due on another one.
         """
         stream = DrafterStream(drafter, DRAFT_AHEAD in model.capabilities, encoding)
         self._streams[drafter.id] = stream
+        for session in self._scheduler.sessions.values():
+            if session.feed is not None and session.feed.drafter_id == drafter.id:
+                session.feed.is_due = False
+                self._offer_features(session)
         return stream
 
     def end_stream(self, stream: DrafterStream) -> None:

@@ -54,6 +54,9 @@ log = structlog.get_logger()
 
 NO_BLOCK = "no block in time, not even a part of one"
 
+LEAST_LEFT = 3
+"""Tokens that a text must still have to be drafted for: one of the plain round while the drafter reads, one that is
+drafted, and one of the verifier after it."""
 MAX_MISSING_BLOCKS = 2
 """A drafter is given up when so many blocks in a row, which it says that it sent, did not reach the verifier."""
 
@@ -198,12 +201,16 @@ class DrafterSeat:
         """Makes all drafters eligible again, before the session is opened on a verifier.
 
         Returns:
-            Whether there is a drafter that could draft for that verifier.
+            Whether there is a drafter that could draft for that verifier, and text for it.
         """
         self._tried = set()
         drafter = self._next(target)
         self._join(target, drafter)
-        return drafter is not None
+        return drafter is not None and self._session.num_left >= LEAST_LEFT
+
+    def leave(self) -> None:
+        """Counts the session out of its pair while it waits for a verifier that accepts it: it runs no rounds."""
+        self._pair.join(None)
 
     def seek(self, target: TargetPort, longest_sleep_s: float = math.inf) -> None:
         """Opens the session on the next drafter, unless there is one already. The queue receives the outcome.
@@ -220,7 +227,7 @@ class DrafterSeat:
         self._join(target, drafter)
         if drafter is None:
             return
-        if not self._uses_drafter():
+        if not self._uses_drafter() or self._session.num_left < LEAST_LEFT:
             return  # its prefill alone would cost time
         self._tried.add(drafter.instance_id)
         self._drafter, self.is_ready = drafter, False

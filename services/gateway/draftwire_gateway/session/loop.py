@@ -110,7 +110,7 @@ class GenerationLoop:
         reason = self._text.reason_before()
         try:
             if reason is None:
-                await self._verifier.open(self._prepare, waits_for_room=waits_for_room)
+                await self._verifier.open(self._prepare, self._drafter.leave, waits_for_room=waits_for_room)
                 self._begin()
                 on_open()
             while reason is None:
@@ -240,7 +240,7 @@ class GenerationLoop:
     async def _move(self, error: Exception) -> None:
         """Moves the session to another verifier. The drafter is dropped, since it sends its blocks to the lost one."""
         self._drafter.drop()
-        await self._verifier.move(error, self._prepare)
+        await self._verifier.move(error, self._prepare, self._drafter.leave)
         self._begin()
 
     def _give_up_drafter(self, error: Exception) -> None:

@@ -76,11 +76,12 @@ class VerifierSeat:
         """Address of the verifier; empty if the session is not open."""
         return "" if self._target is None else self._target.address
 
-    async def open(self, prepare: Prepare, *, waits_for_room: bool) -> None:
+    async def open(self, prepare: Prepare, withdraw: Callable[[], None], *, waits_for_room: bool) -> None:
         """Opens the session on the best verifier that accepts it.
 
         Args:
             prepare: called before each attempt.
+            withdraw: called after attempts that have all failed.
             waits_for_room: whether to retry for `failover_timeout_s`, full verifiers included.
 
         Raises:
@@ -103,6 +104,7 @@ class VerifierSeat:
                     refusals.append(error)
                 else:
                     return
+            withdraw()
             full = [error for error in refusals if isinstance(error, NoRoomError)]
             if clock() >= deadline or (full and not waits_for_room):
                 raise [*full, *refusals, UnavailableError(self._no_verifier())][0]
@@ -112,12 +114,13 @@ class VerifierSeat:
             await asyncio.sleep(min(pause_s * random.uniform(0.5, 1.0), max(0.0, deadline - clock())))
             pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
 
-    async def move(self, error: Exception, prepare: Prepare) -> None:
+    async def move(self, error: Exception, prepare: Prepare, withdraw: Callable[[], None]) -> None:
         """Opens the session on another verifier after a loss. Late events of the lost one have an old epoch.
 
         Args:
             error: the error of the loss.
             prepare: called before each attempt.
+            withdraw: called after attempts that have all failed.
 
         Raises:
             DraftwireError: the error was not the verifier's fault, or no verifier is left.
@@ -136,7 +139,7 @@ class VerifierSeat:
         try:
             if self._futile_moves > MAX_FUTILE_MOVES:
                 raise error
-            await self.open(prepare, waits_for_room=True)
+            await self.open(prepare, withdraw, waits_for_room=True)
         except (UnavailableError, NoRoomError) as refusal:
             raise CompletionInterruptedError(str(refusal), self._session.num_generated) from error
 

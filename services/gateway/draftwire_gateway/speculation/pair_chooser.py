@@ -161,7 +161,7 @@ class PairChooser:
         load = load_of(self.num_sessions)
         if self._window is None or self._window.load != load:
             if self._window is not None:
-                self._learn(self._window)
+                self._learn(self._window, is_cut=True)
             self._beside = None
             self._window = self._next_window(load, now)
         return self._window
@@ -346,10 +346,14 @@ class PairChooser:
         self._learn(window)
         self._window = self._next_window(window.load, now)
 
-    def _learn(self, window: Window) -> None:
-        """Takes note of a window that is over."""
+    def _learn(self, window: Window, *, is_cut: bool = False) -> None:
+        """Takes note of a window that is over. One that a change of the load has cut short may be a single step, which
+        says too little of an arm of which nothing else is known.
+        """
         state = self._loads[window.load]
         sums = window.sums
+        if is_cut and state.costs.measured(window.arm) is None and sums.num_rounds < LEAST_ROUNDS // 2:
+            sums = WindowSums()
         if window.is_calm and sums.num_rounds:
             if state.calm_at is None:
                 state.costs, state.probes, state.yields = RoundCosts(), {}, new_yields()
