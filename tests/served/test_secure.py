@@ -321,6 +321,7 @@ def test_drafter_that_the_verifier_does_not_believe_sends_no_block_until_it_has_
         assert completion.statistics.num_drafts == 0
         assert "did not answer" in completion.drafter_error
         write_identity(folder / "drafter", ca)
+        wait_until(lambda: client.generate(PROMPT, max_tokens=40).statistics.num_drafts, "it tries again, and drafts")
         check(client)
     anonymous = Client(stack.address, tls_ca=user["tls_ca"], tls_target_name=NAME)
     assert type(refusal(anonymous)) is UnavailableError
