@@ -258,7 +258,7 @@ def test_law_holds_while_links_are_cut_and_drafters_pause(
         f"{rule}: {num_drafts} drafts, {num_trees} trees, {num_ahead} drafted ahead, {hits} hit, {moved} moved, "
         f"{resumed} resumed, {faults.counts}"
     )
-    assert (num_ahead > 20) == goes_ahead
+    assert (num_ahead > 0.05 * num_drafts) == goes_ahead
     assert num_trees == (num_drafts if num_draft_nodes else 0)
     assert hits >= 0.2 * len(completions)
     assert moved >= 1
