@@ -132,7 +132,8 @@ def main() -> None:
     arguments = parser.parse_args()
     cells = list(chosen_cells(CELLS, arguments))
     if not cells:
-        parser.error(f"no cell has {arguments.only!r} in its name: {'; '.join(cell.name for cell in CELLS)}")
+        named_cells = "; ".join(cell.name + " (with --large)" * (cell.model == "large") for cell in CELLS)
+        parser.error(f"no cell that can be run has {arguments.only!r} in its name: {named_cells}")
     results = []
     for cell in progress(cells, "cells"):
         result = measure_cell(cell, arguments)

@@ -240,13 +240,16 @@ def was_hit(completion: Completion) -> bool:
 def test_law_holds_while_links_are_cut_and_drafters_pause(
     rig: Rig, law: Tensor, rule: str, goes_ahead: bool, num_draft_nodes: int
 ) -> None:
-    """200 completions, of chains or of token trees. False alarm: 1e-6, by chi-square."""
+    """200 completions, of chains or of token trees, 300 with drafts ahead, which are rare where cores are few. False
+    alarm: 1e-6, by chi-square.
+    """
     address = rig.ahead_address if goes_ahead else rig.address
     with Client(address) as client, ThreadPoolExecutor(CONCURRENCY) as pool, Faults(rig, seed=1) as faults:
         # Heads draft chains, and not ahead.
         model = rig.pair[1].name if goes_ahead or num_draft_nodes else None
         options = TextOptions(num_draft_nodes=num_draft_nodes, drafter=model)
-        completions = list(pool.map(lambda seed: draw(client, rule, seed, **options), range(200)))
+        seeds = range(300 if goes_ahead else 200)
+        completions = list(pool.map(lambda seed: draw(client, rule, seed, **options), seeds))
     numbers = [completion.statistics for completion in completions]
     hits = sum(map(was_hit, completions))
     moved = sum(one.num_verifiers_lost > 0 for one in numbers)
@@ -258,7 +261,7 @@ def test_law_holds_while_links_are_cut_and_drafters_pause(
         f"{rule}: {num_drafts} drafts, {num_trees} trees, {num_ahead} drafted ahead, {hits} hit, {moved} moved, "
         f"{resumed} resumed, {faults.counts}"
     )
-    assert (num_ahead > 0.05 * num_drafts) == goes_ahead
+    assert (num_ahead > 20) == goes_ahead
     assert num_trees == (num_drafts if num_draft_nodes else 0)
     assert hits >= 0.2 * len(completions)
     assert moved >= 1

@@ -148,6 +148,12 @@ def test_trees_of_a_size_that_was_not_tried_are_expected_to_fare_as_those_that_w
     assert expected[tried] < 0.8 * before[tried]
     assert expected[untried] < 0.8 * before[untried]
     assert expected[untried] > expected[tried]
+    chains = chooser.acceptance.chains[DraftSource.DRAFTER]
+    near, far = TreePrior(chains, tried.num_nodes), TreePrior(chains, untried.num_nodes)
+    far.follow(near, tried.length, expected[tried])
+    near.exponent = far.exponent
+    assert AcceptanceEstimate(near).mean_tokens(tried.length) - 1.0 == pytest.approx(expected[tried], rel=0.02)
+    assert AcceptanceEstimate(far).mean_tokens(untried.length) - 1.0 == pytest.approx(expected[untried], rel=0.02)
     for _ in range(200):
         chooser.acceptance.chains[DraftSource.DRAFTER].add(8, 1)
         chooser.acceptance.count_tree(tried, 4, 4)

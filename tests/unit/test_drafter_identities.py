@@ -274,6 +274,18 @@ async def test_whether_a_block_is_used_does_not_depend_on_when_it_comes(core: Ve
     assert law == [0.5, 0.5]
 
 
+async def test_credit_that_comes_back_in_the_middle_of_a_round_is_for_the_next(core: VerifierCore) -> None:
+    """Also if another drafter of the origin connects then: blocks before and after that are treated alike."""
+    fresh = connect(core)
+    fresh.origin._spent, fresh.origin._refill = CREDIT_TOKENS, lambda: None
+    session = open_session(core)
+    fresh.origin._spent = 0.0
+    connect(core)
+    assert not push(core, session, fresh).is_used
+    judge(core, TRUTH, session)
+    assert push(core, session, fresh).is_used
+
+
 async def test_drafter_that_proves_itself_is_trusted_from_the_next_round_on(core: VerifierCore) -> None:
     """Else blocks that come late would be used where those that come soon are not."""
     fresh = connect(core)

@@ -314,15 +314,16 @@ async def test_stream_whose_writer_fails_ends_with_a_status_and_is_logged(
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(10.0):
         call = verifier_pb2_grpc.VerifierServiceStub(channel).PushDraftBlocks()
         await call.write(verifier_pb2.PushDraftBlocksRequest(hello=hello))
-        identity = (await call.read()).identity  # type: ignore[union-attr]
-        permit = Permit.make(KEY, 0, identity.drafter_id)
+        welcome = await call.read()
+        assert isinstance(welcome, verifier_pb2.PushDraftBlocksResponse), "the stream goes on"
+        permit = Permit.make(KEY, 0, welcome.identity.drafter_id)
         requests = messages.feature_requests_to_proto([FeatureRequest(1, 0, permit, 999, 0)])
         with capture_logs() as lines:
             await call.write(verifier_pb2.PushDraftBlocksRequest(feature_requests=requests))
             assert await call.code() is grpc.StatusCode.INTERNAL
     await server.stop(grace=None)
     assert [line["event"] for line in lines if line["log_level"] == "error"] == ["rpc.method_failed"]
-    drafter = core.drafters.get(identity.drafter_id)
+    drafter = core.drafters.get(welcome.identity.drafter_id)
     assert drafter is not None
     assert drafter.num_streams == 0
     assert not core._streams

@@ -302,8 +302,8 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             model_name=greeting.model_name,
         )
         for session in self._scheduler.sessions.values():
-            if session.can_be_biased and session.drafter_id is None and session.has_speculation:
-                session.trust.add(drafter, session.most_draft_tokens)
+            if session.drafter_id is None:
+                self._trust(session, (drafter,))
         return drafter
 
     def push_blocks(self, blocks: Collection[ReceivedBlock]) -> tuple[int, int]:
@@ -435,10 +435,14 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     def _begin_round(self, session: TargetSession) -> None:
         """Decides whose blocks a session's next round may use: its drafter's or, while it has none, those of any."""
         session.trust.begin(self.drafters.now())
+        drafter = self.drafters.get(session.drafter_id) if session.drafter_id is not None else None
+        self._trust(session, self.drafters if drafter is None else (drafter,))
+
+    def _trust(self, session: TargetSession, drafters: Iterable[Drafter]) -> None:
+        """Trusts drafters in the current round of a session as far as they have proved themselves or have credit."""
         if session.can_be_biased and session.has_speculation:
-            drafter = self.drafters.get(session.drafter_id) if session.drafter_id is not None else None
-            for candidate in self.drafters if drafter is None else (drafter,):
-                session.trust.add(candidate, session.most_draft_tokens)
+            for drafter in drafters:
+                session.trust.add(drafter, session.most_draft_tokens)
 
     def _take_permit(self, block: ReceivedBlock) -> None:
         """Admits the sender to its session if the block has a permit; refuses it again if it is in quarantine."""
@@ -466,7 +470,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         """Refuses further blocks of a session's drafter, and notifies the gateway. If it is in quarantine, what it has
         queued is not used.
         """
-        if session.block is not None and session.block.drafter_id == quarantined_id:
+        if session.block is not None and session.block.is_used and session.block.drafter_id == quarantined_id:
             self._scheduler.set_aside(session)
             self.metrics.blocks_set_aside.inc()
         self._scheduler.end_speculation(session)

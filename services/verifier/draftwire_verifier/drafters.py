@@ -166,7 +166,7 @@ class Trust:
         """Trusts nobody."""
         self._began_at = -math.inf
         self._promised: dict[DrafterOrigin, int] = {}
-        """Tokens that are kept of credits."""
+        """Tokens that are kept of credits, 0 of those that had too few: an origin is asked once in a round."""
 
     def begin(self, now: float) -> None:
         """Begins a round, for which drafters are trusted that have proved themselves by now."""
@@ -182,13 +182,14 @@ class Trust:
     def add(self, drafter: Drafter, num_tokens: int) -> None:
         """Trusts the unproven drafters of a drafter's origin too, if that has credit for so many tokens."""
         origin = drafter.origin
-        if not drafter.is_proven and origin not in self._promised and origin.has_credit(num_tokens):
-            origin.promise(num_tokens)
-            self._promised[origin] = num_tokens
+        if not drafter.is_proven and origin not in self._promised:
+            self._promised[origin] = num_tokens if origin.has_credit(num_tokens) else 0
+            origin.promise(self._promised[origin])
 
     def covers(self, drafter: Drafter) -> bool:
         """Whether a drafter's block may be used."""
-        return (drafter.is_proven and drafter.proven_at <= self._began_at) or drafter.origin in self._promised
+        has_proved_itself = drafter.is_proven and drafter.proven_at <= self._began_at
+        return has_proved_itself or self._promised.get(drafter.origin, 0) > 0
 
 
 class Drafters:
