@@ -28,8 +28,9 @@ test-clients: $(INSTALLED)  ## by hand: clients of other projects, in an environ
 test-vllm: $(INSTALLED)  ## by hand, a quarter of an hour: the verifier on vLLM, in an environment of its own
 	$(BIN)/python -m tests.on_vllm
 
-evidence: $(INSTALLED)  ## by hand, an hour and a half: other random examples, a million broken blocks, chaos, memory, laws of 20,000, attacks
+evidence: $(INSTALLED)  ## by hand, two hours: other random examples, a million broken blocks, chaos, memory, more laws, with up to 20,000 samples, attacks
 	$(BIN)/python -m pytest tests/unit tests/contract -n 2 -m "not slow" --hypothesis-profile=random
+	$(BIN)/python -m pytest tests/unit tests/served tests/slow -n 2 --dist loadfile -m evidence
 	$(BIN)/python -m tests.fuzz --messages 1000000
 	$(BIN)/python -m tests.chaos --seconds 60 --concurrency 16
 	$(BIN)/python -m benchmarks.law --samples 20000

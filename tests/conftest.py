@@ -31,9 +31,9 @@ STARTED = {"in one process": 0, "as processes": 0}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what lies in `tests/slow`."""
+    """Marks what lies in `tests/slow`, and what is evidence: nobody who leaves out slow tests wants it."""
     for item in items:
-        if SLOW in item.path.parents:
+        if SLOW in item.path.parents or item.get_closest_marker("evidence"):
             item.add_marker(pytest.mark.slow)
 
 

@@ -18,18 +18,29 @@ class Stack(Protocol):
 
 
 def read_metric(stack: Stack, service: str, name: str, labels: str = "", host: str = "127.0.0.1") -> float:
-    """Reads one number from a service's `/metrics`: the only one of that name, or the one with these labels.
+    """Reads one number from a service's `/metrics`: the first of `read_metrics`."""
+    numbers = read_metrics(stack, service, name, labels, host)
+    if not numbers:
+        raise AssertionError(f"{service} exports no {name} {labels}")
+    return numbers[0]
 
-    What `labels` does not name may have any value.
+
+def read_metrics(
+    stack: Stack, service: str, name: str, labels: str = "", host: str = "127.0.0.1"
+) -> list[float]:
+    """Reads a service's numbers of this name and with these labels from `/metrics`.
+
+    What `labels` does not name may have any value: a drafter that has come back, say, has a second address.
     """
     url = f"http://{host}:{stack.services[service].metrics_port}/metrics"
     text = urllib.request.urlopen(url, timeout=10).read().decode()
     name, wanted = name.partition("{")[0], {*re.findall(r'\w+="[^"]*"', name), *re.findall(r'\w+="[^"]*"', labels)}
     lines = re.finditer(rf"^draftwire:{name}(?:_total)?(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
-    for labels_of_line, value in (line.groups() for line in lines):
-        if wanted <= set(re.findall(r'\w+="[^"]*"', labels_of_line or "")):
-            return float(value)
-    raise AssertionError(f"{service} exports no {name}{wanted or ''}")
+    return [
+        float(value)
+        for labels_of_line, value in (line.groups() for line in lines)
+        if wanted <= set(re.findall(r'\w+="[^"]*"', labels_of_line or ""))
+    ]
 
 
 def is_alive(pid: int) -> bool:

@@ -61,9 +61,9 @@ TIERS = {
     "slow": Tier(
         1800.0,
         (
-            (*WITHOUT_SERVICES, *IN_TWO_WORKERS, "-m", "slow"),
-            ("tests/served", *IN_TWO_WORKERS, "--dist", "loadfile", "-m", "slow"),
-            ("tests/slow", "-m", "slow"),
+            (*WITHOUT_SERVICES, *IN_TWO_WORKERS, "-m", "slow and not evidence"),
+            ("tests/served", *IN_TWO_WORKERS, "--dist", "loadfile", "-m", "slow and not evidence"),
+            ("tests/slow", "-m", "slow and not evidence"),
         ),
     ),
 }

@@ -40,15 +40,22 @@ def deep_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 FAST = [("block", 0, 16, 400), ("token", 0, 16, 400), ("coupled", NODES, 16, 400), ("block", NODES, 16, 120)]
 """Rules, with chains or with token trees of so many tokens, requests that run at once, and completions."""
-SLOW = [
-    *((rule, 0, *run) for rule in LOSSLESS for run in ((1, 150), (3, 500), (16, 2_000))),
-    *((rule, NODES, *run) for rule in ("block", "coupled") for run in ((3, 500), (16, 2_000))),
+SLOW = [("block", 0, 1, 150), *((rule, 0, 3, 500) for rule in LOSSLESS), ("coupled", NODES, 3, 500)]
+EVIDENCE = [
+    *((rule, 0, 1, 150) for rule in LOSSLESS[1:]),
+    ("block", NODES, 3, 500),
+    *((rule, 0, 16, 2_000) for rule in LOSSLESS),
+    *((rule, NODES, 16, 2_000) for rule in ("block", "coupled")),
 ]
 
 
 @pytest.mark.parametrize(
     ("rule", "nodes", "concurrency", "samples"),
-    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    [
+        *FAST,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        *(pytest.param(*case, marks=pytest.mark.evidence) for case in EVIDENCE),
+    ],
 )
 def test_sampled_outputs_follow_the_law_of_the_target(
     stack: InProcessStack,

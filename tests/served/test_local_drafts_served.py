@@ -52,8 +52,8 @@ def local_options(target: Path, strategy: str, store: Path | None = None, **gate
 
 STRATEGIES = [
     "suffix",
-    pytest.param("lookup", marks=pytest.mark.slow),
-    pytest.param("retrieval", marks=pytest.mark.slow),
+    pytest.param("lookup", marks=pytest.mark.evidence),
+    pytest.param("retrieval", marks=pytest.mark.evidence),
     pytest.param("suffix+retrieval", marks=pytest.mark.slow),
 ]
 

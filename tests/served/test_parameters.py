@@ -33,7 +33,7 @@ SILENT = 0
 PROMPT = [1, 1, 2, 0, 0, 2, 1, 0, 0, 1, 2, 2, 0, 0, 1, 2, 0, 1]
 LENGTH = 7
 SAMPLES = (80, 450)
-"""Of each case, in the fast and in the slow tier: few show that every parameter arrives, many what comes of it."""
+"""Of each case, in `make test` and in `make evidence`: few show that every parameter arrives, many what comes of it."""
 CONCURRENCY = 48
 SMALLEST_CELL = 5.0
 """Outcomes expected less often are merged."""
@@ -109,7 +109,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(folder, VOCAB_SIZE, seed=6, stop_token_id=STOP)
 
 
-@pytest.fixture(scope="module", params=[SAMPLES[0], pytest.param(SAMPLES[1], marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[SAMPLES[0], pytest.param(SAMPLES[1], marks=pytest.mark.evidence)])
 def drawn(
     target: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[str, list[Completion]]:
