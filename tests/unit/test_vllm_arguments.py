@@ -1,5 +1,7 @@
 """Settings of the engine on vLLM: what is passed on, and what is refused, in words. Without vLLM."""
 
+import json
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from typing import Any
 
@@ -10,7 +12,14 @@ from draftwire.errors import InvalidRequestError
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire_verifier.config import TargetEngineSettings, TensorParallelSettings, VerifierConfig
 from draftwire_verifier.vllm import arguments
-from draftwire_verifier.vllm.arguments import check_arguments, check_installed, engine_arguments, why_not_served
+from draftwire_verifier.vllm.arguments import (
+    check_arguments,
+    check_device,
+    check_installed,
+    engine_arguments,
+    law_of,
+    why_not_served,
+)
 
 MODEL = ModelSettings("folder", revision="main", dtype="bfloat16")
 
@@ -60,6 +69,54 @@ def test_argument_with_one_value_is_refused_with_the_reason(name: str) -> None:
         check_arguments({name: 2})
     assert name in str(refused.value)
     assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_num_scheduled_tokens", 64),
+        ("max_num_active_seqs", 1),
+        ("watermark", 0.1),
+        ("spec_tokens", 2),
+        ("kv_offloading_size", 4.0),
+        ("kv_sharing_fast_prefill", True),
+    ],
+)
+def test_argument_that_breaks_the_gate_or_the_room_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"vllm_args: {name}"):
+        engine_arguments(config_of(json.dumps({name: value})), 4096)
+
+
+def test_cache_that_is_measured_is_so_by_vllm_on_a_gpu_and_by_us_on_a_cpu() -> None:
+    """vLLM would take a share of all that the machine has, and refuses to start where that is not free."""
+    engine = EngineSettings(kv_cache_tokens="auto")
+    on_cpu = engine_arguments(config_of(engine=engine), 4096)
+    assert on_cpu["worker_cls"] == "draftwire_verifier.vllm.cpu_worker.MeasuringWorker"
+    assert on_cpu["gpu_memory_utilization"] < 1e-3
+    on_gpu = replace(MODEL, device="cuda")
+    measured = engine_arguments(config_of(loading=on_gpu, engine=replace(engine, gpu_memory_utilization=0.7)), 4096)
+    assert measured["gpu_memory_utilization"] == 0.7
+    assert "worker_cls" not in measured
+    for loading in (MODEL, on_gpu):
+        sized = engine_arguments(config_of(loading=loading), 4096)
+        assert not {"worker_cls", "gpu_memory_utilization"} & sized.keys()
+
+
+@pytest.mark.parametrize(("device", "found"), [("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "")])
+def test_device_is_what_vllm_runs_on(device: str, found: str) -> None:
+    check_device(device, device)
+    with pytest.raises(InvalidRequestError, match=f"device {device}: .* runs on {found or 'nothing'}"):
+        check_device(device, found)
+
+
+def test_arguments_that_change_the_law_change_the_fingerprint_however_they_are_written() -> None:
+    assert law_of({}) == law_of({"quantization": "fp8", "enforce_eager": True}) == b""
+    scaled = {"hf_overrides": {"rope_theta": 1e6, "rope_scaling": None}}
+    again = {"enforce_eager": True, "hf_overrides": {"rope_scaling": None, "rope_theta": 1e6}}
+    assert law_of(scaled) == law_of(again)
+    others = [{name: "x"} for name in sorted(arguments.CHANGES_LAW)]
+    laws = [law_of(given) for given in (scaled, {"hf_overrides": {"rope_theta": 1e5}}, *others, {})]
+    assert len(set(laws)) == len(laws)
 
 
 def test_unknown_argument_is_refused_with_what_may_be_meant() -> None:

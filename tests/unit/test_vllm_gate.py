@@ -187,6 +187,31 @@ def test_request_shows_what_is_to_be_read(
     gate.schedule()
 
 
+@pytest.mark.parametrize(("num_read", "is_cut"), [(0, True), (1, True), (3, False), (None, False)])
+def test_block_of_which_a_part_was_read_is_noticed(num_read: int | None, is_cut: bool) -> None:
+    """None is a step in which vLLM found no place for the request, and which is not the block's fault."""
+    gate = RecordedGate()
+    request = Request("one", 40)
+    request.num_computed_tokens = 39
+    gate.requests["one"] = request
+    gate.running.append(request)
+    gate.items = {"one": make_item(40, [0, 1, 2], 1, 40, False)}
+    has_place = num_read is not None
+    gate.step = {
+        "running": ["one"],
+        "waiting": [],
+        "seen": {"one": [40, 43]},
+        "running_after": ["one"],
+        "waiting_after": [],
+        "computed_scheduled": {"one": 40 + num_read} if has_place else {},
+        "new": {},
+        "scheduled": {"one": 1 + num_read} if has_place else {},
+        "drafted": {"one": list(range(num_read))} if num_read else {},
+    }
+    gate.schedule()
+    assert gate.cut_blocks == (frozenset({"one"}) if is_cut else frozenset())
+
+
 def test_report_is_the_last_steps_own() -> None:
     gate = RecordedGate()
     gate.step = {"decided": {}, "computed_updated": {}}

@@ -1,5 +1,6 @@
 """Arguments of vLLM's engine, from a verifier's settings; what cannot be served exactly is refused. No vLLM here."""
 
+import json
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
@@ -21,14 +22,20 @@ OURS = {
     "revision": "--revision",
     "dtype": "--dtype",
     "max_num_seqs": "--max-sessions",
+    "max_num_active_seqs": "--max-sessions",
     "max_num_batched_tokens": "--max-sessions and --max-draft-tokens",
+    "max_num_scheduled_tokens": "--max-sessions and --max-draft-tokens",
     "kv_cache_memory_bytes": "--kv-cache-tokens",
     "gpu_memory_utilization": "--gpu-memory-utilization",
     "num_gpu_blocks_override": "--kv-cache-tokens",
+    "watermark": "--kv-cache-tokens",
     "scheduler_cls": "the verifier",
     "worker_cls": "the verifier",
     "worker_extension_cls": "the verifier",
     "speculative_config": "the drafters",
+    "spec_method": "the drafters",
+    "spec_model": "the drafters",
+    "spec_tokens": "the drafters",
     "async_scheduling": "the verifier",
     "enable_chunked_prefill": "--max-added-latency-ms",
     "long_prefill_token_threshold": "--max-added-latency-ms",
@@ -43,6 +50,8 @@ ONLY: Mapping[str, tuple[Any, str]] = {
     "prefill_context_parallel_size": (1, "it was not tried"),
     "decode_context_parallel_size": (1, "it was not tried"),
     "kv_transfer_config": (None, "a session's keys and values stay where they are"),
+    "kv_offloading_size": (None, "a session's keys and values stay where they are"),
+    "kv_sharing_fast_prefill": (False, "a prompt's log-probabilities are of all its positions"),
     "ec_transfer_config": (None, "it reads texts alone"),
     "enable_lora": (False, "one verifier serves one model"),
     "enable_prompt_embeds": (False, "sessions are token ids"),
@@ -50,6 +59,11 @@ ONLY: Mapping[str, tuple[Any, str]] = {
     "use_v2_model_runner": (False, "drafts from outside need vLLM's first model runner"),
 }
 """Arguments that have one value here, and why."""
+
+CHANGES_LAW = ("hf_config_path", "hf_overrides", "kv_cache_dtype_skip_layers", "model_class_overrides")
+"""Arguments by which the same weights have another distribution."""
+LEAST_SHARE = 1e-6
+"""`gpu_memory_utilization` that any machine has free. vLLM compares it at start, whoever sizes the KV cache."""
 
 
 def check_installed() -> str:
@@ -89,6 +103,19 @@ def check_arguments(given: Mapping[str, Any], known: Collection[str] | None = No
             alike = get_close_matches(name, known, n=1)
             meant = f"; did you mean {alike[0]}?" if alike else ""
             raise InvalidRequestError(f"vllm_args: vLLM {SUPPORTED} has no argument {name!r}{meant}")
+
+
+def check_device(device: str, found: str) -> None:
+    """Refuses a device that vLLM does not run on: its build and the machine decide that.
+
+    Args:
+        device: of the settings, cpu or cuda.
+        found: what vLLM runs on, by its name in torch; empty is nothing.
+
+    Raises:
+        InvalidRequestError: they differ.
+    """
+    require(device == found, f"device {device}: vLLM, by its build and by what it finds, runs on {found or 'nothing'}")
 
 
 def engine_arguments(config: VerifierConfig, context_length: int) -> dict[str, Any]:
@@ -131,9 +158,24 @@ def engine_arguments(config: VerifierConfig, context_length: int) -> dict[str, A
         "use_tqdm_on_load": False,
     }
     size = config.parallel.tensor_parallel_size
-    if not is_sized and loading.device != "cpu":
+    if not is_sized and loading.device == "cpu":
+        own |= {"worker_cls": f"{package}.cpu_worker.MeasuringWorker", "gpu_memory_utilization": LEAST_SHARE}
+    elif not is_sized:
         own["gpu_memory_utilization"] = engine.gpu_memory_utilization
     return {**given, **own, **({"tensor_parallel_size": size} if size > 1 else {})}
+
+
+def law_of(given: Mapping[str, Any]) -> bytes:
+    """Returns what the fingerprint of the weights has of `vllm_args`: those that change what the same weights mean.
+
+    Args:
+        given: `vllm_args`.
+
+    Returns:
+        The same for the same values, however they were written; empty if there are none.
+    """
+    found = {name: given[name] for name in CHANGES_LAW if name in given}
+    return json.dumps(found, sort_keys=True).encode() if found else b""
 
 
 def why_not_served(facts: Mapping[str, bool]) -> str | None:

@@ -44,6 +44,8 @@ class SessionGate:
         report: what rank 0 decided in the last step, by request id; None if no rank ran.
         reused: prefix cache hits of each request's first step, tokens. Taken by the engine.
         num_scheduled: tokens that the last step read.
+        cut_blocks: requests of the last step whose block vLLM's scheduler could have read, and of which it took a part.
+            It would do so again.
     """
 
     running: list[Any]
@@ -57,6 +59,7 @@ class SessionGate:
         self.report: StepReport | None = None
         self.reused: dict[str, int] = {}
         self.num_scheduled = 0
+        self.cut_blocks: frozenset[str] = frozenset()
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """Schedules the requests that have items, and adds these to the scheduler's output as `draftwire_items`."""
@@ -70,6 +73,7 @@ class SessionGate:
         for request in self.waiting:
             num_hit = self.kv_cache_manager.get_computed_blocks(request)[1]
             _prepare(request, self.items[request.request_id], num_hit, may_draft=False)
+        offered = {one.request_id for one in self.running if one.spec_token_ids}
         try:
             output = super().schedule(throttle_prefills)  # type: ignore[misc]
         finally:
@@ -80,6 +84,7 @@ class SessionGate:
         for new in output.scheduled_new_reqs:
             self.reused[new.req_id] = new.num_computed_tokens
         output.draftwire_items = self._taken(output)
+        self.cut_blocks = frozenset(offered & output.num_scheduled_tokens.keys() - output.draftwire_items.deciding)
         self.num_scheduled = output.total_num_scheduled_tokens
         self.items = {}
         return output

@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
@@ -15,7 +15,7 @@ import structlog
 from draftwire.engine.admission import Room
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.step_engine import StepEngine
-from draftwire.errors import BlockViolationError, DraftwireError, GroupLostError, UnavailableError
+from draftwire.errors import BlockViolationError, DraftwireError, GroupLostError, InvalidRequestError, UnavailableError
 from draftwire.method.distributions import rows_of
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import KEY_BYTES
@@ -26,7 +26,15 @@ from draftwire.runtime.settings import EngineSettings, require
 from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.scheduler import Step, StepItem, StepResult, TargetSession
-from draftwire_verifier.vllm.arguments import check_arguments, check_installed, engine_arguments, why_not_served
+from draftwire_verifier.vllm.arguments import (
+    check_arguments,
+    check_device,
+    check_installed,
+    engine_arguments,
+    law_of,
+    why_not_served,
+)
+from draftwire_verifier.vllm.cache_bytes import cache_bytes
 from draftwire_verifier.vllm.items import RoundItem, StepReport
 from draftwire_verifier.vllm.timer_slack import coarse_timers
 
@@ -42,8 +50,7 @@ ENVIRONMENT = {
 TRIES = 3
 """Steps of vLLM until one reads something: one may do nothing but preempt."""
 WARM_UP = "warm-up"
-LARGEST_BLOCK = 256
-"""Tokens in a block of vLLM's KV cache where it chooses the size later."""
+CUT = "vLLM's scheduler took a part of a block, which cannot be decided: its limits are lower than the verifier's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,30 +75,27 @@ def load_vllm(config: VerifierConfig) -> LoadedVllm:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor import Executor
+
+    from draftwire_verifier.vllm.gated_scheduler import GatedRequest
 
     check_arguments(config.target.arguments, {one.name for one in fields(EngineArgs)})
-    on_gpu = bool(current_platform.is_cuda_alike())
-    require(on_gpu or config.loading.device == "cpu", "device cuda: this build of vLLM is for CPUs, or finds no GPU")
+    check_device(config.loading.device, current_platform.device_type)
     card = load_card(config.loading.model, config.loading.revision)
     try:
         arguments = engine_arguments(config, card.description.context_length)
         settings = EngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError, NotImplementedError) as error:
-        require(False, f"vLLM refuses the settings: {_first_line(error)}")
+        raise InvalidRequestError(f"vLLM refuses the settings: {_first_line(error)}") from error
     model = settings.model_config
     names = ("has_inner_state", "is_hybrid", "is_attention_free", "is_encoder_decoder")
     reason = why_not_served({name: bool(getattr(model, name)) for name in names})
     require(reason is None, f"{config.loading.model} {reason}")
     require(not settings.use_v2_model_runner, "drafts from outside need vLLM's first model runner")
-    if isinstance(config.engine.kv_cache_tokens, int):
-        _make_room(settings, config.engine.kv_cache_tokens + _spare(config.engine))
+    require(settings.kv_transfer_config is None, "a session's keys and values stay where they are: no KV transfer")
+    if isinstance(size := config.engine.kv_cache_tokens, int):
+        settings.cache_config.kv_cache_memory_bytes = cache_bytes(settings, size + _spare(config.engine))
     fault = Fault()
-    is_alone = settings.parallel_config.world_size == 1  # see docs/vllm.md: two were seen not to start in time
-    with coarse_timers() if is_alone else nullcontext():
-        core = EngineCore(settings, Executor.get_class(settings), log_stats=False, executor_fail_callback=fault.set)
-    core.log_error_detail = lambda _: nullcontext()  # would log draft tokens
+    core = _start_core(settings, fault)
     num_groups = len(core.scheduler.kv_cache_config.kv_cache_groups)
     require(num_groups == 1, f"{config.loading.model} has {num_groups} kinds of KV cache, which is not supported")
     core.collective_rpc("draftwire_install", args=(list(config.own_rules), config.server.log_format))
@@ -101,10 +105,29 @@ def load_vllm(config: VerifierConfig) -> LoadedVllm:
         dtype=_numerics(model.dtype, settings.cache_config.cache_dtype),
         vocab_size=model.get_vocab_size(),
         context_length=model.max_model_len,
-        weights_fingerprint=sha256(b"vllm" + b"".join(digests)).digest(),
+        weights_fingerprint=sha256(b"vllm" + law_of(config.target.arguments) + b"".join(digests)).digest(),
     )
     log.info("verifier.vllm_started", release=release, ranks=len(digests), dtype=description.dtype)
-    return LoadedVllm(replace(card, description=description), VllmEngine(core, config.engine, fault))
+    return LoadedVllm(replace(card, description=description), VllmEngine(core, config.engine, fault, GatedRequest.open))
+
+
+def _start_core(settings: Any, fault: "Fault") -> Any:
+    """Starts vLLM's EngineCore.
+
+    Raises:
+        InvalidRequestError: it does not start, such as for want of memory.
+    """
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
+
+    is_alone = settings.parallel_config.world_size == 1  # see docs/vllm.md: two were seen not to start in time
+    try:
+        with coarse_timers() if is_alone else nullcontext():
+            core = EngineCore(settings, Executor.get_class(settings), log_stats=False, executor_fail_callback=fault.set)
+    except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
+        raise InvalidRequestError(f"vLLM cannot start: {_first_line(error)}") from error
+    core.log_error_detail = lambda _: nullcontext()  # would log draft tokens
+    return core
 
 
 class Fault:
@@ -117,6 +140,10 @@ class Fault:
         self.is_set = True
 
 
+OpenRequest = Callable[[Any, str, Sequence[int], str, bool], None]
+"""Adds a session to an EngineCore: its name, tokens, salt of the prefix cache, and whether it may take over blocks."""
+
+
 class VllmEngine(StepEngine[Step, StepResult]):
     """vLLM's EngineCore with one request per session.
 
@@ -125,21 +152,20 @@ class VllmEngine(StepEngine[Step, StepResult]):
         spoke_at: time of the last step or check, by `time.monotonic`. Any thread may read it.
     """
 
-    def __init__(self, core: Any, settings: EngineSettings, fault: Fault) -> None:
+    def __init__(self, core: Any, settings: EngineSettings, fault: Fault, open_request: OpenRequest) -> None:
         """Starts without sessions.
 
         Args:
             core: an EngineCore whose ranks have our extension installed.
             settings: of the verifier.
             fault: of its executor.
+            open_request: adds a session to vLLM.
         """
-        from draftwire_verifier.vllm.gated_scheduler import GatedRequest
-
         self.core = core
         self.spoke_at = -math.inf
         self._fault = fault
         self._settings = settings
-        self._make_request = GatedRequest
+        self._open_request = open_request
         self._num_reused: dict[str, int] = {}
         self._num_opened = 0
         self._names: dict[SessionKey, str] = {}
@@ -160,7 +186,7 @@ class VllmEngine(StepEngine[Step, StepResult]):
     def _time_prompt(self, num_tokens: int) -> tuple[int, float]:
         num_tokens = min(num_tokens, self.core.vllm_config.model_config.max_model_len - 1)
         started = time.perf_counter()
-        self._open(WARM_UP, [0] * num_tokens, "", reuses=False)
+        self._open_request(self.core, WARM_UP, [0] * num_tokens, "", False)
         item = RoundItem(
             draft_tokens=[],
             draft=None,
@@ -193,11 +219,18 @@ class VllmEngine(StepEngine[Step, StepResult]):
                 items[name] = _item_of(part)
             except DraftwireError as error:
                 failed[name] = error
-        report = self._run(items) if items else StepReport()
-        if report.error is not None:
-            raise report.error
+        try:
+            report = self._run(items) if items else StepReport()
+            if report.error is not None:
+                raise report.error
+        except GroupLostError:
+            raise
+        except Exception:  # vLLM's prefix cache has a step's blocks before they are computed
+            for name, part in zip(names, step.items, strict=True):
+                self._discard(part.session.key, name)
+            raise
         num_tokens = self._scheduler.num_scheduled if items else 0
-        outcomes = [failed.get(name) or report.outcomes.get(name, StillReading()) for name in names]
+        outcomes = [failed.get(name) or self._outcome_of(name, report) for name in names]
         if items and not num_tokens:
             outcomes = [UnavailableError("vLLM's KV cache is full")] * len(names)
         num_unread = [self._num_unread(name) for name in names]
@@ -252,7 +285,11 @@ class VllmEngine(StepEngine[Step, StepResult]):
         try:
             self.core.step()
         except Exception as error:
-            if self.core.vllm_config.parallel_config.world_size == 1:
+            executor = self.core.model_executor
+            is_alone = self.core.vllm_config.parallel_config.world_size == 1
+            # A rank that did not answer in time answers later, in the place of the next step.
+            has_answered = not isinstance(error, TimeoutError) and not getattr(executor, "is_failed", False)
+            if is_alone and has_answered:
                 raise
             raise GroupLostError(f"the verifier's group is lost: {type(error).__name__} in vLLM") from error
 
@@ -267,20 +304,9 @@ class VllmEngine(StepEngine[Step, StepResult]):
             name = f"{session.key[0]}-{session.key[1]}-{self._num_opened}"
             # Prompt log-probabilities need every logit: no prefix is reused, since cached tokens give none.
             reuses = session.spec.logprobs.prompt_logprobs is None
-            self._open(name, session.committed.ids, session.spec.parameters.cache_salt, reuses=reuses)
+            self._open_request(self.core, name, session.committed.ids, session.spec.parameters.cache_salt, reuses)
             self._names[session.key] = name
         return name
-
-    def _open(self, name: str, token_ids: list[int], salt: str, *, reuses: bool) -> None:
-        from vllm import SamplingParams as VllmSampling
-
-        limit = self.core.vllm_config.model_config.max_model_len
-        never_ends = VllmSampling(
-            temperature=0.0, ignore_eos=True, max_tokens=limit, skip_reading_prefix_cache=not reuses
-        )
-        hasher = self.core.request_block_hasher
-        told = {"cache_salt": salt or None, "block_hasher": hasher}
-        self.core.add_request(self._make_request(name, list(token_ids), never_ends, None, **told))
 
     def _end(self, name: str) -> None:
         self._num_reused.pop(name, None)
@@ -293,6 +319,11 @@ class VllmEngine(StepEngine[Step, StepResult]):
             manager.evict_blocks({block for group in manager.get_block_ids(name) for block in group})
         self._names.pop(key, None)
         self._end(name)
+
+    def _outcome_of(self, name: str, report: StepReport) -> JudgingOutcome:
+        if name in self._scheduler.cut_blocks:
+            return UnavailableError(CUT)
+        return report.outcomes.get(name, StillReading())
 
     def _num_unread(self, name: str) -> int:
         request = self._scheduler.requests.get(name)
@@ -329,15 +360,6 @@ def _item_of(part: StepItem) -> RoundItem:
     )
 
 
-def _make_room(settings: Any, num_tokens: int) -> None:
-    """Gives vLLM's KV cache the memory that so many tokens take, in whole blocks of its own, or a little more."""
-    model, cache, parallel = settings.model_config, settings.cache_config, settings.parallel_config
-    block_size = cache.block_size or LARGEST_BLOCK
-    num_blocks = -(-num_tokens // block_size) + 1  # one is never used
-    of_a_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
-    cache.kv_cache_memory_bytes = num_blocks * block_size * of_a_token * max(2, model.dtype.itemsize)
-
-
 def _spare(settings: EngineSettings) -> int:
     """Returns the tokens that a session may hold beyond its text: a block that is read and rejected."""
     return settings.max_draft_tokens + 1
@@ -350,4 +372,4 @@ def _numerics(dtype: Any, cache_dtype: str) -> str:
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3])[:400]
+    return " ".join(lines[:3])[:400] or type(error).__name__
