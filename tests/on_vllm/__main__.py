@@ -66,9 +66,13 @@ def parts_of(python: Path) -> list[Part]:
     two = {"TEST_VLLM_RANKS": "2"}
     decisions, engine = "tests/on_vllm/test_decisions.py", "tests/on_vllm/test_engine_on_vllm.py"
     remote = "tests/on_vllm/test_remote_drafter.py"
+    measured, core = "tests/on_vllm/test_measured_cache.py", "tests/on_vllm/test_core_on_vllm.py"
+    in_child = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     own = Path(sys.executable)
     return [
         Part("one rank", python, ("tests/on_vllm",)),
+        Part("a rank in a child", python, (core, "-k", "idle"), in_child),
+        Part("measured cache", python, (measured,), in_child | {"TEST_VLLM_MEASURED": "1"}),
         Part("two ranks", python, (decisions, engine), two),
         Part("remote drafter", python, (remote,), {"TEST_VLLM_REMOTE": "1"}),
         Part("remote drafter, two ranks", python, (remote,), {"TEST_VLLM_REMOTE": "1"} | two),
