@@ -16,6 +16,7 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire.verification import deciding
 from draftwire.verification.deciding import Judgement, StillReading
+from draftwire_verifier.vllm.vllm_engine import CUT
 from on_vllm.duel import PERMIT_KEY, SAMPLINGS, Duel
 from on_vllm.models import CONTEXT_LENGTH, ENGINE, RANKS, VOCAB_SIZE
 
@@ -356,6 +357,19 @@ def test_full_cache_fails_the_step_instead_of_waiting_for_ever(vllm, own) -> Non
     ((_, event),) = alone.step()
     assert isinstance(event, UnavailableError)
     pool.free_blocks(held)
+    alone.close(session)
+
+
+def test_block_of_which_vllm_takes_a_part_is_reported_in_words(vllm, own, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argument that does so is refused; whatever else does must not have the step repeated for ever."""
+    alone = Alone(vllm, own)
+    session = alone.open(1, plain_rounds=1)
+    alone.run()
+    alone.duel.offer(session, alone.duel.block(session, 4, Encoding.ONE_HOT))
+    monkeypatch.setattr(vllm.engine._scheduler, "max_num_scheduled_tokens", 3)
+    ((_, event),) = alone.step()
+    assert isinstance(event, UnavailableError)
+    assert str(event) == CUT
     alone.close(session)
 
 
