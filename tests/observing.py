@@ -25,9 +25,7 @@ def read_metric(stack: Stack, service: str, name: str, labels: str = "", host: s
     return numbers[0]
 
 
-def read_metrics(
-    stack: Stack, service: str, name: str, labels: str = "", host: str = "127.0.0.1"
-) -> list[float]:
+def read_metrics(stack: Stack, service: str, name: str, labels: str = "", host: str = "127.0.0.1") -> list[float]:
     """Reads a service's numbers of this name and with these labels from `/metrics`.
 
     What `labels` does not name may have any value: a drafter that has come back, say, has a second address.

@@ -32,7 +32,11 @@ def ahead_stack(pair: tuple[Path, Path]) -> Iterator[InProcessStack]:
 
 @pytest.mark.parametrize(
     ("rule", "num_samples"),
-    [("block", 100), *(pytest.param(rule, 300, marks=pytest.mark.slow) for rule in ("block", "token", "coupled"))],
+    [
+        ("block", 100),
+        pytest.param("coupled", 300, marks=pytest.mark.slow),
+        *(pytest.param(rule, 300, marks=pytest.mark.evidence) for rule in ("block", "token")),
+    ],
 )
 def test_text_that_is_drafted_for_ahead_follows_the_law_of_the_target(
     ahead_stack: InProcessStack, pair: tuple[Path, Path], rule: str, num_samples: int

@@ -11,7 +11,7 @@ import pytest
 from observing import read_metric, wait_until
 from scipy.stats import chi2
 
-from benchmarks.law import BLOCK_LENGTH, LENGTH, LOSSLESS, VOCAB_SIZE, exact_law, stack_options
+from benchmarks.law import BLOCK_LENGTH, LENGTH, VOCAB_SIZE, exact_law, stack_options
 from benchmarks.law import PROMPT as LAW_PROMPT
 from draftwire.client import Client, Completion
 from draftwire.errors import InvalidRequestError
@@ -26,7 +26,11 @@ TAIL = 2
 """The last tokens of each choice, whose joint law with another choice's is compared."""
 PROMPTS = [[0, 2, 1, 1], [2, 2], [1, 0, 1]]
 STOP, WORDS = 4, ["a", "b", "c", "d", "end"]
-RULES = [LOSSLESS[0], *(pytest.param(rule, marks=pytest.mark.slow) for rule in LOSSLESS[1:])]
+RULES = [
+    "block",
+    pytest.param("coupled", marks=pytest.mark.slow),
+    pytest.param("token", marks=pytest.mark.evidence),
+]
 
 
 @pytest.fixture(scope="module")

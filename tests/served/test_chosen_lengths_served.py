@@ -83,7 +83,7 @@ def padded(histogram: list[int]) -> list[int]:
 
 
 @pytest.mark.usefixtures("restless")
-@pytest.mark.parametrize("number", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [20, pytest.param(200, marks=pytest.mark.evidence)])
 def test_text_of_a_seed_is_the_same_under_coupled_with_lengths_chosen_and_given(
     adaptive_stack: InProcessStack, number: int
 ) -> None:

@@ -40,9 +40,9 @@ def deep_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 FAST = [("block", 0, 16, 400), ("token", 0, 16, 400), ("coupled", NODES, 16, 400), ("block", NODES, 16, 120)]
 """Rules, with chains or with token trees of so many tokens, requests that run at once, and completions."""
-SLOW = [("block", 0, 1, 150), *((rule, 0, 3, 500) for rule in LOSSLESS), ("coupled", NODES, 3, 500)]
+SLOW = [("block", 0, 1, 150), ("block", 0, 3, 500), ("coupled", NODES, 3, 500)]
 EVIDENCE = [
-    *((rule, 0, 1, 150) for rule in LOSSLESS[1:]),
+    *((rule, 0, *run) for rule in LOSSLESS[1:] for run in ((1, 150), (3, 500))),
     ("block", NODES, 3, 500),
     *((rule, 0, 16, 2_000) for rule in LOSSLESS),
     *((rule, NODES, 16, 2_000) for rule in ("block", "coupled")),
@@ -81,7 +81,10 @@ def test_sampled_outputs_follow_the_law_of_the_target(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoders", [("transformers", "transformers"), ("lean", "transformers")])
+@pytest.mark.parametrize(
+    "decoders",
+    [("transformers", "transformers"), pytest.param(("lean", "transformers"), marks=pytest.mark.evidence)],
+)
 def test_the_law_is_the_same_on_either_decoder(
     pair: tuple[Path, Path],
     law: dict[tuple[int, ...], float],
@@ -105,13 +108,17 @@ LAYERS: dict[str, tuple[str, dict[str, object]]] = {
     "groups of four, without calibration": ("block", {"layer_parallel_size": 4, "bonus_calibration": False}),
     "groups of four on two ranks": ("token", {"layer_parallel_size": 4, "layer_parallel_ranks": 2}),
 }
+SLOW_LAYERS = ("all layers at once", "groups of four on two ranks")
+"""The others are evidence."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "layers"),
-    LAYERS.values(),
-    ids=LAYERS,
+    [
+        pytest.param(*case, marks=[] if name in SLOW_LAYERS else pytest.mark.evidence, id=name)
+        for name, case in LAYERS.items()
+    ],
 )
 def test_the_law_is_the_same_however_approximately_is_drafted(
     pair: tuple[Path, Path],
