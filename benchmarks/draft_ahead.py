@@ -6,12 +6,13 @@ Gateway, drafter and verifier are processes; every connection between them goes 
 or 20 ms one way. A pass of the target takes 10 ms and one of the drafter 2, the rejected token's place has the token of
 which the drafter thinks first in half of the rejections, and a further block of a batch costs nothing, or a fifth of a
 pass. Three gateways share the models: one drafts strictly, one up to two rounds ahead, and one a single round. The
-first two have each length in turn, and their best lengths are compared in further turns, with the same seeds, as are two
-rounds ahead and one at the same length. Beside the ratio stands what `benchmarks.ahead_model` says, from the times of
-plain and of strict decoding here.
+first two have each length in turn, and their best lengths are compared in further turns, with the same seeds, as are
+two rounds ahead and one at the same length. Beside the ratio stands what `benchmarks.ahead_model` says, from the times
+of plain and of strict decoding here.
 
-With `--settle-s`, a fourth gateway chooses by measurement whether to draft ahead, and what length. After so many seconds
-it is compared with the better of strict drafting at its best length and plain decoding; its turns have its probes.
+With `--settle-s`, a fourth gateway chooses by measurement whether to draft ahead, and what length. After so many
+seconds it is compared with the better of strict drafting at its best length and plain decoding; its turns have its
+probes.
 
 `--target` and `--drafter` measure a pair with weights in place of scripts, without relays, each with `--threads`.
 """

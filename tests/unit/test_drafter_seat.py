@@ -478,7 +478,7 @@ def see(one: Seating, model: str, round_s: float) -> None:
 
 @in_virtual_time
 async def test_session_keeps_its_model_while_its_rounds_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if another one has become the faster; a new epoch keeps it too, and where it has gone, another takes over."""
+    """Also if another one has become faster; a new epoch keeps it too, and where it has gone, another takes over."""
     monkeypatch.setattr(SessionLength, "uses_drafter", lambda *_: False)
     one = named_seating("large", "small", adapts_length=True, num_speculative_tokens=8)
     see(one, "large", 0.010)

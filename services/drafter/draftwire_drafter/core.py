@@ -330,8 +330,8 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
     async def _link(self, address: str) -> BlockLink:
         """Returns the link to a verifier; opens it if there is none or it is broken.
 
-        Whoever asks while it is being opened awaits the same attempt, and fails with it: one after the other, each would
-        wait for the timeouts of all before it.
+        Whoever asks while it is being opened awaits the same attempt, and fails with it: one after the other, each
+        would wait for the timeouts of all before it.
         """
         link = self._links.get(address)
         if link is not None and not link.broken:

@@ -57,7 +57,8 @@ class PairSeat:
 
     def preferred(self, pairs: Sequence[PairName], session_id: int) -> PairName:
         """Returns the session's own pair if it is among some, else `Pairs.preferred` of them."""
-        return self._name if self._name in pairs else self._pairs.preferred(pairs, session_id)
+        own = self._name
+        return own if own is not None and own in pairs else self._pairs.preferred(pairs, session_id)
 
     def join(self, name: PairName | None) -> None:
         """Counts the session in to a pair, and out of the one before; None is no pair.
