@@ -5,12 +5,14 @@
 Gateway, drafter and verifier are processes; every connection between them goes through a relay that delays bytes, 0, 5
 or 20 ms one way. A pass of the target takes 10 ms and one of the drafter 2, the rejected token's place has the token of
 which the drafter thinks first in half of the rejections, and a further block of a batch costs nothing, or a fifth of a
-pass. Two gateways share the models: one drafts strictly, the other up to two rounds ahead. Both have each length in
-turn, and their best lengths are compared in further turns, with the same seeds. Beside the ratio stands what
-`benchmarks.ahead_model` says, from the times of plain and of strict decoding here.
+pass. Three gateways share the models: one drafts strictly, one up to two rounds ahead, and one a single round. The
+first two have each length in turn, and their best lengths are compared in further turns, with the same seeds, as are
+two rounds ahead and one at the same length. Beside the ratio stands what `benchmarks.ahead_model` says, from the times
+of plain and of strict decoding here.
 
-With `--settle-s`, a third gateway chooses by measurement whether to draft ahead, and what length. After so many seconds
-it is compared with the better of strict drafting at its best length and plain decoding; its turns have its probes.
+With `--settle-s`, a fourth gateway chooses by measurement whether to draft ahead, and what length. After so many
+seconds it is compared with the better of strict drafting at its best length and plain decoding; its turns have its
+probes.
 
 `--target` and `--drafter` measure a pair with weights in place of scripts, without relays, each with `--threads`.
 """
@@ -148,6 +150,7 @@ def measure(setting: Setting, arguments: argparse.Namespace, pair: Pair | None) 
         addresses = {
             "strict": gateway(speculation="fixed", draft_ahead_rounds=0),
             "ahead": gateway(speculation="fixed", draft_ahead_rounds=ROUNDS_AHEAD),
+            "one round ahead": gateway(speculation="fixed", draft_ahead_rounds=1),
         }
         if arguments.settle_s:
             addresses["chosen"] = gateway(draft_ahead_rounds=ROUNDS_AHEAD)
@@ -168,7 +171,8 @@ async def _compare(
             for name, rates in picked.items():
                 rates[length] = await requests.rate(clients[name], length, length, rounds=arguments.rounds // 2)
         chosen: dict[str, int | None] = {name: best(rates) for name, rates in picked.items()}
-        sides = ["strict", "ahead"]
+        chosen["one round ahead"] = chosen["ahead"]
+        sides = ["strict", "ahead", "one round ahead"]
         if "chosen" in clients:
             await requests.rate(clients["chosen"], None, 50, seconds=arguments.settle_s)
             chosen |= {"chosen": None, "plain": 0}
@@ -188,6 +192,7 @@ async def _compare(
             "best": chosen,
             **{name: mean(rates) for name, rates in turns.items()},
             "ratio": asdict(ratio_of(turns["ahead"], turns["strict"])),
+            "two_over_one": asdict(ratio_of(turns["ahead"], turns["one round ahead"])),
         }
         if pair is not None:
             assert chosen["ahead"] is not None
@@ -248,7 +253,7 @@ def main() -> None:
 def _told(result: dict[str, object]) -> str:
     said = (
         f"plain {result['plain']:.0f}, strict {result['strict']:.0f}, ahead {result['ahead']:.0f} tokens/s, at "
-        f"{result['best']}: {result['ratio']}"
+        f"{result['best']}: {result['ratio']}; two rounds ahead over one {result['two_over_one']}"
     )
     if "expected_ahead" in result:
         said += f"; the model says {result['expected_ahead']:.0f}"

@@ -65,6 +65,8 @@ class SimulatedPair:
     if texts have no end."""
     prompt_s: float = 0.0
     """What a drafter takes for a session's prompt. Until it has read that, rounds are plain."""
+    prompts_at_once: int = 1
+    """So many are read beside a step of the drafter."""
 
     @property
     def sources(self) -> list[DraftSource]:
@@ -224,7 +226,7 @@ class Simulation:
         if self._drafter_is_busy or not (self._drafting or self._reading):
             return
         batch, self._drafting, self._drafter_is_busy = self._drafting, [], True
-        reading, self._reading = self._reading, []
+        reading, self._reading = self._reading[: self.pair.prompts_at_once], self._reading[self.pair.prompts_at_once :]
         took = self._took(self.pair.draft_s * max((session.arm.length for session in batch), default=0), now)
         took += self.pair.prompt_s * len(reading)
         for session in batch:

@@ -94,3 +94,4 @@ def test_going_ahead_is_chosen_by_measurement() -> None:
     (load,) = choices["scripted, ahead"].loads
     assert load.chosen == "scripted, ahead", load
     assert result.statistics.num_ahead_hits > result.statistics.num_rounds / 4
+    assert result.statistics.num_verifiers_lost == 0, "blocks of a length before are no violation"

@@ -462,16 +462,40 @@ def test_load_that_is_rare_has_no_more_probes_than_its_share_of_the_time() -> No
     assert set(arms) == {PLAIN}, "a hundred seconds, but six of this load"
 
 
+@pytest.mark.parametrize("num_sessions", [4, 64])
+def test_drafts_are_measured_when_all_sessions_have_a_drafter(num_sessions: int) -> None:
+    """However long their drafters read the texts first: one after the other, and beside rounds of those that are ready,
+    whose steps are shorter for that.
+    """
+    pair = pair_of(250, 10_000, 20, 0.8, 4) if num_sessions == 4 else pair_of(5, 200, 0.5, 0.95, 64)
+    pair = replace(pair, prompt_s=1.2 if num_sessions == 4 else 0.04)
+    plain, drafted = (Simulation(pair, length).tokens_per_s(60.0, 20.0) for length in (0, 4))
+    assert drafted > 1.05 * plain
+    chooser = PairChooser(8, 4)
+    chosen = Simulation(pair, None, chooser=chooser).tokens_per_s(60.0, 20.0)
+    assert chosen > 0.9 * drafted
+    estimates = chooser.explain(DraftSource.DRAFTER).loads[-1].estimates
+    assert num_sessions * estimates[4].tokens_per_second == pytest.approx(drafted, rel=0.2)
+
+
+def test_first_window_requests_no_longer_runs_than_it_takes() -> None:
+    """Nothing is due then, but what comes next would wait for the runs to end."""
+    sessions = InStep(0.3, 0.05)
+    sessions.resize(4)
+    sessions.step()
+    assert sessions.chooser.num_plain_rounds(32, sessions.now) == 9, "of three seconds one round is over"
+
+
 def test_price_of_rows_grows_with_the_sessions_and_that_of_passes_does_not() -> None:
     costs, length = RoundCosts(), 4
     costs.add(PLAIN, WindowSums(10, 10 * 0.030, 10 * 0.030, 0.0, 10, 10.0), 1.0)
     arm = Arm(DraftSource.DRAFTER, length)
     assert not costs.tells_price_of(DraftSource.DRAFTER)
-    drafting_s, rows_s = 0.008, 0.016
-    sums = WindowSums(10, 10 * (0.030 + drafting_s + rows_s), 10 * (0.030 + rows_s), 10 * drafting_s, 10, 10.0)
-    costs.add(arm, sums, 1.0)
+    drafting_s, rows_s, hops_s = 0.008, 0.016, 0.005
+    round_s = 0.030 + drafting_s + rows_s + hops_s
+    costs.add(arm, WindowSums(10, 10 * round_s, 10 * (0.030 + rows_s), 10 * drafting_s, 10, 10.0), 1.0)
     for growth in (0.25, 1.0, 4.0):
-        assert costs.price_s(arm, growth) == pytest.approx(drafting_s + growth * rows_s)
+        assert costs.price_s(arm, growth) == pytest.approx(drafting_s + growth * rows_s + hops_s)
 
 
 GOING_AHEAD = {

@@ -221,6 +221,32 @@ async def test_opening_that_is_given_up_leaves_no_session(rig: Rig) -> None:
     assert rig.core.num_sessions == 0
 
 
+async def test_sessions_that_open_together_share_one_attempt_to_reach_their_verifier() -> None:
+    """Those that it fails are told at the same time, one that gives up ends it for nobody, and later ones try again."""
+    attempts: list[asyncio.Future[BlockLink]] = []
+
+    async def connect(address: str, card: ModelCard, on_lost: Callable[[], None]) -> BlockLink:
+        attempts.append(asyncio.get_running_loop().create_future())
+        return await attempts[-1]
+
+    core = DrafterCore(DrafterConfig(ModelSettings("scripted:")), connect)
+    await core.start()
+    lease_id, outbox = core.open_lease()
+    async with Rig.running_of(core, {}, lease_id, outbox._items) as rig:
+        for number, outcome in enumerate((UnavailableError("nobody is there"), FakeLink(lambda: None))):
+            openings = [asyncio.create_task(rig.open(session_id)) for session_id in (1, 2, 3)]
+            await until(lambda number=number: rig.core.num_sessions == 3 and len(attempts) == number + 1, "they wait")
+            openings[0].cancel()
+            await until(lambda: rig.core.num_sessions == 2, "one has given up")
+            if isinstance(outcome, FakeLink):
+                attempts[-1].set_result(outcome)
+            else:
+                attempts[-1].set_exception(outcome)
+            _, *told = await asyncio.gather(*openings, return_exceptions=True)
+            assert told == ([None, None] if isinstance(outcome, FakeLink) else [outcome, outcome])
+        assert len(attempts) == 2
+
+
 async def test_link_that_broke_before_anybody_was_told_is_not_used_again(rig: Rig) -> None:
     await rig.open(1)
     rig.links["a:1"][0].broken = True

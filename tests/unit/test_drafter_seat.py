@@ -21,6 +21,7 @@ from draftwire_gateway.session.round_trip_estimate import FIRST_TIMEOUT_S, LEAST
 from draftwire_gateway.session.session_state import SessionState
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pairs import SESSIONS_PER_TRIAL, PairName, Pairs
+from draftwire_gateway.speculation.session_length import SessionLength
 
 
 def chain(length: int) -> Arm:
@@ -448,18 +449,13 @@ async def test_drafter_that_does_what_the_verifier_can_is_left_alone() -> None:
 
 @in_virtual_time
 async def test_of_several_models_that_is_taken_with_which_sessions_were_fastest() -> None:
-    rates = {"large": 0.010, "small": 0.004}
+    rounds_s = {"large": 0.010, "small": 0.004}
 
     def seen(*measured: str, session_id: int = 1, adapts_length: bool = True) -> Seating:
         one = named_seating("large", "small", adapts_length=adapts_length, num_speculative_tokens=8)
         one.session.session_id = session_id
         for model in measured:
-            session = one.pairs.session_length(PairName(one.target.address, model))
-            for number in range(60):
-                started = number * rates[model]
-                session.next_draft(number, 100, started)
-                session.observe(round_times(number, started, started + rates[model], 4, 2))
-            session.close()
+            see(one, model, rounds_s[model])
         return one
 
     assert await opened_on(seen("large", "small")) == "small"
@@ -468,6 +464,39 @@ async def test_of_several_models_that_is_taken_with_which_sessions_were_fastest(
     assert await opened_on(seen("large", "small", adapts_length=False)) == "large", "by load: nothing is chosen for it"
     tried = {await opened_on(seen("large", "small", session_id=SESSIONS_PER_TRIAL * turn)) for turn in range(2)}
     assert tried == {"large", "small"}, "one that was slow is tried now and then"
+
+
+def see(one: Seating, model: str, round_s: float) -> None:
+    """Lets another session of the gateway have rounds with the drafters of a model."""
+    session = one.pairs.session_length(PairName(one.target.address, model))
+    for number in range(60):
+        started = number * round_s
+        session.next_draft(number, 100, started)
+        session.observe(round_times(number, started, started + round_s, 4, 2))
+    session.close()
+
+
+@in_virtual_time
+async def test_session_keeps_its_model_while_its_rounds_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if another one has become faster; a new epoch keeps it too, and where it has gone, another takes over."""
+    monkeypatch.setattr(SessionLength, "uses_drafter", lambda *_: False)
+    one = named_seating("large", "small", adapts_length=True, num_speculative_tokens=8)
+    see(one, "large", 0.010)
+    see(one, "small", 0.020)
+
+    def joined() -> list[str]:
+        return [name.drafter_model for name, (own, *_) in one.pairs.explain().items() if own.num_sessions]
+
+    one.seek()
+    assert joined() == ["large"]
+    see(one, "small", 0.001)
+    one.seek()
+    assert joined() == ["large"]
+    one.restart()
+    assert joined() == ["large"]
+    one.drafters.pop(0)
+    one.seek()
+    assert joined() == ["small"]
 
 
 @in_virtual_time

@@ -432,6 +432,28 @@ def test_attempts_that_found_no_room_leave_nothing_behind(monkeypatch: pytest.Mo
     assert most_alive <= 3
 
 
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_choice_that_may_have_begun_elsewhere_says_so_when_it_is_tried_again(is_lost: bool) -> None:
+    """One verifier's answer was lost before the others refused, or there was none but these: the text draws the same
+    numbers again, or does not.
+    """
+    lost, target = FakeTarget(address="target:2"), FakeTarget()
+    refusals = [NoRoomError("full")]
+    target.on_opening = lambda spec: refusals.pop() if refusals else None
+    lost.refuses_too_late, lost.connected = True, is_lost
+
+    def lose(spec: TargetSessionSpec) -> Exception:
+        lost.connected = False
+        return UnavailableError("no answer")
+
+    lost.on_opening = lose
+    core = make_core(FakePeers([lost, target]), max_waiting_requests=1)
+    assert_whole(generated(core, make_choices(1)), 1)
+    assert len(lost.attempts) == is_lost
+    assert [spec.epoch for spec in target.attempts] == [int(is_lost), 0]
+    assert target.spec.parameters.shares_text is not is_lost
+
+
 def test_losses_of_every_attempt_are_counted_once() -> None:
     core = make_core(FakeTarget())
     with RequestRecord(core.metrics, make_choices(2)) as record:

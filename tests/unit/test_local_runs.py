@@ -134,6 +134,22 @@ def test_verdict_of_a_local_round_is_of_what_was_asked_for(given: Verdict, is_ri
         expected.check(given, 100)
 
 
+def test_block_that_was_drafted_ahead_may_be_as_long_as_any_that_was_requested_before() -> None:
+    """Of the round that is requested now too, with fewer draft tokens: it may be held already."""
+    for is_ahead in (True, False):
+        expected = ExpectedVerdict(make_generation(max_tokens=20, num_speculative_tokens=8))
+        expected.request_block(8, is_ahead=is_ahead)
+        expected.check(verdict(8, 0, ""), 100)
+        expected.end_round(verdict(8, 0, ""))
+        expected.request_block(2, is_ahead=is_ahead)
+        expected.check(verdict(2, 0, ""), 100)
+        if is_ahead:
+            expected.check(verdict(8, 0, ""), 100)
+        else:
+            with pytest.raises(ProtocolViolationError, match="more draft tokens"):
+                expected.check(verdict(8, 0, ""), 100)
+
+
 @pytest.mark.parametrize(
     ("watched", "adapts_length", "is_right"),
     [

@@ -4,8 +4,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
-from typing import Protocol
-from weakref import WeakValueDictionary
+from typing import Any, Protocol
 
 import structlog
 
@@ -103,7 +102,7 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         super().__init__(config, DrafterMetrics(), place, followers)
         self._connect = connect
         self._links: dict[str, BlockLink] = {}
-        self._connecting = WeakValueDictionary[str, asyncio.Lock]()
+        self._connecting: dict[str, asyncio.Task[BlockLink]] = {}
         self._opening: dict[SessionKey, asyncio.Future[None]] = {}
 
     def _load_engine(self) -> tuple[ModelCard, DraftEngine]:
@@ -329,14 +328,26 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
             opening.set_exception(error)
 
     async def _link(self, address: str) -> BlockLink:
-        """Returns the link to a verifier; opens it if there is none or it is broken."""
-        async with self._connecting.setdefault(address, asyncio.Lock()):
-            link = self._links.get(address)
-            if link is None or link.broken:
-                link = self._links[address] = await self._connect(
-                    address, self.card, lambda: self._on_link_lost(address)
-                )
+        """Returns the link to a verifier; opens it if there is none or it is broken.
+
+        Whoever asks while it is being opened awaits the same attempt, and fails with it: one after the other, each
+        would wait for the timeouts of all before it.
+        """
+        link = self._links.get(address)
+        if link is not None and not link.broken:
             return link
+        connecting = self._connecting.get(address)
+        if connecting is None:
+            connecting = self._connecting[address] = asyncio.create_task(self._open_link(address))
+            connecting.add_done_callback(_retrieve)
+        return await asyncio.shield(connecting)  # the others still await it when one gives up
+
+    async def _open_link(self, address: str) -> BlockLink:
+        try:
+            link = self._links[address] = await self._connect(address, self.card, lambda: self._on_link_lost(address))
+        finally:
+            del self._connecting[address]
+        return link
 
     def _on_link_lost(self, address: str) -> None:
         """Fails the sessions of a lost verifier at once, so that no gateway waits for their blocks."""
@@ -346,7 +357,7 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
                 self._fail(key, UnavailableError(f"verifier at {address} was lost"))
 
 
-def _retrieve(opened: asyncio.Future[None]) -> None:
-    """Retrieves the exception, which nothing else awaits if the opening failed for a second reason."""
+def _retrieve(opened: asyncio.Future[Any]) -> None:
+    """Retrieves the exception, which nothing else awaits if the opening was given up, or failed for a second reason."""
     if not opened.cancelled():
         opened.exception()

@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from draftwire.errors import NoRoomError
@@ -168,10 +168,13 @@ class ChoiceRunner:
         """
         while True:
             others_ran = bool(self._running)  # one that ends meanwhile may free capacity just after the refusal
+            loop = await self._make_loop(generation)
             try:
-                await self._run_choice(generation, prompt)
+                await self._run_choice(loop, generation, prompt)
                 return
             except NoRoomError as error:
+                generation = replace(generation, is_retried=generation.is_retried or loop.may_have_drawn)
+                del loop  # it holds a copy of the prompt
                 if not self._gate.is_open:
                     await self._wait_for_room(error)
                     continue
@@ -179,9 +182,8 @@ class ChoiceRunner:
                     raise
                 await asyncio.sleep(min(max(FIRST_PAUSE_S, error.retry_after_s), LONGEST_NAMED_PAUSE_S))
 
-    async def _run_choice(self, generation: Generation, prompt: _SharedPrompt) -> None:
+    async def _run_choice(self, loop: GenerationLoop, generation: Generation, prompt: _SharedPrompt) -> None:
         """Runs one choice, and puts its events into the common queue."""
-        loop = await self._make_loop(generation)
         run = loop.run(
             arrived_at=self._arrived_at,
             verifier=prompt.verifier,

@@ -99,7 +99,6 @@ class DrafterSeat:
         self._num_nodes = 0
         """Of the token trees that the drafter is asked for, at most if they are chosen; 0 if it is asked for chains."""
         self._wait = BlockWait()
-        self._pairs = pairs
         self._pair = PairSeat(pairs)
         """Of drafter and verifier; none where lengths are given, or nobody could draft."""
         self._local: LocalDraft | None = None
@@ -460,7 +459,11 @@ class DrafterSeat:
         return Permit.make(self._session.permit_key, self.permit_number, drafter_id)
 
     def _next(self, target: TargetPort) -> DrafterPort | None:
-        """Returns the next drafter that was not tried yet and whose context is long enough; None if there is none."""
+        """Returns the next drafter that was not tried yet and whose context is long enough; None if there is none.
+
+        A session keeps its draft model while that has one, also if its rounds are plain: else it would be counted in
+        and out of pairs with every round.
+        """
         generation = self._session.generation
         longest = 0
         found: dict[str, DrafterPort] = {}
@@ -474,10 +477,9 @@ class DrafterSeat:
                 longest = max(longest, model.context_length)
         if found:
             pairs = [self._pair_of(target, drafter.description) for drafter in found.values()]
-            chosen = pairs[0]
-            if generation.adapts_length and len(pairs) > 1:
-                chosen = self._pairs.preferred(pairs, self._session.session_id)
-            return found[chosen.drafter_model]
+            if generation.adapts_length:
+                return found[self._pair.preferred(pairs, self._session.session_id).drafter_model]
+            return found[pairs[0].drafter_model]
         if longest and self.permit_number < 0:  # otherwise a drafter was used until its context was full
             self.error = f"the text is longer than the drafter's context of {longest}"
         return None

@@ -37,8 +37,10 @@ class ExpectedVerdict:
             num_nodes: of the token tree that it may be; 0 if it is a chain.
             is_ahead: whether the drafter may draft as many for further rounds, before they are requested.
         """
-        self._num_draft_tokens, self._num_nodes = num_draft_tokens, num_nodes
+        self._num_nodes = num_nodes
         self._num_ahead = max(self._num_ahead, num_draft_tokens) if is_ahead else 0
+        # The round's block may have been drafted already, as long as those that were requested before.
+        self._num_draft_tokens = max(num_draft_tokens, self._num_ahead)
 
     def request_plain(self, num_rounds: int, draft: LocalDraft | None = None) -> None:
         """Records the request of rounds without a drafter, in which the verifier may draft by itself."""

@@ -146,6 +146,8 @@ class Generation:
     """Whether equal requests draw equal numbers, and the text depends on what is drafted."""
     shown_tokens: frozenset[str] = frozenset()
     """Special tokens that have text."""
+    is_retried: bool = False
+    """Whether an attempt before, of which nothing came, may have drawn some of its random numbers."""
 
     @property
     def is_lossy(self) -> bool:
@@ -169,7 +171,7 @@ class Generation:
             cache_salt=self.cache_salt,
             traceparent=traceparent,
             form_memory_bytes=self.form_memory_bytes,
-            shares_text=is_first and not (self.has_repeatable_seed or self.generated_ids),
+            shares_text=is_first and not (self.has_repeatable_seed or self.generated_ids or self.is_retried),
         )
 
     def local_strategy(self, target: ModelDescription) -> str:

@@ -82,6 +82,11 @@ class GenerationLoop:
         """Address of the verifier; empty if the session is not open."""
         return self._verifier.address
 
+    @property
+    def may_have_drawn(self) -> bool:
+        """Whether random numbers of the generation may have been drawn though nothing was yielded."""
+        return self._verifier.may_have_drawn
+
     async def run(
         self,
         *,

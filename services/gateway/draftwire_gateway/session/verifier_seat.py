@@ -64,6 +64,8 @@ class VerifierSeat:
         self._futile_moves = 0
         self.preferred_address = ""
         """Address of a verifier with the prompt in its KV cache, which is tried first."""
+        self.may_have_drawn = False
+        """Whether a verifier that gave no clear answer may have opened the session, and drawn its random numbers."""
 
     @property
     def target(self) -> TargetPort:
@@ -102,6 +104,7 @@ class VerifierSeat:
                     refusals.append(UnavailableError(f"{target.address}: {error}"))
                 except (UnavailableError, NoRoomError) as error:
                     refusals.append(error)
+                    self.may_have_drawn |= isinstance(error, UnavailableError)
                 else:
                     return
             withdraw()

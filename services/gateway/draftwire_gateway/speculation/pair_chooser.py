@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from draftwire_gateway.session.round_times import RoundTimes
+from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
 from draftwire_gateway.speculation.pair_acceptance import PairAcceptance
@@ -31,6 +31,9 @@ MIN_CHOSEN_NODES, MAX_CHOSEN_NODES = TREES[0][1], TREES[-1][1]
 LEAST_WINDOW_S, MOST_WINDOW_S = 0.3, 3.0
 LEAST_ROUNDS_OF_EACH = 6
 """A window ends with so many rounds, of each session, after `LEAST_WINDOW_S`, or at `MOST_WINDOW_S`."""
+WARM_UP_ROUNDS = 30.0
+"""Drafters read the texts of all sessions before a window has its arm: it begins anew while many are still read, for
+`MOST_WINDOW_S` or so many plain rounds, whose pace reading has. Where texts are short that goes on for ever."""
 PROBE_SHARE = 0.0015
 """What the probes of one arm may cost: so much of the tokens that could be generated meanwhile."""
 ALL_PROBES_SHARE = 0.01
@@ -209,6 +212,10 @@ class PairChooser:
             (current.slow if is_slow else current.all).add(times, expected_tokens)
             if not is_slow and self._num_reading == 0 and times.started_at >= self._quiet_since:
                 current.quiet.add(times, expected_tokens)
+        elif is_of_window and current.arm.uses_drafter and times.why_plain is WhyPlain.WARMING_UP:
+            current.num_warming += 1
+            if current.is_warming and times.ended_at - current.began_at < self._warm_up_s(current.load):
+                current.restart(times.ended_at)
         passed_s = times.ended_at - current.counts_from
         least_rounds = max(LEAST_ROUNDS, LEAST_ROUNDS_OF_EACH * self.num_sessions)
         if self._loads[current.load].costs.is_empty:
@@ -333,14 +340,21 @@ class PairChooser:
 
     def _turn_at(self, window: Window, round_s: float) -> float:
         """Returns when a window without a drafter is over, or its arm is not the chosen one any more."""
-        if not window.is_probe:
-            return window.next_due
-        return window.counts_from + self._window_s(round_s)
+        if window.is_probe:
+            return window.counts_from + self._window_s(round_s)
+        if self._loads[window.load].costs.is_empty:  # nothing is due yet, but something will be when it ends
+            return window.began_at + MOST_WINDOW_S
+        return window.next_due
 
     def _window_s(self, round_s: float) -> float:
         """Returns how long a window takes whose rounds take so long."""
         rounds_of_each = max(LEAST_ROUNDS_OF_EACH, LEAST_ROUNDS / max(1, self.num_sessions))
         return max(LEAST_WINDOW_S, rounds_of_each * round_s)
+
+    def _warm_up_s(self, load: int) -> float:
+        """Returns for how long a window may begin anew while drafters read."""
+        plain = self._loads[load].costs.measured(PLAIN)
+        return MOST_WINDOW_S if plain is None else max(MOST_WINDOW_S, WARM_UP_ROUNDS * plain.round_s)
 
     def _end_window(self, window: Window, now: float) -> None:
         self._learn(window)

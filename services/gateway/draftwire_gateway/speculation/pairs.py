@@ -55,6 +55,11 @@ class PairSeat:
         """Whether there are drafters in the pair."""
         return self._name is not None and bool(self._name.drafter_model)
 
+    def preferred(self, pairs: Sequence[PairName], session_id: int) -> PairName:
+        """Returns the session's own pair if it is among some, else `Pairs.preferred` of them."""
+        own = self._name
+        return own if own is not None and own in pairs else self._pairs.preferred(pairs, session_id)
+
     def join(self, name: PairName | None) -> None:
         """Counts the session in to a pair, and out of the one before; None is no pair.
 

@@ -210,12 +210,14 @@ class RoundCosts:
 
         Args:
             arm: of drafts.
-            growth: how many times as many sessions there are: passes of a drafter take as long as here, and all else,
-                rows of the verifier above all, so many times as long.
+            growth: how many times as many sessions there are: rows of the verifier take so many times as long, and
+                passes of a drafter and what each round costs beside them as long as here.
         """
         assert arm.source is not None, "plain rounds have no price"
-        draft_s = arm.length * self.draft_token_s(self._basis(arm.source) or arm.source)
-        return draft_s + growth * max(0.0, self.round_s(arm) - self.round_s(PLAIN) - draft_s)
+        basis = self._basis(arm.source) or arm.source
+        draft_s, rows_s = arm.length * self.draft_token_s(basis), arm.num_rows * self.row_s(basis)
+        rest_s = max(0.0, self.round_s(arm) - self.round_s(PLAIN) - draft_s - rows_s)
+        return draft_s + growth * rows_s + rest_s
 
     def _of(self, source: DraftSource) -> dict[Arm, ArmCost]:
         """Returns what was measured of a source."""

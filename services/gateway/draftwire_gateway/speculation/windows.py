@@ -10,6 +10,8 @@ LEAST_ROUNDS = 20
 """Of a window of one session."""
 LEAST_QUIET = 0.1
 """A window is calm if so large a share of its rounds is quiet."""
+MOST_WARMING = 0.25
+"""Share of the rounds of a window whose sessions may still have no drafter."""
 REMEMBERED_S = 30.0
 """After so long, a third is left of what is known of yields: one that is not used is trusted again."""
 TRUSTED_S = 1.0
@@ -39,6 +41,18 @@ class Window:
     """Over all rounds but slow ones."""
     slow: WindowSums = field(default_factory=WindowSums)
     """Over rounds that waited for their reader. If most did, it is the gateway that has no time for them."""
+    num_warming: int = 0
+    """Rounds of sessions whose drafters still read their texts."""
+
+    @property
+    def is_warming(self) -> bool:
+        """Whether too many sessions have no drafter yet: the others share smaller steps than they will."""
+        return self.num_warming > MOST_WARMING * (self.num_warming + self.all.num_rounds + self.slow.num_rounds)
+
+    def restart(self, now: float) -> None:
+        """Forgets the rounds so far."""
+        self.counts_from, self.num_warming = now, 0
+        self.quiet, self.all, self.slow = WindowSums(), WindowSums(), WindowSums()
 
     @property
     def is_slow(self) -> bool:
