@@ -46,6 +46,8 @@ def test_verifier_on_vllm_has_all_gpus_of_its_ranks_in_one_pod(monkeypatch: pyte
     assert config.parallel.tensor_parallel_size == container["resources"]["limits"]["nvidia.com/gpu"] == 4
     assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
     assert engine_arguments(config, 131_072)["tensor_parallel_size"] == 4
+    alone = dict(services_of("vllm", "verifier.tensorParallel.size=1"))["verifier"]
+    assert configure("verifier", environment_of(container_of(alone)), monkeypatch).loading.device == "cuda"
 
 
 def test_options_reach_the_service_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

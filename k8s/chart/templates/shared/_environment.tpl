@@ -51,7 +51,8 @@ one as 6.7e+07. */}}
 {{- $_ := set $options "layer_parallel_ranks" $ranks -}}
 {{- $_ := set $options "layer_parallel_size" $values.layerParallel.size -}}
 {{- end -}}
-{{- $cuda := gt (int $ranks) 1 | ternary "cuda" "cuda:0" -}}{{/* with several ranks, one GPU each */}}
+{{- $isOne := and (le (int $ranks) 1) (ne (get ($values.options | default dict) "engine") "vllm") -}}
+{{- $cuda := ternary "cuda:0" "cuda" $isOne -}}{{/* with several ranks, one GPU each; vLLM takes its own */}}
 {{- $_ := set $options "device" (eq $values.device "cuda" | ternary $cuda $values.device) -}}
 {{- $in := empty $root.target | ternary "" (printf "targets.%s." $root.target) -}}
 {{- $missing := printf "%s%s.model: a folder under /models, or a name on the hub" $in .service -}}
