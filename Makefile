@@ -30,7 +30,7 @@ test-vllm: $(INSTALLED)  ## by hand, a quarter of an hour: the verifier on vLLM,
 
 evidence: $(INSTALLED)  ## by hand, two hours: other random examples, a million broken blocks, chaos, memory, more laws, with up to 20,000 samples, attacks
 	$(BIN)/python -m pytest tests/unit tests/contract -n 2 -m "not slow" --hypothesis-profile=random
-	$(BIN)/python -m pytest tests/unit tests/served tests/slow -n 2 --dist loadfile -m evidence
+	$(BIN)/python -m pytest tests/served tests/slow -n 2 --dist loadfile -m evidence
 	$(BIN)/python -m tests.fuzz --messages 1000000
 	$(BIN)/python -m tests.chaos --seconds 60 --concurrency 16
 	$(BIN)/python -m benchmarks.law --samples 20000
