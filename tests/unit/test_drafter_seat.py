@@ -466,11 +466,11 @@ async def test_of_several_models_that_is_taken_with_which_sessions_were_fastest(
     assert tried == {"large", "small"}, "one that was slow is tried now and then"
 
 
-def see(one: Seating, model: str, round_s: float) -> None:
+def see(one: Seating, model: str, round_s: float, since_s: float = 0.0, num_rounds: int = 60) -> None:
     """Lets another session of the gateway have rounds with the drafters of a model."""
     session = one.pairs.session_length(PairName(one.target.address, model))
-    for number in range(60):
-        started = number * round_s
+    for number in range(num_rounds):
+        started = since_s + number * round_s
         session.next_draft(number, 100, started)
         session.observe(round_times(number, started, started + round_s, 4, 2))
     session.close()
@@ -489,7 +489,9 @@ async def test_session_keeps_its_model_while_its_rounds_are_plain(monkeypatch: p
 
     one.seek()
     assert joined() == ["large"]
-    see(one, "small", 0.001)
+    see(one, "small", 0.001, 100.0, 5000)
+    names = [PairName(one.target.address, model) for model in ("large", "small")]
+    assert one.pairs.preferred(names, 1).drafter_model == "small", "it is what a new session would take"
     one.seek()
     assert joined() == ["large"]
     one.restart()
