@@ -297,7 +297,7 @@ GUESSING = {
 }
 
 
-@pytest.mark.parametrize("num_sessions", [1, 16])
+@pytest.mark.parametrize("num_sessions", [1, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", GUESSING)
 def test_whoever_drafts_best_is_chosen(case: str, num_sessions: int) -> None:
     own, acceptance, row_us, best = GUESSING[case]
@@ -462,7 +462,10 @@ def test_load_that_is_rare_has_no_more_probes_than_its_share_of_the_time() -> No
     assert set(arms) == {PLAIN}, "a hundred seconds, but six of this load"
 
 
-@pytest.mark.parametrize(("num_sessions", "end_s", "since_s"), [(4, 60.0, 20.0), (64, 30.0, 15.0)])
+@pytest.mark.parametrize(
+    ("num_sessions", "end_s", "since_s"),
+    [(4, 60.0, 20.0), pytest.param(64, 30.0, 15.0, marks=pytest.mark.slow)],
+)
 def test_drafts_are_measured_when_all_sessions_have_a_drafter(num_sessions: int, end_s: float, since_s: float) -> None:
     """However long their drafters read the texts first: one after the other, and beside rounds of those that are ready,
     whose steps are shorter for that.
@@ -504,7 +507,7 @@ GOING_AHEAD = {
 }
 
 
-@pytest.mark.parametrize("num_sessions", [1, 16])
+@pytest.mark.parametrize("num_sessions", [1, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", GOING_AHEAD)
 def test_drafter_goes_ahead_of_the_verdict_where_that_pays(case: str, num_sessions: int) -> None:
     hop_s, ahead_s, best = GOING_AHEAD[case]
