@@ -25,7 +25,7 @@ Then every repetition has every contestant continue every group of prompts, one 
 alternate group by group, in random order, so that a ratio compares runs adjacent in time. While one runs, the others'
 processes sleep. Earlier completions of the same prompt are not reused. A token rate is that of whole
 completions, prefill included, as the client sees it: with `--max-tokens 1` it is that of first tokens. Our services
-read prompts as fast as the others do, by `--max-added-latency-ms`, not in the small chunks of the default.
+read prompts in as few steps as the others do, by `--max-added-latency-ms`, not in the small chunks of the default.
 
 Other engines (benchmarks/engines) run by the Python of environments of their own.
 
@@ -105,6 +105,8 @@ ASSISTANT_TOKENS = (1, 2, 3, 4, 5, 8)
 BLOCK_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 """Block lengths in the sweep of our services."""
 WARM_UP_TOKENS = 8
+CACHE_BLOCK = 128
+"""Tokens of a block of vLLM's cache on a CPU. Sessions there reserve whole blocks, and all have to fit."""
 REST_SECONDS = 0.5
 """Before each task: threads of the contestant before may still be spinning."""
 
@@ -185,7 +187,8 @@ class StackOnVllm(LocalStack):
 def arena(pair: Pair, arguments: argparse.Namespace) -> Iterator[Arena]:
     """Starts all contestants on a pair."""
     most = max(arguments.sessions)
-    texts = most * (max(arguments.prompt_tokens) + arguments.max_tokens + max(arguments.block_lengths) + 32)
+    longest = max(arguments.prompt_tokens) + arguments.max_tokens + max(arguments.block_lengths) + 32
+    texts = most * -(-longest // CACHE_BLOCK) * CACHE_BLOCK
     options = stack_options(pair.target, pair.drafter, max(arguments.block_lengths))
     for service in ("verifier", "drafter"):
         options[service].update(dtype="float32", kv_cache_tokens=texts)
@@ -451,7 +454,7 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, help="CPU threads of every contestant [default: those of `draftwire up`]"
     )
-    parser.add_argument("--max-added-latency-ms", type=float, default=1000.0, help="of our services")
+    parser.add_argument("--max-added-latency-ms", type=float, default=60_000.0, help="of our services")
     parser.add_argument("--assistant-tokens", type=int, nargs="+", default=ASSISTANT_TOKENS, help="tried in the sweep")
     parser.add_argument("--block-lengths", type=int, nargs="+", default=BLOCK_LENGTHS, help="tried in the sweep")
     parser.add_argument("--output", type=Path)
