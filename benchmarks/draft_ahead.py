@@ -8,7 +8,8 @@ which the drafter thinks first in half of the rejections, and a further block of
 pass. Three gateways share the models: one drafts strictly, one up to two rounds ahead, and one a single round. The
 first two have each length in turn, and their best lengths are compared in further turns, with the same seeds, as are
 two rounds ahead and one at the same length. Beside the ratio stands what `benchmarks.ahead_model` says, from the times
-of plain and of strict decoding here.
+of plain and of strict decoding here. With `--slower 4` all these times are four times as long, and what the services
+themselves take on the cores that they share counts for a fourth.
 
 With `--settle-s`, a fourth gateway chooses by measurement whether to draft ahead, and what length. After so many
 seconds it is compared with the better of strict drafting at its best length and plain decoding; its turns have its
@@ -204,13 +205,14 @@ async def _compare(
         return result
 
 
-def scripted(delay_ms: float, acceptance: float, row_share: float) -> tuple[Setting, Pair]:
-    """Returns a scripted pair, and what the model needs of it."""
+def scripted(delay_ms: float, acceptance: float, row_share: float, slower: float) -> tuple[Setting, Pair]:
+    """Returns a scripted pair, and what the model needs of it. All times are so many times as long."""
+    verify_ms, draft_ms, delay_ms = (slower * each for each in (VERIFY_MS, DRAFT_MS, delay_ms))
     script = (
-        f"scripted:verify_ms={VERIFY_MS:g},draft_ms={DRAFT_MS:g},acceptance={acceptance:g},recovered=0.5,"
-        f"draft_row_us={1e3 * row_share * DRAFT_MS:g}"
+        f"scripted:verify_ms={verify_ms:g},draft_ms={draft_ms:g},acceptance={acceptance:g},recovered=0.5,"
+        f"draft_row_us={1e3 * row_share * draft_ms:g}"
     )
-    pair = Pair(VERIFY_MS / 1e3, DRAFT_MS / 1e3, row_share * DRAFT_MS / 1e3, delay_ms / 1e3, acceptance)
+    pair = Pair(verify_ms / 1e3, draft_ms / 1e3, row_share * draft_ms / 1e3, delay_ms / 1e3, acceptance)
     return Setting(script, script, 1, None, delay_ms), pair
 
 
@@ -225,6 +227,7 @@ def main() -> None:
     parser.add_argument("--delays", type=float, nargs="+", default=DELAYS_MS)
     parser.add_argument("--acceptance", type=float, nargs="+", default=ACCEPTANCE)
     parser.add_argument("--row-shares", type=float, nargs="+", default=ROW_SHARES)
+    parser.add_argument("--slower", type=float, default=1.0, help="so many times all times of scripts and relays")
     parser.add_argument("--target", type=Path, help="folder of a target with weights")
     parser.add_argument("--drafter", type=Path, help="and of its drafter")
     parser.add_argument("--threads", type=int, default=1, help="of each of these two")
@@ -243,7 +246,7 @@ def main() -> None:
         return
     cells = list(product(arguments.row_shares, arguments.delays, arguments.acceptance))
     for row_share, delay_ms, acceptance in progress(cells, "pairs"):
-        setting, pair = scripted(delay_ms, acceptance, row_share)
+        setting, pair = scripted(delay_ms, acceptance, row_share, arguments.slower)
         result = measure(setting, arguments, pair)
         results.append({"delay_ms": delay_ms, "acceptance": acceptance, "row_share": row_share, **result})
         print(f"{delay_ms:g} ms, acceptance {acceptance:g}, row {row_share:g}: {_told(result)}", flush=True)
