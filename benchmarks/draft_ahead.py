@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--delays", type=float, nargs="+", default=DELAYS_MS)
     parser.add_argument("--acceptance", type=float, nargs="+", default=ACCEPTANCE)
     parser.add_argument("--row-shares", type=float, nargs="+", default=ROW_SHARES)
-    parser.add_argument("--slower", type=float, default=1.0, help="so many times all times of scripts and relays")
+    parser.add_argument("--slower", type=float, default=1.0, help="times of scripts and relays, times this")
     parser.add_argument("--target", type=Path, help="folder of a target with weights")
     parser.add_argument("--drafter", type=Path, help="and of its drafter")
     parser.add_argument("--threads", type=int, default=1, help="of each of these two")
