@@ -33,9 +33,13 @@ def train(
         int | None,
         typer.Option(min=1, help="So many tokens that EAGLE-3 can draft, the most frequent.", show_default="all"),
     ] = None,
+    mlp_width: Annotated[
+        int | None, typer.Option(min=1, help="Width of EAGLE-3's MLP.", show_default="the target's")
+    ] = None,
     batch_tokens: Annotated[int, typer.Option(min=64, help="Tokens of an optimiser step.")] = 4096,
     window: Annotated[int, typer.Option(min=32, help="Tokens of a training text.")] = 256,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",
     compiled: Annotated[bool, typer.Option(help="Compile the training step; needs a C++ compiler.")] = False,
     seed: int = 0,
 ) -> None:
@@ -43,7 +47,7 @@ def train(
 
     Acceptance is printed before and after, by place in the block, on the last twentieth of the tokens. Interrupted, it
     goes on where it was when started again. The folder is in the format of `speculators`. Exits with 2 if the texts or
-    the target are not what they have to be.
+    the target are not what they have to be, or the device is missing.
     """
     if kind not in KINDS:
         end(MISUSED, InvalidRequestError(f"unknown kind {kind!r}; known: {', '.join(KINDS)}"))
@@ -65,12 +69,13 @@ def train(
             steps,
             tuple(layers) if layers else None,
             draft_vocabulary,
+            mlp_width,
             batch_tokens,
             (Phase(1.0, window),),
             seed,
         )
         texts = TrainingTexts(ids[:kept], 1.0)
-        train_head(target, [texts], ids[kept:], recipe, out, compiled, report=typer.echo)
+        train_head(target, [texts], ids[kept:], recipe, out, compiled, device=device, report=typer.echo)
     except ImportError as error:
         end(MISUSED, f"this needs pip install 'draftwire[services]' ({error})")
     except (InvalidRequestError, ValueError) as error:

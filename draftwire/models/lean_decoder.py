@@ -162,7 +162,7 @@ class LeanDecoder:
         self._head = Linear.of(head, streamed=streamed)
         self.vocab_size = len(self._embedding)  # the head of a shard may be padded
         self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
-        self._frequencies = base.rotary_emb.inv_freq.float()
+        self._frequencies = base.rotary_emb.inv_freq.float().to(self.device)
         self._rotation_scale = float(base.rotary_emb.attention_scaling)
         self.head_dim = 2 * len(self._frequencies)
 

@@ -30,6 +30,7 @@ from transformers import LlamaForCausalLM
 
 from draftwire.drafting.heads.draft_head import DraftHead
 from draftwire.drafting.heads.head_loading import load_head
+from draftwire.method.devices import prepare
 from draftwire.training.attention import attend_in_chunks
 from draftwire.training.batches import TrainingTexts, batches
 from draftwire.training.conversations import CHAT_TEMPLATE, conversations
@@ -69,6 +70,7 @@ ModelsFolder = Annotated[Path, typer.Option(help="Folder of the pair.")]
 WorkFolder = Annotated[Path, typer.Option(help="Folder of token arrays and checkpoints; never committed.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 ShareOfTokens = Annotated[float, typer.Option(min=0.0, max=1.0, help="Of the recipe's tokens, for a try.")]
+DeviceName = Annotated[str, typer.Option("--device", help="A torch device.")]
 Compiled = Annotated[
     bool, typer.Option(help="Compile the model first: much faster after some minutes, needs a C++ compiler.")
 ]
@@ -129,20 +131,23 @@ def target(
 def samples(
     models: ModelsFolder = Path("models"),
     work: WorkFolder = Path(".training"),
-    rounds: Annotated[int, typer.Option(help="Each writes 128 continuations of 192 tokens.")] = 24,
+    rounds: Annotated[int, typer.Option(help="Each writes continuations of 192 tokens.")] = 24,
+    texts: Annotated[int, typer.Option(min=1, help="Continuations that are written at once.")] = 128,
     threads: Threads = 2,
+    device: DeviceName = "cpu",
     seed: int = 2,
 ) -> None:
     """Let the target write text for the drafter to learn from, at two temperatures in turn."""
     torch.set_num_threads(threads)
     ids = np.concatenate([np.load(work / f"{name}.npy") for name in ("library", "conversations")])
+    prepare(device)
     model = load_float32(models / "target")
     attend_in_chunks(model)
-    cast(torch.nn.Module, model).to(torch.bfloat16)
-    generator = torch.Generator().manual_seed(seed)
+    cast(torch.nn.Module, model).to(device, torch.bfloat16)
+    generator = torch.Generator(device).manual_seed(seed)
     written = []
     for number in track(range(rounds), "sampling"):
-        starts = torch.randint(0, len(ids) - PROMPT_TOKENS, (128,), generator=generator).tolist()
+        starts = torch.randint(0, len(ids) - PROMPT_TOKENS, (texts,), generator=generator, device=device).tolist()
         prompts = np.stack([ids[start : start + PROMPT_TOKENS] for start in starts])
         temperature = SAMPLING_TEMPERATURES[number % len(SAMPLING_TEMPERATURES)]
         written.append(sample_continuations(model, prompts, WRITTEN_TOKENS, temperature, generator).ravel())
@@ -191,13 +196,15 @@ def head(
     models: ModelsFolder = Path("models"),
     work: WorkFolder = Path(".training"),
     threads: Threads = 1,
+    device: DeviceName = "cpu",
     compiled: Compiled = True,
 ) -> None:
     """Train the target's EAGLE-3 head, on the target's own text and about as much of the corpus."""
     torch.set_num_threads(threads)
     written = TrainingTexts(np.load(work / "samples.npy"), 1.0)
     held_out = np.load(work / "held_out.npy")
-    train_head(models / "target", [written, *READING.sources(work)], held_out, EMBEDDED_HEAD, models / "head", compiled)
+    sources = [written, *READING.sources(work)]
+    train_head(models / "target", sources, held_out, EMBEDDED_HEAD, models / "head", compiled, device=device)
 
 
 @app.command()

@@ -114,7 +114,7 @@ class Trainer:
         os.replace(partial, self.state_path)
 
     def _restore(self) -> None:
-        state = torch.load(self.state_path, weights_only=True)
+        state = torch.load(self.state_path, map_location="cpu", weights_only=True)  # perhaps of another device
         if state["plan"] != json.dumps(asdict(self.plan)):
             raise ValueError(f"{self.state_path} was made under another plan; delete it to start again")
         self.model.load_state_dict(state["model"])

@@ -1,5 +1,6 @@
 """Training of heads: steps in a row are those of drafting, training helps, and what is written loads."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,11 @@ from draftwire.models.taps import FeatureSource
 from draftwire.requests.parameters import SamplingParams
 from draftwire.training.batches import TrainingTexts
 from draftwire.training.heads.eagle_trainee import EagleTrainee
+from draftwire.training.heads.head_lessons import streamed_lessons
+from draftwire.training.heads.head_loss import head_loss
 from draftwire.training.heads.head_recipe import HeadRecipe
 from draftwire.training.heads.head_saving import save_head
+from draftwire.training.heads.head_start import start_from
 from draftwire.training.heads.head_training import STATE, head_shape, train_head
 from draftwire.training.heads.mlp_trainee import MlpTrainee
 from draftwire.training.plan import Phase
@@ -89,6 +93,35 @@ def test_steps_of_training_are_those_of_drafting(
         head.close(sequence)
 
 
+@pytest.mark.parametrize("kind", [HeadKind.EAGLE3, HeadKind.MEDUSA, HeadKind.HYDRA])
+def test_training_makes_no_tensor_on_another_device(
+    kind: HeadKind, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the meta device, which has shapes alone, an operation with a tensor of the CPU fails, as on a GPU."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # has no meta device
+    draft_ids = torch.tensor([0, 2, 3, 7, 11, 20]) if kind is HeadKind.EAGLE3 else None
+    shape, head = untrained(kind, target, draft_ids)
+    loaded = load_lean_model(str(target), "float32")
+    assert loaded is not None
+    decoder = decoder_of(loaded.model.to("meta"))
+    token_ids = torch.zeros(2, 140, dtype=torch.int64)
+    lessons = streamed_lessons(decoder, shape.config.taps, lambda _: iter([(token_ids,)]), 140)
+    batch = next(lessons(0))
+    on_device = None if draft_ids is None else draft_ids.to("meta")
+    loss = head_loss(STEPS, on_device)(head.to("meta"), *batch)
+    loss.backward()
+    trained = [each.grad for each in head.parameters() if each.requires_grad]
+    assert {each.device.type for each in (*batch, loss, *trained)} == {"meta"}
+
+
+def test_device_that_is_not_there_is_refused(target: Path, tmp_path: Path) -> None:
+    ids = np.zeros(2048, np.uint16)
+    recipe = HeadRecipe(HeadKind.MEDUSA, 1)
+    with pytest.raises(InvalidRequestError, match="device 'cuda:99' cannot be used"):
+        train_head(target, [TrainingTexts(ids, 1.0)], ids, recipe, tmp_path / "head", device="cuda:99")
+    assert not (tmp_path / "head").exists()
+
+
 def texts_of(target: Path) -> np.ndarray:
     """Returns what the target writes greedily, which a head can learn."""
     loaded = load_lean_model(str(target), "float32")
@@ -152,6 +185,25 @@ def test_shape_is_that_of_the_targets_layers(target: Path) -> None:
     shape = head_shape(HeadRecipe(HeadKind.EAGLE3, 1), LlamaConfig.from_pretrained(target))
     assert shape.config == HeadConfig(HeadKind.EAGLE3, (1, 2), 16, 16, VOCAB, VOCAB)
     assert (shape.layers.num_hidden_layers, shape.layers.head_dim) == (1, 8)
+
+
+@pytest.mark.parametrize("width", [7, 40])
+def test_mlp_of_another_width_starts_with_the_targets_neurons(width: int, target: Path, tmp_path: Path) -> None:
+    loaded = load_lean_model(str(target), "float32")
+    assert loaded is not None
+    model = loaded.model
+    shape = head_shape(HeadRecipe(HeadKind.EAGLE3, 1, STEPS, intermediate_size=width), model.config)
+    head = EagleTrainee(shape, STEPS)
+    start_from(head, model, None, 0)
+    own, source = head.layers[0].mlp, model.model.layers[2].mlp
+    both = min(width, len(source.gate_proj.weight))
+    for name in ("gate_proj", "up_proj"):
+        weight = getattr(own, name).weight
+        assert len(weight) == width
+        assert torch.equal(weight[:both], getattr(source, name).weight[:both])
+    assert torch.equal(own.down_proj.weight[:, :both], source.down_proj.weight[:, :both])
+    save_head(head, shape, target, tmp_path, None, torch.float32)
+    assert load_head(tmp_path, target, 64).config == shape.config
 
 
 def test_head_speculates_in_one_process_without_changing_the_greedy_text(target: Path, tmp_path: Path) -> None:

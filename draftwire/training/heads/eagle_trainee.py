@@ -54,7 +54,9 @@ class EagleTrainee(nn.Module):
         self.norm = TraineeNorm(size, epsilon)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         rotation = rotation_of(layers)
-        self._frequencies, self._rotation_scale = rotation.inv_freq.float(), rotation.attention_scaling
+        self._rotation_scale = rotation.attention_scaling
+        self._frequencies: Tensor
+        self.register_buffer("_frequencies", rotation.inv_freq.float(), persistent=False)
 
     def forward(self, features: Tensor, token_ids: Tensor) -> list[Tensor]:
         """Returns the logits of each step, `[batch, count, draft_vocab_size]`.
@@ -83,7 +85,7 @@ class EagleTrainee(nn.Module):
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines, `[positions, head_dim]` each."""
-        angles = positions.unsqueeze(-1) * self._frequencies.to(positions.device)
+        angles = positions.unsqueeze(-1) * self._frequencies
         both = torch.cat([angles, angles], -1)
         return both.cos() * self._rotation_scale, both.sin() * self._rotation_scale
 
@@ -152,11 +154,12 @@ def steps_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> 
         As `query`.
     """
     count = query.shape[2]
+    size = CHUNK if query.device.type == "cpu" else count  # a GPU loses more by operations than by masked scores
     query = query * query.shape[-1] ** -0.5
     own = [(query * key).sum(-1, keepdim=True, dtype=torch.float32) for key in keys[1:]]
     parts = []
-    for start in range(0, count, CHUNK):
-        end = min(start + CHUNK, count)
+    for start in range(0, count, size):
+        end = min(start + size, count)
         scores = (query[:, :, start:end] @ keys[0][:, :, :end].transpose(-1, -2)).float()
         is_visible = torch.ones(end - start, end, dtype=torch.bool, device=query.device).tril(start)
         scores = scores.masked_fill(~is_visible, -torch.inf)

@@ -13,7 +13,9 @@ STEP_DECAY = 0.8
 
 
 def head_loss(num_steps: int, draft_ids: Tensor | None) -> Callable[..., Tensor]:
-    """Returns a loss for batches of texts with the target's features and logits.
+    """Returns a loss for batches of texts with the target's features and logits, on the device of the head.
+
+    The head computes in bfloat16, where the device multiplies it, from weights in float32.
 
     Args:
         num_steps: draft tokens in a row.
@@ -21,11 +23,12 @@ def head_loss(num_steps: int, draft_ids: Tensor | None) -> Callable[..., Tensor]
 
     Source: the weights are those of EAGLE-3's own training (arXiv 2503.01840); the distance is that of DistillSpec.
     """
-    is_mixed = cpu_multiplies_bfloat16()
+    is_mixed_on_cpu = cpu_multiplies_bfloat16()
 
     def loss(head: nn.Module, ids: Tensor, features: Tensor, target_logits: Tensor) -> Tensor:
         count = ids.shape[1] - num_steps
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=is_mixed):
+        device = ids.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=is_mixed_on_cpu or device != "cpu"):
             drafted = head(features[:, :count], ids)
         target = target_logits.float().softmax(-1)
         total, weights = ids.new_zeros((), dtype=torch.float32), 0.0

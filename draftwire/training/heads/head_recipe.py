@@ -19,6 +19,8 @@ class HeadRecipe:
     """Of EAGLE-3: see `HeadConfig.taps`; None is the third layer, the middle one and the third from the end."""
     draft_vocab_size: int | None = None
     """Of EAGLE-3: so many of the tokens that are most frequent in the texts can be drafted; None is all."""
+    intermediate_size: int | None = None
+    """Of EAGLE-3: width of its MLP; None is the target's."""
     batch_tokens: int = 4_096
     """Tokens of one optimiser step."""
     phases: tuple[Phase, ...] = (Phase(0.85, 256), Phase(0.15, 1024))

@@ -17,8 +17,9 @@ def start_from(trainee: EagleTrainee | MlpTrainee, target: Any, draft_ids: Tenso
     """Gives a head weights to start from.
 
     A head takes the target's embeddings, and its output layer, of the ids that it drafts. EAGLE-3 also takes the
-    target's last norm; the features of the last tap pass through `fc` as they are; and where its layer has the shape of
-    the target's last but one, it takes that one, which reads the features as it would its own input.
+    target's last norm; the features of the last tap pass through `fc` as they are; and where its layer is like the
+    target's last but one, it takes that one, which reads the features as it would its own input, with as many neurons
+    of its MLP as there are in both.
 
     Args:
         trainee: is changed.
@@ -50,5 +51,12 @@ def start_from(trainee: EagleTrainee | MlpTrainee, target: Any, draft_ids: Tenso
     own.self_attn.o_proj.weight.copy_(source.self_attn.o_proj.weight)
     for name in ("q_proj", "k_proj", "v_proj"):
         getattr(own.self_attn, name).weight[:, size:].copy_(getattr(source.self_attn, name).weight)
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        getattr(own.mlp, name).weight.copy_(getattr(source.mlp, name).weight)
+    for name in ("gate_proj", "up_proj"):
+        _copy_first(getattr(source.mlp, name).weight, getattr(own.mlp, name).weight)
+    _copy_first(source.mlp.down_proj.weight.T, own.mlp.down_proj.weight.T)
+
+
+def _copy_first(source: Tensor, target: Tensor) -> None:
+    """Copies as many of the first rows as both have."""
+    count = min(len(source), len(target))
+    target[:count] = source[:count]

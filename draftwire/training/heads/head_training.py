@@ -17,6 +17,7 @@ from draftwire.drafting.heads.head_formats import TargetFacts
 from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.drafting.heads.head_shape import HeadShape
 from draftwire.errors import InvalidRequestError
+from draftwire.method.devices import prepare
 from draftwire.models.decoder import decoder_of
 from draftwire.models.lean_model import STEADY_ROTATIONS, LeanModel, head_size
 from draftwire.models.loading import load_lean_model
@@ -78,7 +79,7 @@ def head_shape(recipe: HeadRecipe, target: Any) -> HeadShape:
     layers = LlamaConfig(
         vocab_size=facts.vocab_size,
         hidden_size=facts.hidden_size,
-        intermediate_size=target.intermediate_size,
+        intermediate_size=recipe.intermediate_size or target.intermediate_size,
         num_hidden_layers=1,
         num_attention_heads=target.num_attention_heads,
         num_key_value_heads=target.num_key_value_heads,
@@ -107,6 +108,7 @@ def train_head(
     out: Path,
     compiled: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
     report: Callable[[str], None] = print,
 ) -> TrainedHead:
     """Trains a head and writes it. One that was interrupted goes on where it was, with the same recipe.
@@ -119,12 +121,14 @@ def train_head(
         out: folder of the head.
         compiled: whether to compile the training step.
         dtype: of the weights in the folder.
+        device: a torch device, of the target and of the head. The texts' order does not depend on it.
         report: gets a line of what was measured.
 
     Raises:
-        InvalidRequestError: the target cannot be loaded, or the texts are too short.
+        InvalidRequestError: the device is missing, the target cannot be loaded, or the texts are too short.
         ValueError: an interrupted training had another recipe.
     """
+    prepare(device)
     loaded = load_lean_model(str(target), "float32")
     if loaded is None:
         raise InvalidRequestError(f"heads are trained for models of the Llama family alone, which {target} is not")
@@ -135,7 +139,9 @@ def train_head(
     head: EagleTrainee | MlpTrainee
     head = EagleTrainee(shape, recipe.num_steps) if recipe.kind is HeadKind.EAGLE3 else MlpTrainee(shape)
     start_from(head, model, draft_ids, recipe.seed)
-    decoder = decoder_of(model)
+    head.to(device)
+    draft_ids = None if draft_ids is None else draft_ids.to(device)
+    decoder = decoder_of(model.to(device))
     lessons_of = partial(streamed_lessons, decoder, config.taps, pass_tokens=recipe.batch_tokens)
 
     def measured(what: str) -> list[DraftAcceptance]:
