@@ -68,7 +68,7 @@ class EagleTrainee(nn.Module):
         """
         count = features.shape[1]
         layer: Any = self.layers[0]
-        hidden = self.fc(features)
+        hidden = self.fc(features).float()  # sums stay in float32 under autocast
         keys: list[Tensor] = []
         values: list[Tensor] = []
         logits = []

@@ -18,7 +18,7 @@ def streamed_lessons(
         decoder: of the target, the one that serves it.
         taps: ids of its layers; see `HeadConfig.taps`.
         texts: yields batches of token ids alone, from a step on.
-        pass_tokens: tokens of one pass of the target.
+        pass_tokens: tokens of one pass of the target, rounded up to whole texts.
 
     Returns:
         Yields ids `[batch, length] int64`, features `[batch, length, len(taps) * hidden]` and logits `[batch, length,
@@ -27,7 +27,7 @@ def streamed_lessons(
 
     def lessons(first_step: int) -> Iterator[TrainingBatch]:
         for (ids,) in texts(first_step):
-            passes = ids.to(decoder.device).split(max(1, pass_tokens // ids.shape[1]))
+            passes = ids.to(decoder.device).split(-(-pass_tokens // ids.shape[1]))
             parts = [features_and_logits(decoder, rows, taps) for rows in passes]
             features, logits = (torch.cat(each) for each in zip(*parts, strict=True))
             yield ids.to(features.device), features, logits
