@@ -51,6 +51,8 @@ class Segment:
 
 def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> PackedStep:
     """Returns the layout of a step whose segments are packed in this order."""
+    if len(segments) == 1 and (step := _of_one_token(segments[0], storage, device)) is not None:
+        return step
     counts = np.array([segment.num_tokens for segment in segments])
     lengths = np.array([segment.sequence.length for segment in segments])
     starts = np.cumsum(counts) - counts
@@ -93,6 +95,25 @@ def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> P
     are_single = not groups and all(len(each.runs) == 1 and each.masks.sees_all for each in lone)
     spans = [(each.runs[0].start, each.masks.num_keys) for each in lone] if are_single else []
     return PackedStep(storage, _tensor(slots, device), _tensor(positions, device), groups, lone, spans)
+
+
+def _of_one_token(segment: Segment, storage: KvStorage, device: torch.device) -> PackedStep | None:
+    """Returns the layout of a step of one token of a text that is read in place; None of any other step.
+
+    It is the step of one session that decodes or drafts: a small model takes less time for a layer than for a layout.
+    """
+    sequence = segment.sequence
+    if segment.num_tokens > 1 or segment.num_nodes:
+        return None
+    runs = _runs_to_read(segment, storage, device, 0)
+    if not runs:
+        return None
+    last = sequence.length - 1
+    numbers = upload([last, sequence.blocks[last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE], device, torch.int64)
+    positions, slots = numbers[:1], numbers[1:]
+    lone = LoneSegment(slice(0, 1), runs, Masks(positions.unsqueeze(0), sequence.length, sees_all=True))
+    spans = [(runs[0].start, sequence.length)] if len(runs) == 1 else []
+    return PackedStep(storage, slots, positions, [], [lone], spans)
 
 
 def _in_trees(

@@ -330,6 +330,27 @@ def test_long_texts_are_read_in_place_if_they_are_in_few_runs(llama: Subject, mo
     assert step.slots.tolist() == [293, 565, 933]
 
 
+@pytest.mark.parametrize("blocks", [[*range(9, 19)], [*range(20, 24), *range(30, 36)], [*range(40, 60, 2)]])
+@pytest.mark.parametrize("length", [145, 150, 160])
+def test_step_of_one_token_is_laid_out_as_any_other(
+    llama: Subject, blocks: list[int], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose text is in one run, in two, or scattered; at the beginning of a block, within and at its end."""
+    segment = Segment(llama.open([]), 1)
+    segment.sequence.blocks[:], segment.sequence.length = blocks, length
+    storage, device = KvStorage(llama.model.cache.num_slots), torch.device("cpu")
+    step = pack([segment], storage, device)
+    monkeypatch.setattr(packing, "_of_one_token", lambda *_: None)
+    expected = pack([segment], storage, device)
+    assert (step.slots, step.positions, step.spans) == (expected.slots, expected.positions, expected.spans)
+    assert step.slots.shape == step.positions.shape == (1,)
+    assert len(step.groups) == len(expected.groups)
+    assert [(each.tokens, each.runs) for each in step.lone] == [(each.tokens, each.runs) for each in expected.lone]
+    for own, other in zip(step.lone, expected.lone, strict=True):
+        assert torch.equal(own.masks.positions, other.masks.positions)
+        assert (own.masks.num_keys, own.masks.sees_all) == (other.masks.num_keys, other.masks.sees_all)
+
+
 def test_other_devices_read_one_text_in_place_and_gather_several(llama: Subject) -> None:
     """There, a call for each text costs more than to copy all of them."""
     segments = [Segment(llama.open([]), 1) for _ in range(2)]
