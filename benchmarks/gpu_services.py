@@ -6,8 +6,8 @@
 
 Drafter and verifier are a process each, on the same device, and stay for all parts; gateways come and go.
 `benchmarks.gpu` measures the same models without services. Each cell is a rule at a number of sessions: chosen drafts
-against the best fixed chain or tree, as in `benchmarks.chosen_trees`. In the end one session drafts ahead, as in
-`benchmarks.draft_ahead`. The report is written after each.
+against the best fixed chain or tree, as in `benchmarks.chosen_trees`. Before them, one session drafts ahead, as in
+`benchmarks.draft_ahead`. The report is written after each cell.
 """
 
 import argparse
@@ -35,9 +35,9 @@ def models_of(arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
     """Returns the options of the services that have models."""
     own = {
         "device": arguments.device,
+        "threads": 1,
         "kv_cache_tokens": arguments.cache,
         "max_tree_nodes": chosen_trees.MAX_NODES,
-        **({"threads": 1} if arguments.device == "cpu" else {}),
     }
     names = {"verifier": "target", "drafter": "drafter"}
     return {service: {"model": arguments.pair / name, **own} for service, name in names.items()}
@@ -80,6 +80,9 @@ def main() -> None:
     found: dict[str, Any] = {"rules": {rule: [] for rule in arguments.rules}}
     with LocalStack(models_of(arguments), start_timeout_s=None) as models:
         peers = {name: f"127.0.0.1:{service.port}" for name, service in models.services.items()}
+        if arguments.rounds:
+            found["ahead"] = measure_ahead(arguments, peers)
+            print(f"one session: {draft_ahead.told(found['ahead'])}", flush=True)
         with LocalStack({"gateway": {**peers, "local_drafts": "none"}}) as gateway:
             for rule, sessions in product(arguments.rules, arguments.sessions):
                 cell = Cell(f"{rule}; {sessions} sessions", "", sessions, arguments.temperature, arguments.max_tokens)
@@ -88,9 +91,6 @@ def main() -> None:
                 print(chosen_trees.told(result), flush=True)
                 with contextlib.redirect_stdout(io.StringIO()):  # the lines have a shorter form
                     write_report(arguments, found)
-        if arguments.rounds:
-            found["ahead"] = measure_ahead(arguments, peers)
-            print(f"one session: {draft_ahead.told(found['ahead'])}", flush=True)
     write_report(arguments, found)
 
 
