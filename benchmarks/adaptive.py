@@ -101,6 +101,27 @@ CELLS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How long a cell is measured."""
+
+    picking_turns: int
+    """Of each fixed choice, to find the best one."""
+    turns: int
+    """Of what is chosen and of the best one, to compare them."""
+    seconds: float
+    """Of a turn, that are counted."""
+    settle_s: float
+    """Of a turn, before."""
+    warm_up_s: float
+    """Of chosen drafts, before the first turn."""
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> "Schedule":
+        """Returns what a command line says."""
+        return cls(arguments.picking_turns, arguments.turns, arguments.seconds, arguments.settle_s, arguments.warm_up_s)
+
+
 @dataclass(slots=True)
 class Meter:
     """Counts tokens that arrive within a span of time."""
@@ -205,7 +226,7 @@ def options_of(cell: Cell, large: Path | None) -> dict[str, dict[str, object]]:
     }
 
 
-def measure_cell(cell: Cell, arguments: argparse.Namespace) -> CellResult:
+def measure_cell(cell: Cell, large: Path | None, schedule: Schedule) -> CellResult:
     """Runs the turns of a cell, after the server has served chosen lengths for a while."""
     picking: dict[int, list[float]] = {length: [] for length in FIXED}
     turns: dict[str, list[float]] = {name: [] for name in ("chosen", "best", "plain", "best again")}
@@ -215,22 +236,22 @@ def measure_cell(cell: Cell, arguments: argparse.Namespace) -> CellResult:
             times, turns_each = (SLOWER, 2) if cell.is_slow else (1, 1)
 
             async def turn(length: int | None) -> float:
-                return await run_turn(client, cell, length, times * arguments.settle_s, times * arguments.seconds)
+                return await run_turn(client, cell, length, times * schedule.settle_s, times * schedule.seconds)
 
             if cell.is_slow:  # it takes half a minute to read all prompts
-                await run_turn(client, cell, FIXED[-1], 0.0, times * arguments.warm_up_s)
-            await run_turn(client, cell, None, 0.0, times * arguments.warm_up_s)
-            for number in range(-(-arguments.picking_turns // turns_each)):
+                await run_turn(client, cell, FIXED[-1], 0.0, times * schedule.warm_up_s)
+            await run_turn(client, cell, None, 0.0, times * schedule.warm_up_s)
+            for number in range(-(-schedule.picking_turns // turns_each)):
                 for length in FIXED if number % 2 == 0 else FIXED[::-1]:
                     picking[length].append(await turn(length))
             best = max(FIXED, key=lambda length: sum(picking[length]))
             lengths = {"chosen": None, "best": best, "plain": 0, "best again": best}
-            for number in range(-(-arguments.turns // turns_each)):
+            for number in range(-(-schedule.turns // turns_each)):
                 for name in turns if number % 2 == 0 else reversed(turns):
                     turns[name].append(await turn(lengths[name]))
             return best, await client.explain_speculation()
 
-    with LocalStack(options_of(cell, arguments.large)) as stack:
+    with LocalStack(options_of(cell, large)) as stack:
         best, explanation = asyncio.run(run(stack.address))
     both = [(first + second) / 2 for first, second in zip(turns["best"], turns["best again"], strict=True)]
     return CellResult(
@@ -339,7 +360,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results = []
     for cell in progress(list(chosen_cells(CELLS, arguments)), "cells"):
-        result = measure_cell(cell, arguments)
+        result = measure_cell(cell, arguments.large, Schedule.of(arguments))
         results.append(result)
         rates = ", ".join(f"{name} {rate:.0f}" for name, rate in result.tokens_per_second.items())
         compared = ", ".join(

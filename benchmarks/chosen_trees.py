@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.adaptive import SLOWER, Cell, chosen_cells, options_of, run_turn
+from benchmarks.adaptive import SLOWER, Cell, Schedule, chosen_cells, options_of, run_turn
 from benchmarks.paired import ratio_of
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
@@ -25,6 +25,7 @@ RULE = "coupled"
 CHAINS = ((0, 0), (1, 0), (2, 0), (4, 0), (8, 0))
 SHAPES = (*CHAINS, *TREES)
 """Draft tokens on a path, and of a tree; 0 of a chain."""
+MAX_NODES = TREES[-1][1]
 GPU = "verify_ms=60,draft_ms=2"
 """Rows cost nothing beside a step, as at small batches: steps are so long that the rules' own time for a tree, some
 milliseconds on a CPU, counts for little."""
@@ -70,41 +71,33 @@ def named(shape: tuple[int, int]) -> str:
     return f"{num_nodes} in {length}" if num_nodes else str(length)
 
 
-def measure_cell(cell: Cell, arguments: argparse.Namespace) -> TreeResult:
-    """Runs the turns of a cell, after the server has served chosen drafts for a while."""
+async def measure(client: AsyncClient, cell: Cell, schedule: Schedule, rule: str = RULE) -> TreeResult:
+    """Runs the turns of a cell, after the server has served chosen drafts for a while.
+
+    Args:
+        client: of services whose drafter and verifier have token trees.
+        cell: says what requests are like, and how many there are at once.
+        schedule: of the turns.
+        rule: by which drafts are judged.
+    """
     picking: dict[tuple[int, int], list[float]] = {shape: [] for shape in SHAPES}
     turns: dict[str, list[float]] = {name: [] for name in ("chosen", "best", "chain", "best again")}
+    times = SLOWER if cell.is_slow else 1
 
-    async def run(address: str) -> tuple[tuple[int, int], tuple[int, int]]:
-        async with AsyncClient(address) as client:
-            times = SLOWER if cell.is_slow else 1
+    async def turn(shape: tuple[int, int] | None, settle_s: float, seconds: float) -> float:
+        length, num_nodes = (None, None) if shape is None else shape
+        more: Options = {"rejection_sample_method": rule, "num_draft_nodes": num_nodes}
+        return await run_turn(client, cell, length, times * settle_s, times * seconds, **more)
 
-            async def turn(shape: tuple[int, int] | None, settle_s: float, seconds: float) -> float:
-                length, num_nodes = (None, None) if shape is None else shape
-                more: Options = {"rejection_sample_method": RULE, "num_draft_nodes": num_nodes}
-                return await run_turn(client, cell, length, times * settle_s, times * seconds, **more)
-
-            await turn(None, 0.0, arguments.warm_up_s)
-            for number in range(arguments.picking_turns):
-                for shape in SHAPES if number % 2 == 0 else SHAPES[::-1]:
-                    picking[shape].append(await turn(shape, arguments.settle_s, arguments.seconds))
-            best, chain = (max(among, key=lambda shape: sum(picking[shape])) for among in (SHAPES, CHAINS))
-            shapes: dict[str, tuple[int, int] | None] = {
-                "chosen": None,
-                "best": best,
-                "chain": chain,
-                "best again": best,
-            }
-            for number in range(arguments.turns):
-                for name in turns if number % 2 == 0 else reversed(turns):
-                    turns[name].append(await turn(shapes[name], arguments.settle_s, arguments.seconds))
-            return best, chain
-
-    options = options_of(cell, arguments.large)
-    for service in ("verifier", "drafter"):
-        options[service]["max_tree_nodes"] = TREES[-1][1]
-    with LocalStack(options) as stack:
-        best, chain = asyncio.run(run(stack.address))
+    await turn(None, 0.0, schedule.warm_up_s)
+    for number in range(schedule.picking_turns):
+        for shape in SHAPES if number % 2 == 0 else SHAPES[::-1]:
+            picking[shape].append(await turn(shape, schedule.settle_s, schedule.seconds))
+    best, chain = (max(among, key=lambda shape: sum(picking[shape])) for among in (SHAPES, CHAINS))
+    shapes: dict[str, tuple[int, int] | None] = {"chosen": None, "best": best, "chain": chain, "best again": best}
+    for number in range(schedule.turns):
+        for name in turns if number % 2 == 0 else reversed(turns):
+            turns[name].append(await turn(shapes[name], schedule.settle_s, schedule.seconds))
     both = [(first + second) / 2 for first, second in zip(turns["best"], turns["best again"], strict=True)]
     return TreeResult(
         name=cell.name,
@@ -116,6 +109,34 @@ def measure_cell(cell: Cell, arguments: argparse.Namespace) -> TreeResult:
         a_over_a=asdict(ratio_of(turns["best again"], turns["best"])),
         chosen_turns=turns["chosen"],
     )
+
+
+def measure_cell(cell: Cell, large: Path | None, schedule: Schedule) -> TreeResult:
+    """Runs the turns of a cell on services of its own."""
+    options = options_of(cell, large)
+    for service in ("verifier", "drafter"):
+        options[service]["max_tree_nodes"] = MAX_NODES
+
+    async def run(address: str) -> TreeResult:
+        async with AsyncClient(address) as client:
+            return await measure(client, cell, schedule)
+
+    with LocalStack(options) as stack:
+        return asyncio.run(run(stack.address))
+
+
+def told(result: TreeResult) -> str:
+    """Returns a line about a cell."""
+    compared = ", ".join(
+        f"{name} {ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+        for name, ratio in (
+            (f"chosen / {result.best}", result.over_best),
+            (f"chosen / chain of {result.best_chain}", result.over_chain),
+            ("A/A", result.a_over_a),
+        )
+    )
+    rates = ", ".join(f"{name}: {rate:.0f}" for name, rate in result.tokens_per_second.items())
+    return f"{result.name}: {rates}; {compared}"
 
 
 def main() -> None:
@@ -136,18 +157,9 @@ def main() -> None:
         parser.error(f"no cell that can be run has {arguments.only!r} in its name: {named_cells}")
     results = []
     for cell in progress(cells, "cells"):
-        result = measure_cell(cell, arguments)
+        result = measure_cell(cell, arguments.large, Schedule.of(arguments))
         results.append(result)
-        compared = ", ".join(
-            f"{name} {ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-            for name, ratio in (
-                (f"chosen / {result.best}", result.over_best),
-                (f"chosen / chain of {result.best_chain}", result.over_chain),
-                ("A/A", result.a_over_a),
-            )
-        )
-        rates = ", ".join(f"{name}: {rate:.0f}" for name, rate in result.tokens_per_second.items())
-        print(f"{cell.name}: {rates}; {compared}", flush=True)
+        print(told(result), flush=True)
     least = {name: min(getattr(one, name)["median"] for one in results) for name in ("over_best", "over_chain")}
     write_report(arguments, {"least": least, "results": [asdict(result) for result in results]})
 

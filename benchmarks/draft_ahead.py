@@ -21,6 +21,7 @@ probes.
 import argparse
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -60,6 +61,27 @@ class Setting:
     """Of requests; None is 1."""
     delay_ms: float = 0.0
     """Of every connection, one way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How long a pair is measured."""
+
+    rounds: int
+    """Of a turn."""
+    lengths: Sequence[int]
+    """Of drafts, of which the best ones are compared."""
+    turns: int
+    """Of the best lengths."""
+    settle_s: float
+    """Of a gateway that chooses, if there is one, before its first turn."""
+    turn_s: float
+    """Of each turn, if one chooses; else it has `rounds`."""
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> "Schedule":
+        """Returns what a command line says."""
+        return cls(arguments.rounds, arguments.lengths, arguments.turns, arguments.settle_s, arguments.turn_s)
 
 
 class Requests:
@@ -144,46 +166,68 @@ def measure(setting: Setting, arguments: argparse.Namespace, pair: Pair | None) 
             }
         peers = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
 
-        def gateway(**options: object) -> str:
-            own = {**peers, "local_drafts": "none", "draft_ahead_branches": BRANCHES, **options}
-            return running.enter_context(LocalStack({"gateway": own})).address
-
-        addresses = {
-            "strict": gateway(speculation="fixed", draft_ahead_rounds=0),
-            "ahead": gateway(speculation="fixed", draft_ahead_rounds=ROUNDS_AHEAD),
-            "one round ahead": gateway(speculation="fixed", draft_ahead_rounds=1),
-        }
-        if arguments.settle_s:
-            addresses["chosen"] = gateway(draft_ahead_rounds=ROUNDS_AHEAD)
+        addresses = gateways(running, peers, bool(arguments.settle_s))
         requests = Requests(setting, MAX_TOKENS if pair else arguments.max_tokens)
-        return asyncio.run(_compare(addresses, requests, arguments, pair))
+        return asyncio.run(compare(addresses, requests, Schedule.of(arguments), pair))
 
 
-async def _compare(
-    addresses: dict[str, str], requests: Requests, arguments: argparse.Namespace, pair: Pair | None
+def gateways(running: ExitStack, peers: Mapping[str, str], is_choosing: bool) -> dict[str, str]:
+    """Starts the gateways that are compared; returns their addresses as `compare` takes them.
+
+    Args:
+        running: stops them in the end.
+        peers: addresses of verifier and drafter.
+        is_choosing: whether one of them chooses.
+    """
+
+    def gateway(**options: object) -> str:
+        own = {**peers, "local_drafts": "none", "draft_ahead_branches": BRANCHES, **options}
+        return running.enter_context(LocalStack({"gateway": own})).address
+
+    addresses = {
+        "strict": gateway(speculation="fixed", draft_ahead_rounds=0),
+        "ahead": gateway(speculation="fixed", draft_ahead_rounds=ROUNDS_AHEAD),
+        "one round ahead": gateway(speculation="fixed", draft_ahead_rounds=1),
+    }
+    if is_choosing:
+        addresses["chosen"] = gateway(draft_ahead_rounds=ROUNDS_AHEAD)
+    return addresses
+
+
+async def compare(
+    addresses: dict[str, str], requests: Requests, schedule: Schedule, pair: Pair | None
 ) -> dict[str, object]:
+    """Returns the figures of one pair.
+
+    Args:
+        addresses: of gateways: "strict" drafts strictly, "ahead" up to `ROUNDS_AHEAD` rounds ahead, "one round ahead"
+            one; "chosen", if it is there, chooses.
+        requests: what they are asked.
+        schedule: of the turns.
+        pair: of which the model says what to expect, if at all.
+    """
     async with AsyncExitStack() as open_clients:
         clients = {
             name: await open_clients.enter_async_context(AsyncClient(address)) for name, address in addresses.items()
         }
-        plain = await requests.rate(clients["strict"], 0, 0, rounds=5 * arguments.rounds)
+        plain = await requests.rate(clients["strict"], 0, 0, rounds=5 * schedule.rounds)
         picked: dict[str, dict[int, float]] = {"strict": {}, "ahead": {}}
-        for length in arguments.lengths:
+        for length in schedule.lengths:
             for name, rates in picked.items():
-                rates[length] = await requests.rate(clients[name], length, length, rounds=arguments.rounds // 2)
+                rates[length] = await requests.rate(clients[name], length, length, rounds=schedule.rounds // 2)
         chosen: dict[str, int | None] = {name: best(rates) for name, rates in picked.items()}
         chosen["one round ahead"] = chosen["ahead"]
         sides = ["strict", "ahead", "one round ahead"]
         if "chosen" in clients:
-            await requests.rate(clients["chosen"], None, 50, seconds=arguments.settle_s)
+            await requests.rate(clients["chosen"], None, 50, seconds=schedule.settle_s)
             chosen |= {"chosen": None, "plain": 0}
             clients["plain"] = clients["strict"]
             sides += ["plain", "chosen"]
         turns: dict[str, list[float]] = {name: [] for name in sides}
-        for number in range(arguments.turns):
+        for number in range(schedule.turns):
             for name in sides if number % 2 == 0 else reversed(sides):
-                seconds = arguments.turn_s if "chosen" in clients else 0.0
-                rounds = 0 if seconds else arguments.rounds
+                seconds = schedule.turn_s if "chosen" in clients else 0.0
+                rounds = 0 if seconds else schedule.rounds
                 turns[name].append(
                     await requests.rate(clients[name], chosen[name], 100 + 10 * number, rounds=rounds, seconds=seconds)
                 )
@@ -241,7 +285,7 @@ def main() -> None:
         setting = Setting(str(arguments.target), str(arguments.drafter), arguments.threads, arguments.temperature)
         result = measure(setting, arguments, None)
         results.append({**asdict(setting), **result})
-        print(f"{setting.verifier}: {_told(result)}", flush=True)
+        print(f"{setting.verifier}: {told(result)}", flush=True)
         write_report(arguments, {"results": results})
         return
     cells = list(product(arguments.row_shares, arguments.delays, arguments.acceptance))
@@ -249,11 +293,12 @@ def main() -> None:
         setting, pair = scripted(delay_ms, acceptance, row_share, arguments.slower)
         result = measure(setting, arguments, pair)
         results.append({"delay_ms": delay_ms, "acceptance": acceptance, "row_share": row_share, **result})
-        print(f"{delay_ms:g} ms, acceptance {acceptance:g}, row {row_share:g}: {_told(result)}", flush=True)
+        print(f"{delay_ms:g} ms, acceptance {acceptance:g}, row {row_share:g}: {told(result)}", flush=True)
     write_report(arguments, {"results": results})
 
 
-def _told(result: dict[str, object]) -> str:
+def told(result: dict[str, object]) -> str:
+    """Returns what a line says about a pair."""
     said = (
         f"plain {result['plain']:.0f}, strict {result['strict']:.0f}, ahead {result['ahead']:.0f} tokens/s, at "
         f"{result['best']}: {result['ratio']}; two rounds ahead over one {result['two_over_one']}"

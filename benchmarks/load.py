@@ -22,6 +22,8 @@ class Ask:
     num_speculative_tokens: int
     seed: int = 0
     temperature: float = 1.0
+    rule: str = "block"
+    """By which drafts are judged."""
 
 
 @dataclass(slots=True)
@@ -49,6 +51,7 @@ async def complete(stub: gateway_pb2_grpc.GatewayServiceAsyncStub, ask: Ask, ans
     request = gateway_pb2.GenerateRequest(
         text=ask.prompt,
         sampling=session_pb2.SamplingParameters(temperature=ask.temperature),
+        rejection_sample_method=ask.rule,
         max_tokens=ask.max_tokens,
         num_speculative_tokens=ask.num_speculative_tokens,
         seed=ask.seed,

@@ -264,9 +264,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Continues prompts one after the other, and returns the profile of their rounds."""
     options = stack_options(arguments.target, arguments.drafter, arguments.num_speculative_tokens)
     for name in ("verifier", "drafter"):
-        options[name].update(threads=arguments.threads, kv_cache_tokens=CACHE_TOKENS)
+        options[name].update(threads=arguments.threads, kv_cache_tokens=CACHE_TOKENS, device=arguments.device)
     asks = [
-        Ask(prompt, arguments.max_tokens, arguments.num_speculative_tokens, seed, arguments.temperature)
+        Ask(prompt, arguments.max_tokens, arguments.num_speculative_tokens, seed, arguments.temperature, arguments.rule)
         for seed, prompt in enumerate(load_prompts()[: arguments.prompts])
     ]
     with traced(options) as (stack, folder):
@@ -292,6 +292,8 @@ def main() -> None:
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of the verifier, and of the drafter")
+    parser.add_argument("--device", default="cpu", help="of both models")
+    parser.add_argument("--rule", default="block", help="by which drafts are judged")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--output", type=Path)

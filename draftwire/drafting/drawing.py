@@ -21,6 +21,11 @@ from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import exponentials, uniforms
 from draftwire.method.sampling import is_distribution
 
+NOISE_AT_ONCE = {"cpu": 1}
+"""Exponentials that are computed at once for later places of blocks, by device. A processor computes those of a place
+when it is drawn; on a GPU, which takes longer to be told than to compute them, a block's are computed together."""
+MOST_NOISE_AT_ONCE = 2**21
+"""The same for other devices: bounds the memory of the noise."""
 POSSIBLE_FIRST = 1e4
 """Added to the scores of tokens that are possible, so that they come before all others: no logit is that large."""
 
@@ -71,6 +76,16 @@ class _Drawn:
     """`[blocks] bool`: whether the row was a distribution."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    """Exponentials of consecutive places of a block."""
+
+    ends: int
+    """The first place after them."""
+    times: Tensor
+    """`[places, vocab] float64`."""
+
+
 class Drawer:
     """Samples a batch of blocks, position by position. The host does not wait for the device before all are drawn."""
 
@@ -96,6 +111,7 @@ class Drawer:
         self._sparse_rows: list[list[int]] = [[] for _ in blocks]  # row numbers in the concatenation of `_quantized`
         self._quantized: list[QuantizedRows] = []
         self._guesses: list[list[Tensor]] = [[] for _ in blocks]
+        self._noise: list[_Noise | None] = [None] * len(blocks)
 
     def num_left(self, block: int) -> int:
         """Returns how many tokens of a block are still to be drawn."""
@@ -246,9 +262,30 @@ class Drawer:
 
     def _race_times(self, blocks: Sequence[int], vocab_size: int) -> Tensor:
         """Returns the noise of the next places of blocks under a coupled rule, `[blocks, vocab] float64`."""
+        missing = [
+            block for block in blocks if (noise := self._noise[block]) is None or noise.ends == self._counts[block]
+        ]
+        if missing:
+            self._compute_noise(missing, vocab_size)
+        times = [self._noise_of_next(block) for block in blocks]
+        return torch.stack([each for each in times if each is not None])
+
+    def _noise_of_next(self, block: int) -> Tensor | None:
+        """Returns the noise of a block's next place, `[vocab] float64`, if it was computed."""
+        noise = self._noise[block]
+        place = self._counts[block]
+        return noise.times[place - noise.ends] if noise is not None and place < noise.ends else None
+
+    def _compute_noise(self, blocks: Sequence[int], vocab_size: int) -> None:
+        """Computes the noise of the next places of blocks, of as many as fit."""
+        at_once = NOISE_AT_ONCE.get(self._device.type, MOST_NOISE_AT_ONCE) // (len(blocks) * vocab_size)
+        num_places = max(1, min(at_once, max(map(self.num_left, blocks))))
         words = upload([self._blocks[block].request.key.text_words for block in blocks], self._device)
-        positions = upload([self.position(block) for block in blocks], self._device)
-        return exponentials(words, positions, vocab_size)
+        first = upload([self.position(block) for block in blocks], self._device)
+        positions = first.unsqueeze(1) + torch.arange(num_places, device=self._device)
+        times = exponentials(words.repeat_interleave(num_places, 0), positions.flatten(), vocab_size)
+        for block, own in zip(blocks, times.split(num_places), strict=True):
+            self._noise[block] = _Noise(self._counts[block] + num_places, own)
 
     def _encoded_sparse(self, lengths: Sequence[int]) -> dict[int, DraftDistributions]:
         """Returns the encoded distributions, by block, of the sparse blocks that are not empty."""

@@ -4,12 +4,13 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate
 
+import pytest
 import torch
 from cases import every
 from host_reads import host_reads
 from torch import Tensor
 
-from draftwire.drafting.drawing import BlockStart, Drawer
+from draftwire.drafting.drawing import NOISE_AT_ONCE, BlockStart, Drawer
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.distributions import WHOLE_ROW, draw, race
@@ -227,10 +228,12 @@ def test_dense_tokens_are_drawn_after_rounding(encoding: Encoding) -> None:
 
 
 @EVERY_QUANTIZATION
+@every("noise_at_once", [1, 25 * TARGET, 2**21])
 def test_tokens_of_which_no_numbers_are_stated_are_the_likeliest_the_winners_or_drawn_from_all(
-    quantization: Quantization,
+    monkeypatch: pytest.MonkeyPatch, quantization: Quantization, noise_at_once: int
 ) -> None:
     """Greedy ones, coupled ones, and those that nobody asks about."""
+    monkeypatch.setitem(NOISE_AT_ONCE, "cpu", noise_at_once)  # one place of a block, two of each or all of them
     blocks = drawn([block for block in mixed() if not is_drawn(block)], quantization)
     for number, block in enumerate(blocks.starts):
         rows, tokens = torch.stack(blocks.probs[number]), blocks.draft(number).token_ids
