@@ -280,6 +280,8 @@ def main() -> None:
     parser.add_argument("--cache", type=int, default=8192, help="tokens of the KV cache of each of the two")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.slower <= 0.0:
+        parser.error("--slower must be above 0")
     results = []
     if arguments.target is not None:
         setting = Setting(str(arguments.target), str(arguments.drafter), arguments.threads, arguments.temperature)

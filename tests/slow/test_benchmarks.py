@@ -294,6 +294,24 @@ def test_round_profile_gives_each_moment_of_a_round_to_one_part(tmp_path: Path, 
     assert report["at_client_ms"]["round"] == pytest.approx(report["wall_ms"], rel=0.3)
 
 
+@pytest.mark.evidence
+def test_services_on_one_device_are_measured_by_shape_and_ahead(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    for name, folder in zip(("target", "drafter"), pair, strict=True):
+        (tmp_path / "pair" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "pair" / name).symlink_to(folder)
+    times = ("--turns", "1", "--seconds", "0.2", "--settle-s", "0.1", "--warm-up-s", "0.5", "--rounds", "4")
+    sizes = ("--cache", "4096", "--max-tokens", "20", "--sessions", "2", "--rules", "coupled")
+    own = ("--pair", str(tmp_path / "pair"), "--device", "cpu")
+    report, table = report_of(tmp_path, "benchmarks.gpu_services", *own, *times, *sizes)
+    (cell,) = report["rules"]["coupled"]
+    assert list(cell["tokens_per_second"]) == ["0", "1", "2", "4", "8", "8 in 4", "16 in 4", "16 in 8", "32 in 8"]
+    assert all(rate > 0.0 for rate in cell["tokens_per_second"].values())
+    assert cell["best_chain"] in ("0", "1", "2", "4", "8")
+    assert report["ahead"]["best"]["plain"] == 0
+    assert report["ahead"]["ratio"]["median"] > 0.0
+    assert "coupled; 2 sessions" in table
+
+
 def rates_of(rows: Sequence[Mapping[str, Any]], name: str, key: str = "contestant") -> list[float]:
     """Returns the token rates of a contestant, in turn."""
     return [row["tokens_per_second"] for row in rows if row[key] == name]
