@@ -16,9 +16,11 @@ by the same services.
 
 import argparse
 import asyncio
+import io
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -345,7 +347,7 @@ def summary(results: Sequence[CellResult]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measures, prints a line for each cell and the summary, and writes JSON."""
+    """Measures, prints a line for each cell and the summary, and writes JSON after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--large", type=Path, help="folder of the 374 M pair; without it, its cells are left out")
     parser.add_argument("--only", help="cells whose name has this in it")
@@ -372,7 +374,13 @@ def main() -> None:
             )
         )
         print(f"{cell.name}: {rates}; {compared}", flush=True)
-    drops = measure_drops(arguments) if arguments.drops else None
+        with redirect_stdout(io.StringIO()):  # the line has a shorter form
+            report(arguments, results, None)
+    report(arguments, results, measure_drops(arguments) if arguments.drops else None)
+
+
+def report(arguments: argparse.Namespace, results: Sequence[CellResult], drops: dict[str, object] | None) -> None:
+    """Prints the summary, and writes it with the cells so far."""
     write_report(arguments, {**summary(results), "drops": drops, "results": [asdict(result) for result in results]})
 
 
