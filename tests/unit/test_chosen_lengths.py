@@ -481,6 +481,29 @@ def test_drafts_are_measured_when_all_sessions_have_a_drafter(num_sessions: int,
     assert num_sessions * estimates[4].tokens_per_second == pytest.approx(drafted, rel=0.2)
 
 
+def test_window_goes_on_until_more_than_a_few_sessions_have_had_a_round_of_it() -> None:
+    """The others are in runs of another arm: two rounds that share the drafter with nobody are no measure of it."""
+    sessions = InStep(0.1, 0.01)
+    sessions.resize(16)
+    while not sessions.step().length:
+        pass
+    chooser, began = sessions.chooser, sessions.now
+    window = chooser.window(began)
+    assert window.is_probe
+
+    def rounds(count: int, now: float) -> None:
+        for number in range(count):
+            times = (number, now - 0.02, now, window.arm.length, window.arm.length, 0.001, 0.019)
+            chooser.observe(round_times(*times), window, is_whole=True)
+
+    window.restart(began)
+    rounds(2, began + 3.1)
+    assert chooser.window(began + 3.1) is window
+    rounds(14, began + 3.3)
+    assert chooser.window(began + 3.3) is not window
+    assert chooser.estimate(window.arm, window.load).num_windows == 1
+
+
 def test_first_window_requests_no_longer_runs_than_it_takes() -> None:
     """Nothing is due then, but what comes next would wait for the runs to end."""
     sessions = InStep(0.3, 0.05)

@@ -28,9 +28,10 @@ TREES = ((4, 8), (4, 16), (8, 16), (8, 32))
 in one price: rows of the verifier, or passes of the drafter."""
 MAX_CHOSEN_LENGTH = LENGTHS[-1]
 MIN_CHOSEN_NODES, MAX_CHOSEN_NODES = TREES[0][1], TREES[-1][1]
-LEAST_WINDOW_S, MOST_WINDOW_S = 0.3, 3.0
+LEAST_WINDOW_S, MOST_WINDOW_S, LONGEST_WINDOW_S = 0.3, 3.0, 10.0
 LEAST_ROUNDS_OF_EACH = 6
-"""A window ends with so many rounds, of each session, after `LEAST_WINDOW_S`, or at `MOST_WINDOW_S`."""
+"""A window ends with so many rounds, of each session, after `LEAST_WINDOW_S`, or at `MOST_WINDOW_S`. If few sessions
+have had a round of it by then, it may go on until `LONGEST_WINDOW_S`."""
 WARM_UP_ROUNDS = 30.0
 """Drafters read the texts of all sessions before a window has its arm: it begins anew while many are still read, for
 `MOST_WINDOW_S` or so many plain rounds, whose pace reading has. Where texts are short that goes on for ever."""
@@ -223,8 +224,15 @@ class PairChooser:
         is_full = passed_s >= LEAST_WINDOW_S and current.num_rounds >= least_rounds
         is_due = times.ended_at >= current.next_due
         is_outdated = self.acceptance.num_surprises(current.arm) > current.num_surprises
-        if is_full or is_due or is_outdated or passed_s >= MOST_WINDOW_S:
+        if is_full or is_due or is_outdated or self._is_over(current, passed_s):
             self._end_window(current, times.ended_at)
+
+    def _is_over(self, window: Window, passed_s: float) -> bool:
+        """Whether a window has taken long enough. One with rounds of some sessions alone has not: others are still in
+        runs of another arm, and what few share says too little.
+        """
+        is_of_few = 0 < window.sums.num_rounds < min(self.num_sessions, LEAST_ROUNDS // 2)
+        return passed_s >= (LONGEST_WINDOW_S if is_of_few else MOST_WINDOW_S)
 
     def num_plain_rounds(self, most: int, now: float) -> int:
         """Returns how many rounds without a drafter to request at once, at most `most`: up to when another arm has its
