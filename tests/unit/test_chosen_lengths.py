@@ -504,6 +504,25 @@ def test_window_goes_on_until_more_than_a_few_sessions_have_had_a_round_of_it() 
     assert chooser.estimate(window.arm, window.load).num_windows == 1
 
 
+def test_burst_that_ends_while_drafters_read_measures_drafts_by_those_that_had_read() -> None:
+    sessions = InStep(0.1, 0.01)
+    sessions.resize(16)
+    while not sessions.step().length:
+        pass
+    chooser, now = sessions.chooser, sessions.now
+    window = chooser.window(now)
+    for number in range(30):
+        drafted, plain = ((number, now, now + 0.05, length, length, 0.001, 0.04) for length in (window.arm.length, 0))
+        chooser.observe(round_times(*drafted), window, is_whole=True)
+        chooser.observe(round_times(*plain, why_plain=WhyPlain.WARMING_UP), window, is_whole=False)
+        now += 0.05
+    assert chooser.window(now) is window
+    assert window.sums.num_rounds < 10, "it began anew"
+    sessions.resize(1)
+    chooser.window(now)
+    assert chooser.estimate(window.arm, window.load).num_windows == 1
+
+
 def test_first_window_requests_no_longer_runs_than_it_takes() -> None:
     """Nothing is due then, but what comes next would wait for the runs to end."""
     sessions = InStep(0.3, 0.05)

@@ -376,6 +376,12 @@ class PairChooser:
         sums = window.sums
         if is_cut and state.costs.measured(window.arm) is None and sums.num_rounds < LEAST_ROUNDS // 2:
             sums = WindowSums()
+        if (
+            not sums.num_rounds
+            and window.warming.num_rounds >= LEAST_ROUNDS
+            and state.costs.measured(window.arm) is None
+        ):
+            sums = window.warming
         if window.is_calm and sums.num_rounds:
             if state.calm_at is None:
                 state.costs, state.probes, state.yields = RoundCosts(), {}, new_yields()

@@ -70,6 +70,15 @@ class WindowSums:
         self.num_tokens += times.num_tokens
         self.expected_tokens += expected_tokens
 
+    def merge(self, other: "WindowSums") -> None:
+        """Adds the rounds of another stretch of time."""
+        self.num_rounds += other.num_rounds
+        self.round_s += other.round_s
+        self.verify_s += other.verify_s
+        self.draft_s += other.draft_s
+        self.num_tokens += other.num_tokens
+        self.expected_tokens += other.expected_tokens
+
     @property
     def mean_round_s(self) -> float:
         """Mean time of the rounds, seconds; 0 if there are none."""

@@ -43,6 +43,10 @@ class Window:
     """Over rounds that waited for their reader. If most did, it is the gateway that has no time for them."""
     num_warming: int = 0
     """Rounds of sessions whose drafters still read their texts."""
+    warming: WindowSums = field(default_factory=WindowSums)
+    """Over rounds of the other sessions before the window began anew: better than nothing, where texts end too soon for
+    more.
+    """
 
     @property
     def is_warming(self) -> bool:
@@ -50,7 +54,8 @@ class Window:
         return self.num_warming > MOST_WARMING * (self.num_warming + self.all.num_rounds + self.slow.num_rounds)
 
     def restart(self, now: float) -> None:
-        """Forgets the rounds so far."""
+        """Sets the rounds so far aside."""
+        self.warming.merge(self.all)
         self.counts_from, self.num_warming = now, 0
         self.quiet, self.all, self.slow = WindowSums(), WindowSums(), WindowSums()
 
