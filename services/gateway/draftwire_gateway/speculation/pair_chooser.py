@@ -382,13 +382,12 @@ class PairChooser:
             and state.costs.measured(window.arm) is None
         ):
             sums = window.warming
-        is_calm = window.is_calm and sums is not window.warming
-        if is_calm and sums.num_rounds:
+        if window.is_calm and sums.num_rounds and sums is not window.warming:
             if state.calm_at is None:
                 state.costs, state.probes, state.yields = RoundCosts(), {}, new_yields()
                 self._beside = None
             state.calm_at = state.used_s
-        counts = is_calm or not self._waits_for_calm(state)
+        counts = window.is_calm or not self._waits_for_calm(state)
         if sums.num_rounds and counts:
             self._learn_costs(state, window, sums)
         if window.is_probe:
