@@ -262,9 +262,7 @@ class Drawer:
 
     def _race_times(self, blocks: Sequence[int], vocab_size: int) -> Tensor:
         """Returns the noise of the next places of blocks under a coupled rule, `[blocks, vocab] float64`."""
-        missing = [
-            block for block in blocks if (noise := self._noise[block]) is None or noise.ends == self._counts[block]
-        ]
+        missing = [block for block in blocks if self._noise_of_next(block) is None]
         if missing:
             self._compute_noise(missing, vocab_size)
         times = [self._noise_of_next(block) for block in blocks]
