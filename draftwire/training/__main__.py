@@ -49,6 +49,7 @@ from draftwire.training.pair import (
     mean_of,
     save_bf16,
 )
+from draftwire.training.precision import fast_type
 from draftwire.training.recipe import (
     DRAFTER_TOKENS,
     EMBEDDED_HEAD,
@@ -142,8 +143,7 @@ def samples(
     ids = np.concatenate([np.load(work / f"{name}.npy") for name in ("library", "conversations")])
     prepare(device)
     model = load_float32(models / "target")
-    attend_in_chunks(model)
-    cast(torch.nn.Module, model).to(device, torch.bfloat16)
+    cast(torch.nn.Module, model).to(device, fast_type(torch.device(device)))
     generator = torch.Generator(device).manual_seed(seed)
     written = []
     for number in track(range(rounds), "sampling"):
@@ -199,11 +199,9 @@ def head(
     device: DeviceName = "cpu",
     compiled: Compiled = True,
 ) -> None:
-    """Train the target's EAGLE-3 head, on the target's own text and about as much of the corpus."""
+    """Train the target's EAGLE-3 head on the corpus."""
     torch.set_num_threads(threads)
-    written = TrainingTexts(np.load(work / "samples.npy"), 1.0)
-    held_out = np.load(work / "held_out.npy")
-    sources = [written, *READING.sources(work)]
+    held_out, sources = np.load(work / "held_out.npy"), READING.sources(work)
     train_head(models / "target", sources, held_out, EMBEDDED_HEAD, models / "head", compiled, device=device)
 
 

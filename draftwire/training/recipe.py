@@ -97,5 +97,5 @@ positions that it was not trained on."""
 DRAFTER_TOKENS = {DrafterName.DRAFTER: 20_000_000, DrafterName.EIGHT_LAYERS: 5_000_000}
 """The lessons are read several times over."""
 
-EMBEDDED_HEAD = HeadRecipe(HeadKind.EAGLE3, 1_600_000)
+EMBEDDED_HEAD = HeadRecipe(HeadKind.EAGLE3, 2_400_000)
 """Of the head of the target."""

@@ -13,7 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from draftwire.training.batches import TrainingBatch
+from draftwire.training.muon import Muon
 from draftwire.training.plan import TrainingPlan
+from draftwire.training.precision import fast_type
 
 LossFunction = Callable[..., Tensor]
 """Maps the model and the tensors of a batch to a scalar loss in nats per token."""
@@ -38,7 +40,7 @@ class Trainer:
         chosen = {id(p) for p in matrices}
         others = [p for p in trained.values() if id(p) not in chosen]
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=plan.matrix_learning_rate, weight_decay=0.01, nesterov=True),
+            Muon(matrices, lr=plan.matrix_learning_rate, weight_decay=0.01, dtype=fast_type(matrices[0].device)),
             torch.optim.AdamW(others, lr=plan.embedding_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.peak_rates = [plan.matrix_learning_rate, plan.embedding_learning_rate]

@@ -312,6 +312,17 @@ def test_services_on_one_device_are_measured_by_shape_and_ahead(tmp_path: Path, 
     assert "coupled; 2 sessions" in table
 
 
+@pytest.mark.evidence
+def test_head_in_the_verifier_is_measured_against_the_model(tmp_path: Path) -> None:
+    times = ("--turns", "2", "--seconds", "0.2", "--settle-s", "0.1", "--max-tokens", "20", "--temperatures", "1")
+    report, table = report_of(tmp_path, "benchmarks.local_head", *times)
+    (found,) = report["results"]
+    assert all(rate > 0.0 for rate in found["tokens_per_second"].values())
+    assert found["best_head"].startswith("head, ")
+    assert found["head_over_better"]["median"] > 0.0
+    assert found["best_head"] in table
+
+
 def rates_of(rows: Sequence[Mapping[str, Any]], name: str, key: str = "contestant") -> list[float]:
     """Returns the token rates of a contestant, in turn."""
     return [row["tokens_per_second"] for row in rows if row[key] == name]

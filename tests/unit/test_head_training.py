@@ -50,7 +50,7 @@ def untrained(kind: HeadKind, target: Path, draft_ids: torch.Tensor | None) -> t
     if draft_ids is not None:
         recipe = HeadRecipe(kind, 1, STEPS, (1, 2, 4), len(draft_ids))
     shape = head_shape(recipe, loaded.model.config)
-    head = EagleTrainee(shape, STEPS) if kind is HeadKind.EAGLE3 else MlpTrainee(shape)
+    head = EagleTrainee(shape) if kind is HeadKind.EAGLE3 else MlpTrainee(shape)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -105,10 +105,10 @@ def test_training_makes_no_tensor_on_another_device(
     assert loaded is not None
     decoder = decoder_of(loaded.model.to("meta"))
     token_ids = torch.zeros(2, 140, dtype=torch.int64)
-    lessons = streamed_lessons(decoder, shape.config.taps, lambda _: iter([(token_ids,)]), 140)
+    lessons = streamed_lessons(decoder, shape.config.taps, lambda _: iter([(token_ids,)]), lambda _: STEPS, 140)
     batch = next(lessons(0))
     on_device = None if draft_ids is None else draft_ids.to("meta")
-    loss = head_loss(STEPS, on_device)(head.to("meta"), *batch)
+    loss = head_loss(on_device)(head.to("meta"), *batch)
     loss.backward()
     trained = [each.grad for each in head.parameters() if each.requires_grad]
     assert {each.device.type for each in (*batch, loss, *trained)} == {"meta"}
@@ -185,25 +185,47 @@ def test_shape_is_that_of_the_targets_layers(target: Path) -> None:
     shape = head_shape(HeadRecipe(HeadKind.EAGLE3, 1), LlamaConfig.from_pretrained(target))
     assert shape.config == HeadConfig(HeadKind.EAGLE3, (1, 2), 16, 16, VOCAB, VOCAB)
     assert (shape.layers.num_hidden_layers, shape.layers.head_dim) == (1, 8)
+    assert (shape.norm_before_fusion, shape.norm_before_residual) == (True, True)  # states and outputs of any size
 
 
 @pytest.mark.parametrize("width", [7, 40])
-def test_mlp_of_another_width_starts_with_the_targets_neurons(width: int, target: Path, tmp_path: Path) -> None:
+def test_mlp_may_have_another_width(width: int, target: Path, tmp_path: Path) -> None:
     loaded = load_lean_model(str(target), "float32")
     assert loaded is not None
-    model = loaded.model
-    shape = head_shape(HeadRecipe(HeadKind.EAGLE3, 1, STEPS, intermediate_size=width), model.config)
-    head = EagleTrainee(shape, STEPS)
-    start_from(head, model, None, 0)
-    own, source = head.layers[0].mlp, model.model.layers[2].mlp
-    both = min(width, len(source.gate_proj.weight))
-    for name in ("gate_proj", "up_proj"):
-        weight = getattr(own, name).weight
-        assert len(weight) == width
-        assert torch.equal(weight[:both], getattr(source, name).weight[:both])
-    assert torch.equal(own.down_proj.weight[:, :both], source.down_proj.weight[:, :both])
+    shape = head_shape(HeadRecipe(HeadKind.EAGLE3, 1, STEPS, intermediate_size=width), loaded.model.config)
+    head = EagleTrainee(shape)
+    start_from(head, loaded.model, None, 0)
+    assert len(head.layers[0].mlp.gate_proj.weight) == width
     save_head(head, shape, target, tmp_path, None, torch.float32)
     assert load_head(tmp_path, target, 64).config == shape.config
+
+
+def test_a_new_head_begins_without_regard_to_how_large_states_are(target: Path) -> None:
+    """States of a deep target are hundreds large; what a head's layer adds has to count all the same."""
+    loaded = load_lean_model(str(target), "float32")
+    assert loaded is not None
+    shape = head_shape(HeadRecipe(HeadKind.EAGLE3, 1, STEPS), loaded.model.config)
+    head = EagleTrainee(shape)
+    start_from(head, loaded.model, None, 0)
+    generator = torch.Generator().manual_seed(1)
+    token_ids = torch.randint(0, VOCAB, (1, 9), generator=generator)
+    features = torch.randn(1, 7, shape.config.feature_size, generator=generator)
+    with torch.no_grad():
+        found, of_larger = head(features, token_ids), head(300.0 * features, token_ids)
+    torch.testing.assert_close(found, of_larger, rtol=1e-3, atol=1e-3)
+
+
+def test_first_token_is_learned_alone_before_several_in_a_row(target: Path) -> None:
+    recipe = HeadRecipe(HeadKind.EAGLE3, 10 * 2_048)
+    assert [recipe.num_steps_at(step) for step in range(10)] == [1] * 6 + [4] * 4
+    assert {HeadRecipe(HeadKind.MEDUSA, 10 * 2_048).num_steps_at(step) for step in range(10)} == {4}
+    loaded = load_lean_model(str(target), "float32")
+    assert loaded is not None
+    texts = [(torch.zeros(2, 12, dtype=torch.int64),)] * 10
+    lessons = streamed_lessons(
+        decoder_of(loaded.model), (1, 2), lambda first: iter(texts[first:]), recipe.num_steps_at, 24
+    )
+    assert [batch[1].shape[1] for batch in lessons(4)] == [11, 11, 8, 8, 8, 8]
 
 
 def test_head_speculates_in_one_process_without_changing_the_greedy_text(target: Path, tmp_path: Path) -> None:

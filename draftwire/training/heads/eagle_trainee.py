@@ -36,19 +36,14 @@ class TraineeNorm(nn.Module):
 class EagleTrainee(nn.Module):
     """Modules have the names of the checkpoint's tensors."""
 
-    def __init__(self, shape: HeadShape, num_steps: int) -> None:
-        """Makes random layers.
-
-        Args:
-            shape: of an EAGLE-3 head with one layer.
-            num_steps: draft tokens in a row to train, at least 1.
-        """
+    def __init__(self, shape: HeadShape) -> None:
+        """Makes random layers; the shape is that of an EAGLE-3 head with one layer."""
         super().__init__()
         config, layers = shape.config, shape.layers
         size, epsilon = config.hidden_size, float(layers.rms_norm_eps)
-        self.num_steps = num_steps
         self._norm_before_residual = shape.norm_before_residual
         self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
+        self.input_norm = TraineeNorm(config.feature_size, epsilon) if shape.norm_before_fusion else None
         self.fc = nn.Linear(config.feature_size, size, bias=False)
         self.layers = nn.ModuleList([_Layer(layers, epsilon)])
         self.norm = TraineeNorm(size, epsilon)
@@ -63,16 +58,17 @@ class EagleTrainee(nn.Module):
 
         Args:
             features: `[batch, count, feature_size]`, of the first `count` tokens of each text.
-            token_ids: `[batch, count + num_steps] int64`. What step `s` drafts after token `i` is the one at
-                `i + 2 + s`, after the one at `i + 1 + s`, which it reads.
+            token_ids: `[batch, count + steps] int64`, for as many steps as they are longer. What step `s` drafts after
+                token `i` is the one at `i + 2 + s`, after the one at `i + 1 + s`, which it reads.
         """
         count = features.shape[1]
         layer: Any = self.layers[0]
-        hidden = self.fc(features).float()  # sums stay in float32 under autocast
+        rows = features if self.input_norm is None else self.input_norm(features)
+        hidden = self.fc(rows).float()  # sums stay in float32 under autocast
         keys: list[Tensor] = []
         values: list[Tensor] = []
         logits = []
-        for step in range(self.num_steps):
+        for step in range(token_ids.shape[1] - count):
             rotation = self._rotation(torch.arange(step, step + count, device=features.device))
             embedded = layer.input_layernorm(self.embed_tokens(token_ids[:, 1 + step : 1 + step + count]))
             normalised = layer.hidden_norm(hidden)

@@ -39,7 +39,7 @@ class DraftAcceptance:
 
 @torch.no_grad()
 def draft_acceptance(
-    head: nn.Module, num_steps: int, draft_ids: torch.Tensor | None, lessons: Iterable[TrainingBatch]
+    head: nn.Module, draft_ids: torch.Tensor | None, lessons: Iterable[TrainingBatch]
 ) -> list[DraftAcceptance]:
     """Measures a head on texts, as if every draft token before were the text's.
 
@@ -48,7 +48,6 @@ def draft_acceptance(
 
     Args:
         head: as for `head_loss`.
-        num_steps: draft tokens in a row.
         draft_ids: as for `head_loss`.
         lessons: batches as `streamed_lessons` gives them; at least two texts in all.
 
@@ -56,10 +55,10 @@ def draft_acceptance(
     """
     by_text: dict[float, list[torch.Tensor]] = {0.0: [], 1.0: []}
     for ids, features, target_logits in lessons:
-        count = ids.shape[1] - num_steps
+        count = features.shape[1]
         target = target_logits.float().softmax(-1)
         same, overlap = [], []
-        for step, logits in enumerate(cast(list[torch.Tensor], head(features[:, :count].float(), ids))):
+        for step, logits in enumerate(cast(list[torch.Tensor], head(features.float(), ids))):
             wanted = target[:, 1 + step : 1 + step + count]
             drafted = logits.float().softmax(-1)
             likeliest = logits.argmax(-1) if draft_ids is None else draft_ids[logits.argmax(-1)]

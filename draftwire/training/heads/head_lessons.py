@@ -10,7 +10,11 @@ from draftwire.training.batches import TrainingBatch
 
 
 def streamed_lessons(
-    decoder: Decoder, taps: tuple[int, ...], texts: Callable[[int], Iterator[TrainingBatch]], pass_tokens: int
+    decoder: Decoder,
+    taps: tuple[int, ...],
+    texts: Callable[[int], Iterator[TrainingBatch]],
+    num_steps: Callable[[int], int],
+    pass_tokens: int,
 ) -> Callable[[int], Iterator[TrainingBatch]]:
     """Returns batches of texts as `head_loss` takes them.
 
@@ -18,18 +22,19 @@ def streamed_lessons(
         decoder: of the target, the one that serves it.
         taps: ids of its layers; see `HeadConfig.taps`.
         texts: yields batches of token ids alone, from a step on.
+        num_steps: draft tokens in a row that a step of the training is about.
         pass_tokens: tokens of one pass of the target, rounded up to whole texts.
 
     Returns:
-        Yields ids `[batch, length] int64`, features `[batch, length, len(taps) * hidden]` and logits `[batch, length,
-        vocab]` in the target's type.
+        Yields ids `[batch, length] int64`, features `[batch, length - num_steps, len(taps) * hidden]` and logits
+        `[batch, length, vocab]` in the target's type.
     """
 
     def lessons(first_step: int) -> Iterator[TrainingBatch]:
-        for (ids,) in texts(first_step):
+        for step, (ids,) in enumerate(texts(first_step), first_step):
             passes = ids.to(decoder.device).split(-(-pass_tokens // ids.shape[1]))
             parts = [features_and_logits(decoder, rows, taps) for rows in passes]
             features, logits = (torch.cat(each) for each in zip(*parts, strict=True))
-            yield ids.to(features.device), features, logits
+            yield ids.to(features.device), features[:, : ids.shape[1] - num_steps(step)], logits
 
     return lessons

@@ -1,6 +1,6 @@
 """How to train a head."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.training.plan import Phase, TrainingPlan
@@ -21,14 +21,25 @@ class HeadRecipe:
     """Of EAGLE-3: so many of the tokens that are most frequent in the texts can be drafted; None is all."""
     intermediate_size: int | None = None
     """Of EAGLE-3: width of its MLP; None is the target's."""
-    batch_tokens: int = 4_096
+    batch_tokens: int = 2_048
     """Tokens of one optimiser step."""
+    single_share: float = 0.6
+    """Of EAGLE-3: share of the steps, at the beginning, that are about one draft token alone. They take a third of the
+    time, and most of what a head learns serves every place in the block."""
     phases: tuple[Phase, ...] = (Phase(0.85, 256), Phase(0.15, 1024))
     """Lengths of windows. Long ones at the end: a head knows nothing of positions that it was not trained on."""
     seed: int = 21
 
     def plan(self) -> TrainingPlan:
         """Returns the plan of the training loop."""
-        return TrainingPlan(
+        plan = TrainingPlan(
             self.total_tokens, self.phases, self.batch_tokens, micro_batch_tokens=self.batch_tokens, seed=self.seed
         )
+        if self.kind is not HeadKind.EAGLE3:
+            return plan
+        return replace(plan, matrix_learning_rate=0.04)
+
+    def num_steps_at(self, step: int) -> int:
+        """Returns how many draft tokens in a row a step of the training is about."""
+        is_single = self.kind is HeadKind.EAGLE3 and step < self.single_share * self.plan().steps
+        return 1 if is_single else self.num_steps

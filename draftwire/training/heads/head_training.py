@@ -88,7 +88,16 @@ def head_shape(recipe: HeadRecipe, target: Any) -> HeadShape:
         rms_norm_eps=facts.epsilon,
         rope_parameters=rope if rope["rope_type"] in STEADY_ROTATIONS else None,
     )
-    return HeadShape(config, layers, num_positions=facts.num_positions, target_epsilon=facts.epsilon)
+    # The states of a target are tens to thousands large, and unlike from token to token: a layer that adds to them as
+    # they are hardly changes what is drafted.
+    return HeadShape(
+        config,
+        layers,
+        norm_before_residual=True,
+        norm_before_fusion=True,
+        num_positions=facts.num_positions,
+        target_epsilon=facts.epsilon,
+    )
 
 
 def frequent_ids(sources: Sequence[TrainingTexts], count: int, vocab_size: int) -> Tensor | None:
@@ -137,7 +146,7 @@ def train_head(
     config = shape.config
     draft_ids = frequent_ids(sources, config.draft_vocab_size, config.vocab_size)
     head: EagleTrainee | MlpTrainee
-    head = EagleTrainee(shape, recipe.num_steps) if recipe.kind is HeadKind.EAGLE3 else MlpTrainee(shape)
+    head = EagleTrainee(shape) if recipe.kind is HeadKind.EAGLE3 else MlpTrainee(shape)
     start_from(head, model, draft_ids, recipe.seed)
     head.to(device)
     draft_ids = None if draft_ids is None else draft_ids.to(device)
@@ -145,7 +154,8 @@ def train_head(
     lessons_of = partial(streamed_lessons, decoder, config.taps, pass_tokens=recipe.batch_tokens)
 
     def measured(what: str) -> list[DraftAcceptance]:
-        found = draft_acceptance(head, recipe.num_steps, draft_ids, lessons_of(texts=_windows(held_out))(0))
+        lessons = lessons_of(texts=_windows(held_out), num_steps=lambda _: recipe.num_steps)
+        found = draft_acceptance(head, draft_ids, lessons(0))
         for each in found:
             report(f"{what}: {each}")
         return found
@@ -154,8 +164,8 @@ def train_head(
     out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(head, recipe.plan(), out / STATE, compiled)
     trainer.run(
-        lessons_of(texts=partial(batches, sources, recipe.plan())),
-        head_loss(recipe.num_steps, draft_ids),
+        lessons_of(texts=partial(batches, sources, recipe.plan()), num_steps=recipe.num_steps_at),
+        head_loss(draft_ids),
         recipe.kind.value,
     )
     after = measured("after")

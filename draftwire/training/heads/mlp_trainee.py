@@ -18,13 +18,12 @@ class MlpTrainee(nn.Module):
         """Makes MLPs that change nothing of the last hidden state, as the authors of Medusa start."""
         super().__init__()
         config = shape.config
-        self.num_steps = cast(int, config.most_tokens)
         size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False).requires_grad_(False)
         self.target_norm = TraineeNorm(size, shape.target_epsilon).requires_grad_(False)
         self._is_hydra = config.kind is HeadKind.HYDRA
-        widths = [2 + depth if self._is_hydra else 1 for depth in range(self.num_steps)]
+        widths = [2 + depth if self._is_hydra else 1 for depth in range(cast(int, config.most_tokens))]
         self.heads = nn.ModuleList(
             nn.ModuleList(
                 _Block(size, size * width if not index else size, self._is_hydra and not index)
