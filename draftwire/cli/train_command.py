@@ -36,7 +36,7 @@ def train(
     mlp_width: Annotated[
         int | None, typer.Option(min=1, help="Width of EAGLE-3's MLP.", show_default="the target's")
     ] = None,
-    batch_tokens: Annotated[int, typer.Option(min=64, help="Tokens of an optimiser step.")] = 4096,
+    batch_tokens: Annotated[int, typer.Option(min=64, help="Tokens of an optimiser step.")] = 2048,
     window: Annotated[int, typer.Option(min=32, help="Tokens of a training text.")] = 256,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     device: Annotated[str, typer.Option(help="A torch device.")] = "cpu",

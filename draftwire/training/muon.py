@@ -15,8 +15,8 @@ EPSILON = 1e-7
 class Muon(torch.optim.Optimizer):
     """Steps by the momentum of the gradient, with all its singular values made about equal.
 
-    What `torch.optim.Muon` does, which multiplies in bfloat16 alone: on CPUs without instructions for that, its steps took
-    two thirds of a small head's training.
+    What `torch.optim.Muon` does, which multiplies in bfloat16 alone: on CPUs without instructions for that, its steps
+    took two thirds of a small head's training.
 
     Source: Jordan et al. 2024, Muon (https://kellerjordan.github.io/posts/muon/).
     """
