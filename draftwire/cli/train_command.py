@@ -67,12 +67,12 @@ def train(
             HeadKind(kind),
             tokens,
             steps,
-            tuple(layers) if layers else None,
-            draft_vocabulary,
-            mlp_width,
-            batch_tokens,
-            (Phase(1.0, window),),
-            seed,
+            taps=tuple(layers) if layers else None,
+            draft_vocab_size=draft_vocabulary,
+            intermediate_size=mlp_width,
+            batch_tokens=batch_tokens,
+            phases=(Phase(1.0, window),),
+            seed=seed,
         )
         texts = TrainingTexts(ids[:kept], 1.0)
         train_head(target, [texts], ids[kept:], recipe, out, compiled, device=device, report=typer.echo)
