@@ -100,6 +100,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.turns < 2:
+        parser.error("--turns: one turn picks the lengths, another one compares them")
     options = stack_options(None, embedded_model("drafter"), None, str(arguments.head or embedded_model("head")))
     results = []
     with LocalStack(options) as stack:

@@ -27,13 +27,16 @@ class Muon(torch.optim.Optimizer):
         self._dtype = dtype
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override] # nothing here needs closures
         """Changes all parameters that have a gradient."""
         for group in self.param_groups:
             for matrix in group["params"]:
                 if matrix.grad is None:
                     continue
-                momentum = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix.grad))
+                state = self.state[matrix]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+                momentum = state["momentum_buffer"]
                 momentum.lerp_(matrix.grad, 1 - MOMENTUM)
                 update = orthogonalised(matrix.grad.lerp(momentum, MOMENTUM), self._dtype)
                 rows, columns = matrix.shape

@@ -22,7 +22,7 @@ def test_head_is_small() -> None:
 
 @pytest.mark.parametrize(("temperature", "least"), [(0.0, 2.4), (1.0, 0.9)])
 def test_head_is_accepted_on_prompts_that_nobody_was_trained_on(temperature: float, least: float) -> None:
-    """The bounds are far below what it has on many prompts, which docs/heads.md names: four prompts say little."""
+    """The bounds are far below what it has on many prompts, which models/README.md names: four prompts say little."""
     head = load_head(MODELS / "head", MODELS / "target", CONTEXT_LENGTH, torch.float32)
     assert head.config.kind is HeadKind.EAGLE3
     tokenizer = load_card(str(MODELS / "target")).tokenizer
