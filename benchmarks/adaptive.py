@@ -3,12 +3,12 @@
     draftwire synth --shape 370m --draft-layers 2 --agreement 0.8 --temperature 1.0 --out /tmp/370m
     python -m benchmarks.adaptive --large /tmp/370m --output benchmarks/results/adaptive.json
 
-Each cell is a pair at a number of sessions, served by three processes. Plain decoding and drafts of 1, 2, 4 and 8
-tokens have turns one after the other, and the one with the most tokens is the best. In later turns, so that none is
-best by luck, chosen lengths are compared with it: chosen, best, plain and best again, forwards and backwards. The ratio
-is of the chosen lengths over both turns of the best; A/A is one of these over the other. Sessions of a turn start
-together and end with it; the first part of a turn is not counted. In the end the server says what it expects of each
-fixed length.
+Each cell is a pair at a number of sessions, served by three processes. After turns of chosen lengths, plain decoding
+and drafts of 1, 2, 4 and 8 tokens have turns one after the other, and the one with the most tokens is the best. In
+later turns, so that none is best by luck, chosen lengths are compared with it: chosen, best, plain and best again,
+forwards and backwards. The ratio is of the chosen lengths over both turns of the best; A/A is one of these over the
+other. Sessions of a turn start together and end with it, and all of it counts: that a drafter has to read the texts
+first is what drafts cost. In the end the server says what it expects of each fixed length.
 
 A drop is a text whose acceptance falls from 0.9 to 0.1: tokens/s from the second second after it, over plain decoding
 by the same services.
@@ -46,6 +46,8 @@ SCRIPTED_CACHE = 1_000_000
 """Tokens of the KV cache of scripted services, which has no data: with less, some sessions would have no drafter."""
 DROP_AT = 2500
 """Place of the text at which acceptance drops."""
+DROP_SETTLE_S = 0.5
+"""Of plain decoding, before it is counted: of a text with a drop nothing is counted before its second second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Cell:
     max_tokens: int = 8192
     """Of a completion; when it ends, the session starts another one."""
     is_slow: bool = False
-    """Whether to read the prompts of all sessions takes seconds: then turns take longer, and there are half as many."""
+    """Whether to read a prompt takes seconds: then turns take longer, and there are half as many."""
 
 
 def scripted(sessions: int, **script: float) -> Cell:
@@ -95,7 +97,7 @@ CELLS = (
             sessions,
             temperature,
             192,
-            sessions > 1,
+            is_slow=True,
         )
         for temperature in (0.0, 1.0)
         for sessions in (1, 4, 8)
@@ -116,7 +118,7 @@ class Schedule:
     settle_s: float
     """Of a turn, before."""
     warm_up_s: float
-    """Of chosen drafts, before the first turn."""
+    """Of chosen drafts, in turns of the same length, before the first one."""
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> "Schedule":
@@ -241,8 +243,9 @@ def measure_cell(cell: Cell, large: Path | None, schedule: Schedule) -> CellResu
                 return await run_turn(client, cell, length, times * schedule.settle_s, times * schedule.seconds)
 
             if cell.is_slow:  # it takes half a minute to read all prompts
-                await run_turn(client, cell, FIXED[-1], 0.0, times * schedule.warm_up_s)
-            await run_turn(client, cell, None, 0.0, times * schedule.warm_up_s)
+                await turn(FIXED[-1])
+            for _ in range(math.ceil(schedule.warm_up_s / schedule.seconds / turns_each)):
+                await turn(None)
             for number in range(-(-schedule.picking_turns // turns_each)):
                 for length in FIXED if number % 2 == 0 else FIXED[::-1]:
                     picking[length].append(await turn(length))
@@ -304,7 +307,7 @@ def measure_drops(arguments: argparse.Namespace) -> dict[str, object]:
 
     async def run(address: str) -> None:
         async with AsyncClient(address) as client:
-            plain.append(await run_turn(client, cell, 0, arguments.settle_s, arguments.seconds))
+            plain.append(await run_turn(client, cell, 0, DROP_SETTLE_S, arguments.seconds))
             chosen.append(await tokens_after_drop(client, arguments.drop_seconds))
 
     for _ in progress(range(arguments.drops), "drops"):
@@ -324,6 +327,8 @@ def chosen_cells(cells: Iterable[Cell], arguments: argparse.Namespace) -> Iterat
 
 def summary(results: Sequence[CellResult]) -> dict[str, object]:
     """Returns the figures over all cells."""
+    if not results:  # drops alone were asked for
+        return {"cells": 0}
     ratios = [result.ratio["median"] for result in results]
     gainful = [result.ratio["median"] for result in results if result.gain >= GAINFUL]
     spread = [result.a_over_a["median"] for result in results]
@@ -351,17 +356,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--large", type=Path, help="folder of the 374 M pair; without it, its cells are left out")
     parser.add_argument("--only", help="cells whose name has this in it")
-    parser.add_argument("--picking-turns", type=int, default=2, help="of each fixed length, to find the best one")
-    parser.add_argument("--turns", type=int, default=6, help="of chosen lengths and of the best one, to compare them")
-    parser.add_argument("--seconds", type=float, default=2.5, help="of a turn, that are counted")
-    parser.add_argument("--settle-s", type=float, default=0.5, help="of a turn, before")
-    parser.add_argument("--warm-up-s", type=float, default=8.0, help="chosen lengths before the first turn of a cell")
+    parser.add_argument("--picking-turns", type=int, default=1, help="of each fixed length, to find the best one")
+    parser.add_argument("--turns", type=int, default=4, help="of chosen lengths and of the best one, to compare them")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a turn, that are counted")
+    parser.add_argument("--settle-s", type=float, default=0.0, help="of a turn, before")
+    parser.add_argument(
+        "--warm-up-s", type=float, default=20.0, help="chosen lengths before the first turn of a cell, in turns"
+    )
     parser.add_argument("--drops", type=int, default=20)
     parser.add_argument("--drop-seconds", type=float, default=5.0, help="that are counted after a drop")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    results = []
-    for cell in progress(list(chosen_cells(CELLS, arguments)), "cells"):
+    cells = list(chosen_cells(CELLS, arguments))
+    if not cells and not arguments.drops:
+        parser.error(f"no cell has {arguments.only!r} in its name")
+    results: list[CellResult] = []
+    for cell in progress(cells, "cells"):
         result = measure_cell(cell, arguments.large, Schedule.of(arguments))
         results.append(result)
         rates = ", ".join(f"{name} {rate:.0f}" for name, rate in result.tokens_per_second.items())

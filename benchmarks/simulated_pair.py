@@ -7,12 +7,15 @@ alone; of its guesses few are right here. A drafter may draft token trees (`--tr
 row. Each pair of a grid of speeds, acceptance and sessions is run with fixed
 lengths twice: the best length by one run is measured in the other. A drop is a pair whose acceptance falls from 0.9 to
 0.1. Waves are sixteen texts that begin together, again and again, so that the number of sessions changes all the time.
+Bursts are texts that begin and end together, of which a drafter reads for most of the time. In the end it says what
+choosing takes the gateway for a round.
 """
 
 import argparse
 import heapq
 import math
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -30,6 +33,8 @@ from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import TREES, PairChooser
 from draftwire_gateway.speculation.session_length import SessionLength
 
+ARRIVAL_S = 0.003
+"""Between texts of a burst."""
 PLAIN_RUN = 32
 """Rounds without a drafter that a session with a fixed arm requests at once."""
 
@@ -67,6 +72,10 @@ class SimulatedPair:
     """What a drafter takes for a session's prompt. Until it has read that, rounds are plain."""
     prompts_at_once: int = 1
     """So many are read beside a step of the drafter."""
+    burst_s: float | None = None
+    """After so long all texts are given up, and as many begin; None if they are not."""
+    read_s: float = 0.0
+    """What the verifier takes for a session's prompt, one after the other."""
 
     @property
     def sources(self) -> list[DraftSource]:
@@ -128,6 +137,7 @@ class SimulatedSession:
     tokens_left: float = math.inf
     is_read: bool | None = None
     """Whether a drafter has read the prompt; None before it begins."""
+    is_given_up: bool = False
 
 
 @dataclass
@@ -149,6 +159,7 @@ class Simulation:
         self._verifying: list[SimulatedSession] = []
         self._drafter_is_busy = self._verifier_is_busy = False
         self._since, self._num_tokens = since, 0
+        self._read_until = 0.0
         self._begin_texts(0.0)
         while self._events and self._events[0][0] <= seconds:
             now, _, event = heapq.heappop(self._events)
@@ -157,11 +168,43 @@ class Simulation:
 
     def _begin_texts(self, now: float) -> None:
         self._num_running = self.pair.num_sessions
-        for _ in range(self.pair.num_sessions):
-            session = SimulatedSession(SessionLength(self.chooser) if self.fixed is None else None)
-            if self.pair.text_tokens is not None:
-                session.tokens_left = self._random.randint(*self.pair.text_tokens)
+        running: list[SimulatedSession] = []
+        for index in range(self.pair.num_sessions):
+            arrives_at = now + (ARRIVAL_S * index if self.pair.burst_s is not None else 0.0)
+            self._at(arrives_at, partial(self._begin_text, running))
+        if self.pair.burst_s is not None:
+            self._at(now + self.pair.burst_s, partial(self._give_up, running))
+
+    def _begin_text(self, running: list[SimulatedSession], now: float) -> None:
+        session = SimulatedSession(SessionLength(self.chooser) if self.fixed is None else None)
+        running.append(session)
+        if self.pair.text_tokens is not None:
+            session.tokens_left = self._random.randint(*self.pair.text_tokens)
+        if session.chooser is not None:
+            session.chooser.uses_drafter(now)
+        if self.pair.read_s:
+            self._read_until = max(now, self._read_until) + self.pair.read_s
+            self._at(self._read_until, partial(self._end_prompt, session, now))
+        else:
             self._at(now + 0.01 * self._random.random(), partial(self._ask, session))
+
+    def _end_prompt(self, session: SimulatedSession, began_at: float, now: float) -> None:
+        if session.is_given_up:
+            return
+        if session.chooser is not None:
+            session.chooser.observe(round_times(session.round, began_at, now, 0, 0, is_first=True))
+        session.round += 1
+        self._ask(session, now)
+
+    def _give_up(self, running: Sequence[SimulatedSession], now: float) -> None:
+        for session in running:
+            session.is_given_up = True
+            if session.chooser is not None:
+                session.chooser.close()
+        for queue in (self._reading, self._drafting, self._verifying):
+            queue.clear()
+        self._read_until = now
+        self._begin_texts(now + ARRIVAL_S)
 
     def _end_text(self, session: SimulatedSession, now: float) -> None:
         if session.chooser is not None:
@@ -174,6 +217,8 @@ class Simulation:
         heapq.heappush(self._events, (time, next(self._numbers), event))
 
     def _ask(self, session: SimulatedSession, now: float) -> None:
+        if session.is_given_up:
+            return
         session.asked_at, session.draft_s = now, 0.0
         session.arm = self._next_arm(session, now)
         if session.arm.source is DraftSource.AHEAD and self._random.random() < (self.pair.ahead or 0.0):
@@ -212,10 +257,14 @@ class Simulation:
         return session.is_read is not False
 
     def _queue_draft(self, session: SimulatedSession, now: float) -> None:
+        if session.is_given_up:
+            return
         self._drafting.append(session)
         self._start_drafting(now)
 
     def _queue_round(self, session: SimulatedSession, now: float) -> None:
+        if session.is_given_up:
+            return
         self._verifying.append(session)
         self._start_verifying(now)
 
@@ -257,6 +306,8 @@ class Simulation:
         self._start_verifying(now)
 
     def _end_round(self, session: SimulatedSession, verify_s: float, now: float) -> None:
+        if session.is_given_up:
+            return
         accepted = self.pair.num_accepted(session.arm, now, self._random.random)
         self._num_tokens += (accepted + 1) * (now >= self._since)
         session.tokens_left -= accepted + 1
@@ -331,6 +382,10 @@ FIRST_S, EARLY_S, LATE_S = 10.0, 30.0, 60.0
 DROP_AT_S, DROP_SECONDS = 8.0, 5.0
 WAVES = (0.5, 0.75, 0.9)
 """Acceptance of the pairs whose texts come in waves."""
+BURST_S = 3.0
+BURSTS_S, MORE_BURSTS_S = 24.0, 72.0
+"""Bursts are measured from nothing to the first, and from there to the second."""
+TIMED_ROUNDS = 5000
 
 
 def constant(acceptance: float) -> Callable[[float], float]:
@@ -417,6 +472,52 @@ def measure_waves(acceptance: float) -> dict[str, float]:
     }
 
 
+def bursts() -> dict[str, SimulatedPair]:
+    """Returns pairs whose texts all begin and end together: about the embedded one with sixteen sessions, at
+    temperatures 0 and 1, and one with 64 whose drafter is quick.
+    """
+    return {
+        "16 sessions, drafts pay": SimulatedPair(
+            0.045, 0.0015, 0.010, constant(0.95), 16, 0.006, prompt_s=0.06, burst_s=BURST_S, read_s=0.09
+        ),
+        "16 sessions, drafts do not pay": SimulatedPair(
+            0.045, 0.0012, 0.012, constant(0.65), 16, 0.004, prompt_s=0.04, burst_s=BURST_S, read_s=0.06
+        ),
+        "64 sessions, drafts pay": SimulatedPair(
+            0.022, 0.0004, 0.0008, constant(0.95), 64, 0.004, prompt_s=0.014, burst_s=BURST_S, read_s=0.02
+        ),
+    }
+
+
+def measure_bursts(pair: SimulatedPair) -> dict[str, float]:
+    """Returns tokens/s over those of the best fixed length, from nothing and later."""
+    seeds = range(4)
+    best = max(mean(Simulation(pair, arm, seed).tokens_per_s(MORE_BURSTS_S) for seed in seeds) for arm in FIXED)
+    spans = {"early": (BURSTS_S, 0.0), "late": (MORE_BURSTS_S, BURSTS_S)}
+    return {
+        part: mean(Simulation(pair, None, seed).tokens_per_s(*span) for seed in seeds) / best
+        for part, span in spans.items()
+    }
+
+
+def chooser_us() -> float:
+    """Returns what choosing takes for a round, microseconds: all sessions of a step wait for that."""
+    pair, chooser = SimulatedPair(0.022, 2e-4, 8e-4, constant(0.8), 16), PairChooser(8, 4)
+    Simulation(pair, None, chooser=chooser).tokens_per_s(FIXED_S)
+    session, draws = SessionLength(chooser), random.Random(0)
+    arm = Arm(DraftSource.DRAFTER, 8)
+    rounds = [
+        round_times(number, FIXED_S + 0.003 * number, FIXED_S + 0.003 * number + 0.05, 8, accepted, 0.006, 0.03)
+        for number in range(TIMED_ROUNDS)
+        for accepted in [pair.num_accepted(arm, 0.0, draws.random)]
+    ]
+    began = time.perf_counter()
+    for times in rounds:
+        session.next_draft(times.round, 100, times.started_at)
+        session.observe(times)
+    return (time.perf_counter() - began) / TIMED_ROUNDS * 1e6
+
+
 def main() -> None:
     """Runs the grid and the drops, prints the figures over all pairs, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -434,7 +535,13 @@ def main() -> None:
     figures = figures_of(results)
     drops = [measure_drop(seed) for seed in range(arguments.drops)]
     in_waves = {f"acceptance {acceptance}": measure_waves(acceptance) for acceptance in WAVES}
-    found = {"drops": {"mean": mean(drops), "least": min(drops)}, "waves": in_waves}
+    in_bursts = {name: measure_bursts(pair) for name, pair in bursts().items()}
+    found = {
+        "drops": {"mean": mean(drops), "least": min(drops)},
+        "waves": in_waves,
+        "bursts": in_bursts,
+        "chooser_us_per_round": chooser_us(),
+    }
     write_report(arguments, {**figures, **found, "results": results})
 
 

@@ -50,7 +50,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
         length, source = choices.choice((0, 1, 2, 3, 4, 8)), choices.choice(list(chooser.acceptance.chains))
         arm = Arm(source, length) if length else PLAIN
         arm = choices.choice([arm, arm, *chooser.acceptance.trees])
-        return Window(arm, 0, now, is_probe=True, counts_from=now)
+        return Window(arm=arm, load=0, began_at=now, is_probe=True, settled_at=now)
 
     monkeypatch.setattr(PairChooser, "window", window)
     monkeypatch.setattr(PairChooser, "num_plain_rounds", lambda chooser, most, now: 1)

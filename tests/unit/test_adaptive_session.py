@@ -74,7 +74,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
         def window(chooser: PairChooser, now: float) -> Window:
             length = next(turns)
             arm = Arm(DraftSource.DRAFTER, length) if length else PLAIN
-            return Window(arm, 0, now, is_probe=False, counts_from=now)
+            return Window(arm=arm, load=0, began_at=now, is_probe=False, settled_at=now)
 
         monkeypatch.setattr(PairChooser, "window", window)
         monkeypatch.setattr(PairChooser, "num_plain_rounds", lambda chooser, most, now: min(most, 2))

@@ -273,7 +273,11 @@ def test_drafts_of_the_verifier_say_nothing_of_a_drafter() -> None:
 @in_virtual_time
 async def test_verifier_drafts_while_the_drafter_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        PairChooser, "window", lambda chooser, now: Window(Arm(DraftSource.VERIFIER, 4), 0, now, False, now)
+        PairChooser,
+        "window",
+        lambda chooser, now: Window(
+            arm=Arm(DraftSource.VERIFIER, 4), load=0, began_at=now, is_probe=False, settled_at=now
+        ),
     )
     monkeypatch.setattr(PairChooser, "num_plain_rounds", lambda chooser, most, now: most)
     one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=True)

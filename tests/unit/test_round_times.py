@@ -102,6 +102,24 @@ def test_rounds_of_a_plain_run_start_with_the_verdict_before_them() -> None:
     assert_whole(told)
 
 
+def test_what_is_told_of_a_round_does_not_delay_the_request_of_the_next_one() -> None:
+    told = list[RoundTimes]()
+    watch = RoundWatch(told.append, lambda: 100.0)
+    watch.ask(WhyPlain.EMPTY_BLOCK)
+    watch.take(verdict(0, drafted=4), 100.0)
+    watch.ask(WhyPlain.EMPTY_BLOCK)
+    assert told == [], "the request is sent first"
+    watch.report()
+    watch.report()
+    assert [times.round for times in told] == [0]
+    watch.take(verdict(1, drafted=4), 100.0)
+    watch.ask(WhyPlain.EMPTY_BLOCK)
+    watch.take(verdict(2, drafted=4), 100.0)
+    watch.ask(WhyPlain.EMPTY_BLOCK)
+    watch.end()
+    assert [times.round for times in told] == [0, 1, 2], "in their order, and none is lost"
+
+
 def test_waiting_for_a_drafter_that_is_given_up_is_a_part_of_its_own() -> None:
     (times,) = watched(WhyPlain.EMPTY_BLOCK, 5.0, WhyPlain.NO_DRAFTER, 0.02, verdict(verify=15_000))
     assert (times.lost_s, times.verify_s, times.wire_s) == pytest.approx((5.0, 0.015, 0.005))

@@ -136,6 +136,7 @@ class GenerationLoop:
                     self._ask_for_round()
                 if reason is not None:
                     self._watch.end()
+                self._watch.report()
                 self.statistics.count_time(time.perf_counter() - started)
                 if delta.token_ids or delta.text:
                     yield delta

@@ -126,9 +126,12 @@ class RoundWatch:
         """Verdict of a round that was not reported yet."""
         self._arrived_at = 0.0
         self._is_held = self._next_is_held = False
+        self._left: RoundTimes | None = None
+        """A round after which the next one was requested, and that was not reported yet."""
 
     def ask(self, why_plain: WhyPlain, *, opens: bool = False) -> None:
-        """Records the request of a round, or a repeated request of the open round after a loss.
+        """Records the request of a round, or a repeated request of the open round after a loss. What is to be told of
+        the round before waits for `report`, so that it does not delay the request.
 
         Args:
             why_plain: why no draft token is verified in it, if none is.
@@ -137,7 +140,7 @@ class RoundWatch:
         if self._observer is None:
             return
         now = self._clock()
-        self._report(now)
+        self._leave(now)
         if self._started_at is None:
             self._started_at = now
         self._asked_at, self._why = now, why_plain
@@ -150,16 +153,25 @@ class RoundWatch:
         self._verdict, self._arrived_at = verdict, arrived_at
         self._is_held, self._next_is_held = self._next_is_held, verdict.next_is_held
         if verdict.plain_rounds_left:
-            self._report(arrived_at)
+            self._leave(arrived_at)
+            self.report()
             self._asked_at = arrived_at
 
     def end(self) -> None:
         """Reports the last round."""
         if self._observer is not None:
-            self._report(self._clock())
+            self._leave(self._clock())
+            self.report()
 
-    def _report(self, left_at: float) -> None:
-        """Reports the round whose verdict has arrived, if any, and starts the next."""
+    def report(self) -> None:
+        """Reports the round after which the next one was requested, if that was not done."""
+        times, self._left = self._left, None
+        if times is not None and self._observer is not None:
+            self._observer(times)
+
+    def _leave(self, left_at: float) -> None:
+        """Ends the round whose verdict has arrived, if any, and starts the next."""
+        self.report()
         verdict, started_at = self._verdict, self._started_at
         if verdict is None or started_at is None or self._observer is None:
             return
@@ -173,7 +185,7 @@ class RoundWatch:
             parts.append(0.0 if is_first else min(microseconds / 1e6, left_s))
             left_s -= parts[-1]
         verify_s, queue_s, draft_s, calibration_s = parts
-        times = RoundTimes(
+        self._left = RoundTimes(
             epoch=verdict.fence.epoch,
             round=verdict.fence.round,
             started_at=started_at,
@@ -200,4 +212,3 @@ class RoundWatch:
         )
         self._verdict, self._is_first = None, False
         self._started_at = self._asked_at = max(left_at, arrived_at)
-        self._observer(times)

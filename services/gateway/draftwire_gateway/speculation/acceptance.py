@@ -11,14 +11,17 @@ MEMORY = 256
 """Drafts that an estimate remembers at each position, by exponential forgetting."""
 FADING = 1.0 - 1.0 / MEMORY
 """What a new draft leaves of the weight of those before."""
-NUM_RECENT = 16
+NUM_RECENT = 24
 """The latest drafts, which are compared with the estimate."""
 NUM_KEPT = 8
 """Of the latest drafts, those that are kept where the others are forgotten: the first may be of the time before."""
-SURPRISE = 4.0
+SURPRISE = 4.5
 """Standard errors by which the latest drafts may differ, before others are forgotten."""
 NEW_DISPERSION = 0.125
 """Weight of the latest drafts in the estimate of how much more they vary than independent ones would."""
+MOST_STALE = 8
+"""Drafts for which what was expected is not computed anew, where many are known: every round of every session adds one,
+and all sessions of a step wait for that."""
 
 
 class Prior(Protocol):
@@ -47,6 +50,7 @@ class AcceptanceEstimate:
         self._recent: deque[tuple[int, int]] = deque(maxlen=NUM_KEPT)
         self._errors: deque[tuple[float, float]] = deque(maxlen=NUM_RECENT)
         """Of the latest drafts, how many more tokens were accepted than expected, and the variance of that."""
+        self._sum_of_errors = self._sum_of_variances = 0.0
         self._dispersion = 1.0
         """Square of the standard errors by which the latest drafts differ, mean, at least 1: where texts have easy and
         difficult parts, more than independent drafts would."""
@@ -54,6 +58,10 @@ class AcceptanceEstimate:
         """Of the latest drafts, when that was estimated last."""
         self._survival: list[float] = []
         """As computed last, until the next draft."""
+        self._expected: dict[int, tuple[float, float]] = {}
+        """By length, how many tokens of a draft are accepted, mean and variance, as computed not long ago."""
+        self._expected_until = 0
+        """Drafts after which that is computed anew."""
         self._num_asked = self._num_given = 0.0
         """Rounds for which a draft was asked, and those with one; old ones fade."""
         self.num_drafts = 0
@@ -65,11 +73,9 @@ class AcceptanceEstimate:
 
     def add(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Adds a draft of which the first `num_accepted` tokens were accepted."""
-        survival = self.survival(num_draft_tokens)
-        mean = sum(survival)
-        square = sum((2 * k + 1) * probability for k, probability in enumerate(survival))
+        mean, variance = self._expected_of(num_draft_tokens)
         self._count_round(is_given=True)
-        self._errors.append((num_accepted - mean, max(0.0, square - mean * mean)))
+        self._add_error(num_accepted - mean, variance)
         self._recent.append((num_draft_tokens, num_accepted))
         self.num_drafts += 1
         difference = self._difference()
@@ -82,6 +88,8 @@ class AcceptanceEstimate:
             self.num_surprises += 1
             self._reached, self._accepted = [], []
             self._errors.clear()
+            self._sum_of_errors = self._sum_of_variances = 0.0
+            self._expected_until = 0
             for draft in self._recent:
                 self._count(*draft)
         else:
@@ -130,6 +138,28 @@ class AcceptanceEstimate:
         """Returns the mean number of tokens that a round commits, that of the verifier included."""
         return 1.0 + self.share * sum(self.survival(num_draft_tokens))
 
+    def _expected_of(self, num_tokens: int) -> tuple[float, float]:
+        """Returns how many tokens of a draft are accepted, mean and variance, as it was expected some drafts ago."""
+        if self.num_drafts >= self._expected_until:
+            self._expected.clear()
+            self._expected_until = self.num_drafts + max(1, min(MOST_STALE, self.num_drafts // NUM_RECENT))
+        known = self._expected.get(num_tokens)
+        if known is None:
+            survival = self.survival(num_tokens)
+            mean = sum(survival)
+            square = sum((2 * k + 1) * probability for k, probability in enumerate(survival))
+            known = self._expected[num_tokens] = mean, max(0.0, square - mean * mean)
+        return known
+
+    def _add_error(self, error: float, variance: float) -> None:
+        if len(self._errors) == NUM_RECENT:
+            oldest, its_variance = self._errors[0]
+            self._sum_of_errors -= oldest
+            self._sum_of_variances -= its_variance
+        self._errors.append((error, variance))
+        self._sum_of_errors += error
+        self._sum_of_variances += variance
+
     def _count_round(self, *, is_given: bool) -> None:
         self.num_rounds += 1
         self._num_asked = FADING * self._num_asked + 1.0
@@ -146,6 +176,4 @@ class AcceptanceEstimate:
 
     def _difference(self) -> float:
         """Returns the square of the standard errors by which the latest drafts differ from what was expected."""
-        difference = sum(error for error, _ in self._errors)
-        variance = sum(variance for _, variance in self._errors)
-        return difference**2 / (variance + 1.0)
+        return self._sum_of_errors**2 / (self._sum_of_variances + 1.0)

@@ -3,21 +3,22 @@
 Time is divided into windows, in which all sessions have one *arm*: plain decoding, drafts of some length by a drafter
 or by the verifier itself, or token trees of some size. Most windows have the arm that the estimates say is best: tokens
 a round, from how many draft tokens were accepted, over the time of a round, as the windows of that arm and load
-measured it. Arms that may have become better are probed: a window each, the rarer the more it costs.
+measured it. Arms that may have become better are probed, a window each: see `load_probes`.
 
 All that is measured is of rounds that are over, so an arm depends on the past only: see docs/exactness.md.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
+from draftwire_gateway.speculation.load_probes import LEAST_GAIN, LoadProbes, Prospects
 from draftwire_gateway.speculation.pair_acceptance import PairAcceptance
 from draftwire_gateway.speculation.round_costs import RoundCosts, WindowSums
-from draftwire_gateway.speculation.windows import LEAST_ROUNDS, Beside, Window, Yield, new_yields
+from draftwire_gateway.speculation.windows import LEAST_ROUNDS, Beside, Window, Yields
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 """Lengths that are tried. Those between are hardly better than the nearest."""
@@ -29,34 +30,17 @@ in one price: rows of the verifier, or passes of the drafter."""
 MAX_CHOSEN_LENGTH = LENGTHS[-1]
 MIN_CHOSEN_NODES, MAX_CHOSEN_NODES = TREES[0][1], TREES[-1][1]
 LEAST_WINDOW_S, MOST_WINDOW_S, LONGEST_WINDOW_S = 0.3, 3.0, 10.0
-LEAST_ROUNDS_OF_EACH = 6
+LEAST_ROUNDS_OF_EACH = 4
 """A window ends with so many rounds, of each session, after `LEAST_WINDOW_S`, or at `MOST_WINDOW_S`. If few sessions
 have had a round of it by then, it may go on until `LONGEST_WINDOW_S`."""
 WARM_UP_ROUNDS = 30.0
 """Drafters read the texts of all sessions before a window has its arm: it begins anew while many are still read, for
 `MOST_WINDOW_S` or so many plain rounds, whose pace reading has. Where texts are short that goes on for ever."""
-PROBE_SHARE = 0.0015
-"""What the probes of one arm may cost: so much of the tokens that could be generated meanwhile."""
-ALL_PROBES_SHARE = 0.01
-"""What the probes of all arms but plain decoding may cost together."""
 CALM_FOR_S = 30.0
 """Windows that are not calm, beside which long prompts are read all the time, say little of those that are: for so long
 after a calm one they do not count."""
-LEAST_LOSS = 0.05
-"""Share of a probe's tokens that it costs at least, for all that changes with the arm."""
-FIRST_PROBES = 2
-FIRST_PROBE_SHARE = 0.008
-"""The first probes of an arm, and all of plain decoding, may cost that: one window can be far off."""
-PLAIN_PROBES = 3
-NEARLY_PLAIN = 2.0
-"""The first probes of plain decoding cost what they cost, unless drafts are faster by that factor: it is what they must
-not be slower than, and a window beside which a drafter reads prompts is a slow one."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
-"""Least pause between probes of an arm: doubled after each that did not change the choice."""
 LONGEST_ROUND_S = 1.0
 """Longer pauses between rounds are no time of use."""
-LEAST_GAIN = 0.01
-"""Another arm is chosen if it is better by so much."""
 LEAST_GAIN_OVER_PLAIN = 0.05
 """Drafts are chosen if they are better than plain decoding by so much: the best of many arms looks better than it is,
 and a window of plain rounds just after drafts worse."""
@@ -69,35 +53,20 @@ FIRST_PLAIN_ROUNDS = 4
 
 
 @dataclass(slots=True)
-class Probes:
-    """When an arm was probed, and how often at most."""
-
-    last_at: float
-    """In seconds of use of the load."""
-    least_pause_s: float = FIRST_PAUSE_S
-    took_s: float = 0.0
-    """The last one, with all that had to be opened for it."""
-    is_in_vain: bool = False
-    """Whether the last one of its source measured nothing: where texts end soon, no draft may be as long."""
-
-
-@dataclass(slots=True)
 class LoadState:
     """What is known of one load."""
 
     arm: Arm
     """The chosen one."""
     costs: RoundCosts = field(default_factory=RoundCosts)
-    yields: dict[bool, Yield] = field(default_factory=new_yields)
-    """Without a drafter and with one."""
-    probes: dict[Arm, Probes] = field(default_factory=dict)
+    yields: Yields = field(default_factory=Yields)
+    probes: LoadProbes = field(default_factory=LoadProbes)
     used_s: float = 0.0
-    """Time in which there were rounds at that load, in which pauses between its probes are counted: a load that comes
-    and goes has no more than its share of them."""
-    no_probe_before: float = 0.0
-    """In seconds of use."""
+    """Time in which there were rounds at that load."""
     calm_at: float | None = None
     """When a calm window ended last, in seconds of use; None if none did yet."""
+    was_calm: bool = False
+    """Whether the latest window was."""
 
 
 class PairChooser:
@@ -151,10 +120,12 @@ class PairChooser:
         self.num_sessions += 1
         self._num_reading += 1
 
-    def end_reading(self, now: float) -> None:
-        """Records that a session's prompt was read."""
+    def end_reading(self, now: float, *, is_read: bool = True) -> None:
+        """Records that a session's prompt was read, or that the session is over before."""
         self._num_reading -= 1
         self._quiet_since = now
+        if is_read and self._window is not None:
+            self._loads[self._window.load].yields.openings.num_texts += 1.0
 
     def leave(self) -> None:
         """Counts one session less."""
@@ -170,13 +141,15 @@ class PairChooser:
             self._window = self._next_window(load, now)
         return self._window
 
-    def count(self, times: RoundTimes, window: Window | None, seconds: float) -> None:
+    def count(self, times: RoundTimes, window: Window | None, seconds: float, *, is_opening: bool) -> None:
         """Counts a round of any kind: its tokens, and the time that its session took for them.
 
         Args:
             times: of the round.
             window: in which it was requested; None if that was not chosen.
             seconds: since the end of the session's round before, each with the wait for its reader.
+            is_opening: whether a drafter was asked to draft for a text that it had to read first, up to its first
+                block.
         """
         passed_s = min(LONGEST_ROUND_S, max(0.0, times.ended_at - self._used_until))
         self._used_until = max(self._used_until, times.ended_at)
@@ -185,14 +158,15 @@ class PairChooser:
         if window is None or state is None:
             return
         state.used_s += passed_s
-        if window.is_probe:
+        state.yields.openings.num_tokens += times.num_tokens
+        is_settled = times.started_at >= window.settled_at  # before, others still had another arm
+        if window.expected_rate is None or state.arm != window.arm or not is_settled or _is_slow(times):
             return
-        for known in state.yields.values():
-            known.fade(passed_s)
-        if state.arm == window.arm and state.costs.measured(window.arm) and not _is_slow(times):
-            known = state.yields[window.arm.uses_drafter]
-            known.num_tokens += times.num_tokens
-            known.expected_tokens += seconds * self._expected_rate(state, window.arm)
+        expected_tokens = seconds * window.expected_rate
+        if is_opening:
+            state.yields.openings.add(times.num_tokens, expected_tokens, is_over=times.num_draft_tokens > 0)
+        else:
+            state.yields.of(uses_drafter=window.arm.uses_drafter).add(times.num_tokens, expected_tokens)
 
     def observe(self, times: RoundTimes, window: Window, *, is_whole: bool) -> None:
         """Takes note of a round of a session, which was counted.
@@ -205,14 +179,16 @@ class PairChooser:
         current = self._window
         if current is None:
             return
-        is_of_window = window is current or window.arm == current.arm  # runs outlast windows
-        is_of_window = is_of_window and times.started_at >= current.counts_from
+        is_of_arm = window is current or window.arm == current.arm  # runs outlast windows
+        is_of_window = is_of_arm and times.started_at >= current.counts_from
         if is_of_window and is_whole:
-            expected_tokens = self.acceptance.mean_tokens(current.arm)
+            expected_tokens = current.expected_tokens(self.acceptance)
             is_slow = _is_slow(times)
             (current.slow if is_slow else current.all).add(times, expected_tokens)
             if not is_slow and self._num_reading == 0 and times.started_at >= self._quiet_since:
                 current.quiet.add(times, expected_tokens)
+        elif is_of_arm and is_whole and times.started_at >= current.settled_at:
+            current.warming.add(times, current.expected_tokens(self.acceptance))
         elif is_of_window and current.arm.uses_drafter and times.why_plain is WhyPlain.WARMING_UP:
             current.num_warming += 1
             if current.is_warming and times.ended_at - current.began_at < self._warm_up_s(current.load):
@@ -249,7 +225,7 @@ class PairChooser:
         state = self._loads[load]
         costs, measured = state.costs, state.costs.measured(arm)
         tokens, round_s = self.acceptance.mean_tokens(arm) * costs.bias(arm), self._round_s(arm, load)
-        share = state.yields[arm.uses_drafter].share(2**load * tokens / round_s)
+        share = state.yields.share(2**load * tokens / round_s, uses_drafter=arm.uses_drafter)
         num_windows = 0 if measured is None else measured.num_windows
         return ArmEstimate(arm.length, tokens, round_s, num_windows, share, arm.num_nodes)
 
@@ -384,32 +360,26 @@ class PairChooser:
             sums = window.warming
         if window.is_calm and sums.num_rounds and sums is not window.warming:
             if state.calm_at is None:
-                state.costs, state.probes, state.yields = RoundCosts(), {}, new_yields()
+                state.costs.doubt()
+                state.probes.forget()
+                state.yields = Yields()
                 self._beside = None
             state.calm_at = state.used_s
+        state.yields.fade(state.used_s - window.began_used_s)
+        if window.num_rounds or not is_cut:
+            state.was_calm = window.is_calm
         counts = window.is_calm or not self._waits_for_calm(state)
         if sums.num_rounds and counts:
             self._learn_costs(state, window, sums)
         if window.is_probe:
-            probes = state.probes.setdefault(window.arm, Probes(state.used_s))
             changes = state.costs.measured(window.arm) is not None and self._best(state, window.load) != state.arm
-            probes.last_at, probes.took_s = state.used_s, state.used_s - window.began_used_s
-            self._note_probe(state, window.arm, is_in_vain=not sums.num_rounds)
-            state.no_probe_before = state.used_s + self._lost_s(state, window.arm, window.load) / ALL_PROBES_SHARE
-            grows = counts and not changes and self.estimate(window.arm, window.load).num_windows >= FIRST_PROBES
-            probes.least_pause_s = min(LONGEST_PAUSE_S, 2.0 * probes.least_pause_s) if grows else FIRST_PAUSE_S
-
-    def _note_probe(self, state: LoadState, arm: Arm, *, is_in_vain: bool) -> None:
-        """Remembers whether a probe measured nothing, for all arms of its source of which nothing is known: each would
-        be probed by the same one.
-        """
-        own = state.probes[arm]
-        for other in self.arms:
-            if other.source is arm.source and state.costs.measured(other) is None:
-                probes = state.probes.setdefault(other, Probes(state.used_s))
-                probes.is_in_vain = is_in_vain
-                if is_in_vain:
-                    probes.last_at, probes.took_s = own.last_at, own.took_s
+            state.probes.end(
+                window.arm,
+                self._prospects(state, window.load),
+                state.used_s - window.began_used_s,
+                is_in_vain=not sums.num_rounds,
+                is_settled=counts and not changes,
+            )
 
     def _learn_costs(self, state: LoadState, window: Window, sums: WindowSums) -> None:
         """Adds a window to the costs. A probe's is compared with those of the chosen arm around it, since the time of a
@@ -432,46 +402,54 @@ class PairChooser:
         state = self._loads.setdefault(load, LoadState(PLAIN))
         is_new = state.costs.is_empty
         state.arm = arm = self._arm_to_begin_with(load) if is_new else self._best(state, load)
+        begins = self._window is None or self._window.load != load
         probe, next_due = None, math.inf
-        if not is_new and not (self._num_reading and self._waits_for_calm(state)):
-            left_s = self._probes_due_in_s(state, load)
+        if not is_new and (state.was_calm or not self._num_reading or not self._waits_for_calm(state)):
+            known = self._prospects(state, load)
+            left_s = state.probes.due_in_s(known, begins=begins)
             next_due = now + min(left_s.values(), default=math.inf)
             ready = [other for other, seconds in left_s.items() if seconds <= 0.0]
-            probe = self._next_probe(state, load, ready)
+            probe = state.probes.next_of(ready, known, state.costs)
         if probe is not None:
             arm, next_due = probe, math.inf
-        counts_from = now
+        settled_at = now
         before = self._window
         if before is not None and before.arm != arm and self.num_sessions > 1:
             # Until then others are in rounds of the arm before, and sessions share fewer steps than they will.
-            counts_from += SETTLING_ROUNDS * before.sums.mean_round_s
+            measured = before.sums if before.sums.num_rounds else before.warming
+            settled_at += SETTLING_ROUNDS * measured.mean_round_s
         num_surprises = self.acceptance.num_surprises(arm)
-        return Window(arm, load, now, probe is not None, counts_from, num_surprises, next_due, state.used_s)
+        is_known = probe is None and state.costs.measured(arm) is not None
+        expected_rate = self._expected_rate(state, arm) if is_known else None
+        return Window(
+            arm=arm,
+            load=load,
+            began_at=now,
+            is_probe=probe is not None,
+            settled_at=settled_at,
+            num_surprises=num_surprises,
+            next_due=next_due,
+            began_used_s=state.used_s,
+            expected_rate=expected_rate,
+        )
 
-    def _next_probe(self, state: LoadState, load: int, ready: Sequence[Arm]) -> Arm | None:
-        """Returns the arm to probe of those whose turn it is: plain decoding before all, else the fastest. Of a source
-        that was not measured at that load it is the shortest: that costs least, and tells what the others would take.
-        Before trees it is the shortest chain.
-        """
-        if PLAIN in ready or not ready:
-            return PLAIN if ready else None
-        fastest = max(ready, key=lambda arm: self.estimate(arm, load).tokens_per_second)
-        source = fastest.source
-        assert source is not None, "plain decoding goes before all"
-        if state.costs.has_measured(source):
-            return fastest
-        if source is DraftSource.TREES and not state.costs.has_measured(DraftSource.DRAFTER):
-            source = DraftSource.DRAFTER
-        return min((arm for arm in self.arms if arm.source is source), key=lambda arm: arm.num_rows)
+    def _prospects(self, state: LoadState, load: int) -> Prospects:
+        estimates = {arm: self.estimate(arm, load) for arm in self.arms}
+
+        def is_unknown(arm: Arm) -> bool:
+            return self.acceptance.is_unknown(arm) or state.costs.is_doubtful(arm.source)
+
+        return Prospects(state.arm, estimates, state.used_s, self._window_s, is_unknown)
 
     def _waits_for_calm(self, state: LoadState) -> bool:
         """Whether windows do not count that are not calm."""
         return state.calm_at is not None and state.used_s - state.calm_at < CALM_FOR_S
 
     def _arm_to_begin_with(self, load: int) -> Arm:
-        """Returns that of the next load, if something was measured there. Else one session begins with drafts, and
-        several with plain rounds: they cost least to measure, and the more sessions there are, the less do drafts pay.
-        So does one session if its first window measured nothing, for want of texts that are long enough.
+        """Returns that of the next load, if something was measured there, or of a larger one if that has drafts: the
+        more sessions there are, the less do they pay, and texts that arrive one after the other are few at first. Else
+        one session begins with drafts, and several with plain rounds: they cost least to measure. So does one session
+        if its first window measured nothing, for want of texts that are long enough.
         """
         before = self._window
         if before is not None and before.load == load and not before.sums.num_rounds:
@@ -479,6 +457,9 @@ class PairChooser:
         for near in (self._loads.get(load - 1), self._loads.get(load + 1)):
             if near is not None and not near.costs.is_empty:
                 return near.arm
+        known = [other for other, state in self._loads.items() if other > load and not state.costs.is_empty]
+        if known and self._loads[min(known)].arm.length:
+            return self._loads[min(known)].arm
         return PLAIN if load else self._first_arm
 
     def _best(self, state: LoadState, load: int) -> Arm:
@@ -493,60 +474,6 @@ class PairChooser:
         if state.arm in rates and rates[best] < (1.0 + LEAST_GAIN) * rates[state.arm]:
             return state.arm
         return best
-
-    def _probes_due_in_s(self, state: LoadState, load: int) -> dict[Arm, float]:
-        """Returns after how long each arm but the chosen one is to be probed: the longer, the more that is expected to
-        cost.
-        """
-        estimates = {arm: self.estimate(arm, load) for arm in self.arms}
-        chosen_rate = estimates[state.arm].tokens_per_second
-        rivals = self._rivals(state, estimates)
-        left_s = {}
-        for arm, estimate in estimates.items():
-            if arm == state.arm or (estimate.num_windows and arm not in rivals):
-                continue
-            lost_s = self._lost_s(state, arm, load)
-            probes = state.probes.get(arm)
-            if probes is None:
-                probes = state.probes[arm] = Probes(state.used_s)
-            is_early = arm == PLAIN or (estimate.num_windows < FIRST_PROBES and arm in rivals)
-            share = FIRST_PROBE_SHARE if is_early else PROBE_SHARE
-            is_basis = arm == PLAIN and 0 < estimate.num_windows < PLAIN_PROBES
-            is_basis = is_basis and chosen_rate < NEARLY_PLAIN * estimate.tokens_per_second
-            if is_basis:
-                pause_s = probes.least_pause_s
-            elif estimate.num_windows:
-                pause_s = max(probes.least_pause_s, lost_s / share)
-            elif probes.is_in_vain:
-                pause_s = max(probes.least_pause_s, probes.took_s * LEAST_LOSS / PROBE_SHARE)
-            elif self.acceptance.is_unknown(arm) or estimate.tokens_per_second >= (1.0 + LEAST_GAIN) * chosen_rate:
-                pause_s = 0.0  # an expected gain is no cost
-            else:
-                pause_s = lost_s / share
-            due_at = probes.last_at + pause_s
-            if estimate.num_windows and estimate.tokens_per_second < chosen_rate and arm != PLAIN:  # else it may gain
-                due_at = max(due_at, state.no_probe_before)
-            left_s[arm] = due_at - state.used_s
-        return left_s
-
-    def _rivals(self, state: LoadState, estimates: Mapping[Arm, ArmEstimate]) -> set[Arm]:
-        """Returns the arms that may turn out to be better than the chosen one: plain decoding, the best length of each
-        source, and the lengths next to the chosen one.
-        """
-        sources: dict[DraftSource | None, list[Arm]] = {}
-        for arm in self.arms:
-            sources.setdefault(arm.source, []).append(arm)
-        rivals = {max(arms, key=lambda arm: estimates[arm].tokens_per_second) for arms in sources.values()}
-        own = sources[state.arm.source]
-        at = own.index(state.arm)
-        return rivals.union(own[max(0, at - 1) : at + 2])
-
-    def _lost_s(self, state: LoadState, arm: Arm, load: int) -> float:
-        """Returns the time in which the chosen arm would make the tokens that a probe of another one costs."""
-        chosen, other = self.estimate(state.arm, load), self.estimate(arm, load)
-        share = 1.0 - other.tokens_per_second / chosen.tokens_per_second
-        took_s = state.probes[arm].took_s if arm in state.probes else 0.0
-        return max(took_s, self._window_s(other.round_s)) * max(LEAST_LOSS, share)
 
 
 def _is_slow(times: RoundTimes) -> bool:

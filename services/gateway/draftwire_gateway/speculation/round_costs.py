@@ -38,6 +38,8 @@ class ArmCost:
     """Tokens that the rounds committed; old ones fade."""
     expected_tokens: float = 0.0
     """Those that were expected of the same rounds by the acceptance at their time."""
+    is_doubtful: bool = False
+    """Whether that was measured where all times are others: a guess, until more is measured."""
 
     @property
     def round_s(self) -> float:
@@ -101,8 +103,19 @@ class RoundCosts:
         return not self._arms
 
     def measured(self, arm: Arm) -> ArmCost | None:
-        """Returns what was measured of an arm; None if it was not."""
-        return self._arms.get(arm)
+        """Returns what was measured of an arm; None if it was not, or is doubtful."""
+        cost = self._arms.get(arm)
+        return None if cost is None or cost.is_doubtful else cost
+
+    def doubt(self) -> None:
+        """Takes all that was measured for a guess, which the next window of an arm replaces."""
+        for cost in self._arms.values():
+            cost.is_doubtful = True
+
+    def is_doubtful(self, source: DraftSource | None) -> bool:
+        """Whether all that was measured of a source is, and something was."""
+        known = [cost.is_doubtful for arm, cost in self._arms.items() if arm.source is source]
+        return bool(known) and all(known)
 
     def draft_token_s(self, source: DraftSource) -> float:
         """Returns the time that drafting takes for a token, of trees for a depth, seconds; 0 before anything was
@@ -163,6 +176,8 @@ class RoundCosts:
         cost = self._arms.get(arm)
         if cost is None:
             cost = self._arms[arm] = ArmCost(rest_s, draft_s, verify_s)
+        if cost.is_doubtful:
+            cost.num_windows, cost.is_doubtful = 0, False
         weight = share * max(NEW_WEIGHT, 1.0 / (cost.num_windows + 1)) if cost.num_windows else 1.0
         before = replace(cost)
         cost.rest_s += weight * (rest_s - cost.rest_s)

@@ -15,6 +15,8 @@ OWN_DRAFTS = 16
 """A session's drafts, before they alone can shorten its next ones."""
 OWN_GAIN = 0.10
 """By so much a shorter draft must be better for a session, to depart from the length of all."""
+OWN_EVERY = 4
+"""A session's drafts, after which its length is computed anew within a window."""
 
 
 class Asked(NamedTuple):
@@ -40,10 +42,15 @@ class SessionLength:
         """The latest requests, of different rounds."""
         self._is_fresh = True
         """Whether no drafter's block was verified since the last round without: the drafter has much to read first."""
+        self._is_opening = True
+        """Whether a drafter that is asked to draft next has to read the text first, or reads it."""
         self._ended_at: float | None = None
         """When the latest round and the wait for its reader ended; None before the first one did."""
         self._is_reading = True
         """Whether the prompt is still being read."""
+        self._shortened_at: tuple[Window, int] | None = None
+        """The window, and the session's drafts by a multiple of `OWN_EVERY`, for which its length was computed last."""
+        self._shortened_to = 0
         pair.join()
 
     def uses_drafter(self, now: float) -> bool:
@@ -52,7 +59,7 @@ class SessionLength:
 
     def close(self) -> None:
         """Counts the session out."""
-        self.end_reading(time.perf_counter())
+        self._end_reading(time.perf_counter(), is_read=False)
         self._pair.leave()
 
     def next_draft(self, round_number: int, most: int, now: float) -> Arm:
@@ -88,17 +95,23 @@ class SessionLength:
 
     def observe(self, times: RoundTimes) -> None:
         """Takes note of a round; a `RoundObserver`."""
-        self.end_reading(times.ended_at)
+        self._end_reading(times.ended_at, is_read=True)
         asked = next((asked for asked in reversed(self._asked) if asked.round <= times.round), None)
         ended_at = times.ended_at + times.gateway_s
         if self._ended_at is not None and not times.is_first:  # all pay for the prompt at the verifier
-            self._pair.count(times, None if asked is None else asked.window, ended_at - self._ended_at)
+            window = None if asked is None else asked.window
+            is_opening = self._is_opening and window is not None and window.arm.uses_drafter
+            self._pair.count(times, window, ended_at - self._ended_at, is_opening=is_opening)
         self._ended_at = ended_at
         if asked is None:
             return
         window, arm = asked.window, asked.arm
         self._learn(times, window, arm)
         is_whole = arm == window.arm and not times.is_first and not times.lost_s and not _reads_for_drafts(times)
+        if times.num_draft_tokens and not _is_verifiers(times):
+            self._is_opening = False
+        elif not window.arm.uses_drafter:
+            self._is_opening = True
         was_fresh, self._is_fresh = self._is_fresh, not times.num_draft_tokens or _is_verifiers(times)
         if arm.uses_drafter:
             is_whole = is_whole and not was_fresh and times.why_plain not in _NOT_OF_THE_LENGTH
@@ -120,18 +133,20 @@ class SessionLength:
         if chains is not None and chains.num_surprises > num_surprises:
             pair.forget_trees()
 
-    def end_reading(self, now: float) -> None:
-        """Records that the prompt was read, unless it was recorded before."""
+    def _end_reading(self, now: float, *, is_read: bool) -> None:
         if self._is_reading:
             self._is_reading = False
-            self._pair.end_reading(now)
+            self._pair.end_reading(now, is_read=is_read)
 
     def _ask(self, round_number: int, window: Window, wanted: Arm, most: int) -> Arm:
         """Returns an arm as far as there is room, or a shorter one that is better for this session; and remembers."""
         length = max(0, min(wanted.length, most))
         own = None if wanted.source is None else self._acceptance.get(wanted.source)
         if own is not None and length > 1 and window.arm == (wanted.source, length, 0) and not window.is_probe:
-            length = self._shortened(window, own)
+            at = window, own.num_drafts // OWN_EVERY
+            if at != self._shortened_at:
+                self._shortened_at, self._shortened_to = at, self._shortened(window, own)
+            length = self._shortened_to
         arm = wanted._replace(length=length) if length else PLAIN
         if self._asked and self._asked[-1].round == round_number:
             self._asked.pop()

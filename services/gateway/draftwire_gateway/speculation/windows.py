@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from draftwire_gateway.speculation.arms import Arm
+from draftwire_gateway.speculation.pair_acceptance import PairAcceptance
 from draftwire_gateway.speculation.round_costs import WindowSums
 
 LEAST_ROUNDS = 20
@@ -12,13 +13,15 @@ LEAST_QUIET = 0.1
 """A window is calm if so large a share of its rounds is quiet."""
 MOST_WARMING = 0.25
 """Share of the rounds of a window whose sessions may still have no drafter."""
+EXPECTED_FOR = 4
+"""Rounds for which what is expected of one is not computed anew: all sessions of a step wait for that."""
 REMEMBERED_S = 30.0
 """After so long, a third is left of what is known of yields: one that is not used is trusted again."""
 TRUSTED_S = 1.0
 """That an arm yields what is expected counts like so much time in which it was measured, of all sessions, seconds."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Window:
     """A stretch of time in which all sessions have one arm."""
 
@@ -27,14 +30,18 @@ class Window:
     """See `load_of`."""
     began_at: float
     is_probe: bool
-    counts_from: float
+    settled_at: float
     """Rounds that began earlier do not count: other sessions still had another arm."""
+    counts_from: float = field(init=False)
+    """Nor do those that began earlier than that, if there are others: drafters still read the texts of many."""
     num_surprises: int = 0
     """Of the acceptance, when it began: the next one ends it."""
     next_due: float = math.inf
     """When it is another arm's turn to be probed."""
     began_used_s: float = 0.0
     """Time of use of the load by then, seconds."""
+    expected_rate: float | None = None
+    """Tokens/s that are expected of a session; None of a probe, or if nothing was measured of its arm."""
     quiet: WindowSums = field(default_factory=WindowSums)
     """Over rounds beside which nobody read a prompt."""
     all: WindowSums = field(default_factory=WindowSums)
@@ -47,6 +54,18 @@ class Window:
     """Over rounds of the other sessions before the window began anew: better than nothing, where texts end too soon for
     more.
     """
+    _expected_tokens: float = field(default=0.0, init=False)
+    _expects_for: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.counts_from = self.settled_at
+
+    def expected_tokens(self, acceptance: PairAcceptance) -> float:
+        """Returns the tokens that are expected of the next round of the arm, as the acceptance was some rounds ago."""
+        if self._expects_for == 0:
+            self._expected_tokens, self._expects_for = acceptance.mean_tokens(self.arm), EXPECTED_FOR
+        self._expects_for -= 1
+        return self._expected_tokens
 
     @property
     def is_warming(self) -> bool:
@@ -102,17 +121,21 @@ class Beside:
 
 @dataclass(slots=True)
 class Yield:
-    """What sessions have made of the rate that is expected of them. A drafter's prompts, rounds until it is ready and
-    waits are in no arm's rounds, and are a cost all the same.
+    """What sessions have made of the rate that is expected of them. Waits for drafters, and rounds without room for a
+    whole draft, are in no arm's rounds, and are a cost all the same.
     """
 
     num_tokens: float = 0.0
     expected_tokens: float = 0.0
     """Old ones fade, of both."""
 
-    def fade(self, seconds: float) -> None:
-        """Forgets, as so many seconds pass."""
-        kept = math.exp(-seconds / REMEMBERED_S)
+    def add(self, num_tokens: int, expected_tokens: float) -> None:
+        """Adds a round."""
+        self.num_tokens += num_tokens
+        self.expected_tokens += expected_tokens
+
+    def fade(self, kept: float) -> None:
+        """Forgets all but a share."""
         self.num_tokens *= kept
         self.expected_tokens *= kept
 
@@ -126,6 +149,65 @@ class Yield:
         return (self.num_tokens + trusted) / (self.expected_tokens + trusted)
 
 
-def new_yields() -> dict[bool, Yield]:
-    """Returns what nothing is known of yet, without a drafter and with one."""
-    return {False: Yield(), True: Yield()}
+@dataclass(slots=True)
+class Openings:
+    """What it costs that a drafter has to read a text before it drafts for it: tokens that are not made meanwhile. With
+    drafts, each new text costs that; a change of the arm costs it once for all that run.
+    """
+
+    lost_tokens: float = 0.0
+    num_openings: float = 0.0
+    num_texts: float = 0.0
+    """That began."""
+    num_tokens: float = 0.0
+    """Of all rounds; old ones fade, as do the others."""
+
+    def add(self, num_tokens: int, expected_tokens: float, *, is_over: bool) -> None:
+        """Adds a round of a session whose drafter does not draft yet, or drafted first in it."""
+        self.lost_tokens += expected_tokens - num_tokens
+        self.num_openings += is_over
+
+    def fade(self, kept: float) -> None:
+        """Forgets all but a share."""
+        self.lost_tokens *= kept
+        self.num_openings *= kept
+        self.num_texts *= kept
+        self.num_tokens *= kept
+
+    @property
+    def share(self) -> float:
+        """The share of tokens that is left with drafts, if texts are as long as they were; 1 if nothing is known."""
+        if self.lost_tokens <= 0.0 or not self.num_tokens:
+            return 1.0
+        lost_each = self.lost_tokens / max(1.0, self.num_openings)
+        return self.num_tokens / (self.num_tokens + self.num_texts * lost_each)
+
+
+@dataclass(slots=True)
+class Yields:
+    """What is made at a load of the rates that are expected of its arms."""
+
+    plain: Yield = field(default_factory=Yield)
+    """Without a drafter."""
+    drafts: Yield = field(default_factory=Yield)
+    """With one."""
+    openings: Openings = field(default_factory=Openings)
+
+    def of(self, *, uses_drafter: bool) -> Yield:
+        """Returns that of arms with a drafter, or without."""
+        return self.drafts if uses_drafter else self.plain
+
+    def fade(self, seconds: float) -> None:
+        """Forgets, as so many seconds pass."""
+        kept = math.exp(-seconds / REMEMBERED_S)
+        for known in (self.plain, self.drafts, self.openings):
+            known.fade(kept)
+
+    def share(self, rate: float, *, uses_drafter: bool) -> float:
+        """Returns the share that is made of a rate.
+
+        Args:
+            rate: tokens/s that are expected of all sessions.
+            uses_drafter: whether the arm does.
+        """
+        return self.of(uses_drafter=uses_drafter).share(rate) * (self.openings.share if uses_drafter else 1.0)

@@ -1,0 +1,99 @@
+"""What rounds of arms are expected to cost that were measured, and that were not."""
+
+import pytest
+
+from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
+from draftwire_gateway.speculation.round_costs import MOST_SLOWNESS, RoundCosts, WindowSums
+from tests.unit.simulated_sessions import costs_of, of
+
+
+def test_price_of_rows_grows_with_the_sessions_and_that_of_passes_does_not() -> None:
+    costs, length = RoundCosts(), 4
+    costs.add(PLAIN, WindowSums(10, 10 * 0.030, 10 * 0.030, 0.0, 10, 10.0), 1.0)
+    arm = Arm(DraftSource.DRAFTER, length)
+    assert not costs.tells_price_of(DraftSource.DRAFTER)
+    drafting_s, rows_s, hops_s = 0.008, 0.016, 0.005
+    round_s = 0.030 + drafting_s + rows_s + hops_s
+    costs.add(arm, WindowSums(10, 10 * round_s, 10 * (0.030 + rows_s), 10 * drafting_s, 10, 10.0), 1.0)
+    for growth in (0.25, 1.0, 4.0):
+        assert costs.price_s(arm, growth) == pytest.approx(drafting_s + growth * rows_s + hops_s)
+
+
+def test_source_of_which_nothing_is_known_is_tried_at_once_at_a_new_load() -> None:
+    costs = costs_of(of0=0.004, of4=0.012)
+    assert costs.round_s(Arm(DraftSource.VERIFIER, 4)) == pytest.approx(0.004), "as if guesses were free"
+    costs.add(Arm(DraftSource.VERIFIER, 4), WindowSums(20, 0.2, 0.1, 0.0, 20, 20.0), 1.0)
+    assert costs.round_s(Arm(DraftSource.VERIFIER, 4)) == pytest.approx(0.01)
+    assert costs.bias(of(4)) == pytest.approx(1.0)
+
+
+def test_lengths_that_were_not_measured_are_on_the_line_of_the_others() -> None:
+    costs = costs_of(of0=0.003, of1=0.004, of2=0.005, of4=0.007)
+    assert costs.round_s(of(3)) == pytest.approx(0.006)
+    assert costs.round_s(of(8)) == pytest.approx(0.011)
+    assert costs.round_s(of(0)) == pytest.approx(0.003)
+    alone = costs_of(of4=0.012)
+    assert alone.round_s(of(8)) == pytest.approx(0.012 + 4 * alone.draft_token_s(DraftSource.DRAFTER))
+    assert alone.round_s(of(0)) == pytest.approx(0.002), "at best, a step of the verifier"
+
+
+def test_lengths_next_to_each_other_say_little_of_those_far_from_them() -> None:
+    price_s = 0.001
+    costs = costs_of(of6=0.0565, of8=0.050)  # a window of the shorter one happened to be slow
+    assert 0.050 - 4 * price_s < costs.round_s(of(4)) < 0.0565
+    costs = costs_of(of1=0.010, of8=0.080)
+    assert costs.round_s(of(4)) == pytest.approx(0.040, rel=0.05), "those far apart say all"
+
+
+def test_shorter_rounds_are_never_expected_to_take_next_to_nothing() -> None:
+    costs = RoundCosts()
+    for length, seconds in ((4, 0.4), (8, 1.5)):  # a line through them says that 3 tokens take 0.12 s, and 2 none
+        costs.add(of(length), WindowSums(10, 10 * seconds, 10 * seconds, 0.0, 20, 20.0), 1.0)
+    assert [costs.round_s(of(length)) for length in (0, 1, 2)] == [pytest.approx(0.08)] * 3
+
+
+def test_probe_in_a_slow_time_is_compared_with_the_chosen_arm_around_it() -> None:
+    costs = costs_of(of0=0.004, of4=0.012)
+    slow = WindowSums(20, 20 * 0.006, 20 * 0.003, 0.0, 20, 20.0)
+    assert costs.slowness(PLAIN, slow) == pytest.approx(1.5)
+    costs.add(of(4), WindowSums(20, 20 * 0.018, 20 * 0.003, 20 * 0.006, 20, 20.0), 1.0, slowness=1.5)
+    assert costs.round_s(of(4)) == pytest.approx(0.012)
+    assert costs.round_s(PLAIN) == pytest.approx(0.004)
+    costs.correct(of(4), 1.1)
+    measured = costs.measured(of(4))
+    assert measured is not None
+    assert measured.round_s == pytest.approx(0.0132)
+    assert costs.slowness(PLAIN, WindowSums(1, 1.0)) == MOST_SLOWNESS, "no time of day is that slow"
+
+
+def test_probe_changes_what_is_known_of_its_arm_alone() -> None:
+    """Else the ratio of two arms would stay what their first windows made of it."""
+    costs = costs_of(of0=0.004, of4=0.012)
+    for _ in range(30):
+        costs.add(PLAIN, WindowSums(20, 20 * 0.003, 20 * 0.002, 0.0, 20, 20.0), 1.0, slowness=1.0)
+    assert costs.round_s(PLAIN) == pytest.approx(0.003, rel=0.01)
+    assert costs.round_s(of(4)) == pytest.approx(0.012)
+
+
+def test_machine_that_becomes_slower_does_so_for_all_lengths() -> None:
+    costs = costs_of(of0=0.004, of4=0.012)
+    for _ in range(60):
+        costs.add(of(4), WindowSums(20, 20 * 0.024, 20 * 0.004, 20 * 0.008, 20, 20.0), 1.0)
+    assert costs.round_s(of(0)) == pytest.approx(0.008, rel=0.01)
+
+
+def test_what_is_doubtful_is_a_guess_that_the_next_window_replaces() -> None:
+    costs = costs_of(of0=0.004, of4=0.012)
+    costs.doubt()
+    assert costs.measured(PLAIN) is None
+    assert not costs.is_empty
+    assert costs.is_doubtful(DraftSource.DRAFTER)
+    assert not costs.is_doubtful(DraftSource.VERIFIER), "of which nothing was measured"
+    assert costs.round_s(of(4)) == pytest.approx(0.012), "better than nothing"
+    costs.add(of(4), WindowSums(20, 20 * 0.024, 20 * 0.004, 20 * 0.008, 20, 20.0), 1.0)
+    measured = costs.measured(of(4))
+    assert measured is not None
+    assert not costs.is_doubtful(DraftSource.DRAFTER)
+    assert (measured.round_s, measured.num_windows) == (pytest.approx(0.024), 1)
+    assert costs.measured(PLAIN) is None
+    assert costs.round_s(PLAIN) == pytest.approx(0.008), "it is the machine that is slower than it was"
