@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulated_pair import SimulatedPair, Simulation, round_times
+from benchmarks.pair_simulation import SimulatedPair, Simulation, round_times
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.load_probes import LONGEST_PAUSE_S

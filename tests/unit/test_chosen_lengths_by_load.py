@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulated_pair import Simulation, bursts, round_times, waves
+from benchmarks.pair_simulation import Simulation, round_times
+from benchmarks.simulated_pair import bursts, waves
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser, load_of

@@ -6,7 +6,8 @@ from statistics import mean
 
 import pytest
 
-from benchmarks.simulated_pair import FIXED_TREES, SIBLINGS, Simulation, round_times
+from benchmarks.pair_simulation import Simulation, round_times
+from benchmarks.simulated_pair import FIXED_TREES, SIBLINGS
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import TREES, PairChooser

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from gateway_fakes import GONE, PROMPT, STORY, FakeDrafter, FakePeers, FakeTarget, in_virtual_time, make_generation, now
 
-from benchmarks.simulated_pair import round_times
+from benchmarks.pair_simulation import round_times
 from draftwire.errors import NoRoomError
 from draftwire.method.rounds import BlockSent, DraftTimings, Permit, SendDrafted, Verdict
 from draftwire.method.token_source import TokenSource

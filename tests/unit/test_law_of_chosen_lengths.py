@@ -17,7 +17,7 @@ import torch
 from enumeration import Law, largest_deviation, law_of_target, outcome_law
 from torch import Tensor
 
-from benchmarks.simulated_pair import round_times
+from benchmarks.pair_simulation import round_times
 from draftwire.checking.all_trees import AllTrees, all_trees, stated_tree_emissions
 from draftwire.checking.cube import integrate
 from draftwire.checking.emissions import Emissions, completed_law, num_codes, sequence_law

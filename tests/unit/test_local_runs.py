@@ -7,7 +7,7 @@ import pytest
 from gateway_fakes import GONE, FakeDrafter, FakeTarget, collect, in_virtual_time, make_generation, make_loop
 from test_drafter_seat import Seating, seating
 
-from benchmarks.simulated_pair import round_times
+from benchmarks.pair_simulation import round_times
 from draftwire.drafting.heads.head_names import HEAD_NAMES
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import Fence, LocalDraft, Verdict, WatchedGuess
