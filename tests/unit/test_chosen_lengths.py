@@ -9,7 +9,15 @@ import pytest
 from benchmarks.pair_simulation import SimulatedPair, Simulation, round_times
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
-from draftwire_gateway.speculation.load_probes import LONGEST_PAUSE_S
+from draftwire_gateway.speculation.explanation import ArmEstimate
+from draftwire_gateway.speculation.load_probes import (
+    FIRST_PROBE_SHARE,
+    LEAST_LOSS,
+    LONGEST_PAUSE_S,
+    PROBE_SHARE,
+    LoadProbes,
+    Prospects,
+)
 from draftwire_gateway.speculation.pair_chooser import LENGTHS, PairChooser
 from draftwire_gateway.speculation.pairs import MAX_PAIRS, PairName, Pairs
 from draftwire_gateway.speculation.session_length import SessionLength
@@ -305,3 +313,16 @@ def test_pause_between_probes_is_bounded() -> None:
     Simulation(pair_of(5, 200, 2, 0.95, 1), None, chooser=chooser).tokens_per_s(400.0)
     windows = [estimate.num_windows for estimate in chooser.explain(DraftSource.DRAFTER).loads[0].estimates]
     assert min(windows) >= 400.0 / (3 * LONGEST_PAUSE_S), "the worse length is tried again and again"
+
+
+def test_drafts_that_may_be_better_than_plain_decoding_are_measured_more_often_than_those_that_are_worse() -> None:
+    """Up to the margin by which they must be better to be chosen, a few windows can be wrong about them."""
+
+    def due_in_s(rate: float) -> float:
+        drafts = Arm(DraftSource.DRAFTER, 4)
+        estimates = {PLAIN: ArmEstimate(0, 1.0, 1.0, 20, 1.0), drafts: ArmEstimate(4, rate, 1.0, 5, 1.0)}
+        known = Prospects(PLAIN, estimates, 100.0, lambda round_s: round_s, lambda arm: False)
+        return LoadProbes().due_in_s(known, begins=False)[drafts]
+
+    assert due_in_s(1.03) == pytest.approx(LEAST_LOSS / FIRST_PROBE_SHARE)
+    assert due_in_s(0.97) == pytest.approx(LEAST_LOSS / PROBE_SHARE)
