@@ -277,7 +277,9 @@ def test_drafts_that_were_slow_beside_prompts_are_tried_at_once_when_none_are_re
         arm = session.next_draft(number, 100, now)
         is_beside = now < 15.0
         took_s = 0.03 + 0.001 * arm.length + 0.2 * (is_beside and arm.length > 0)
-        session.observe(round_times(number, now, now + took_s, arm.length, min(1, arm.length), 0.001 * arm.length, 0.02))
+        session.observe(
+            round_times(number, now, now + took_s, arm.length, min(1, arm.length), 0.001 * arm.length, 0.02)
+        )
         now, number = now + took_s, number + 1
         if is_beside and now >= 15.0:
             reader._end_reading(now, is_read=True)
