@@ -1,7 +1,7 @@
 """Chosen lengths of drafts: near the best fixed one in simulated pairs, and what is learnt from which rounds."""
 
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -94,9 +94,9 @@ GUESSING = {
 }
 
 
-@pytest.mark.parametrize("num_sessions", [1, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("num_sessions", "least"), [(1, 0.95), pytest.param(16, 0.93, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", GUESSING)
-def test_whoever_drafts_best_is_chosen(case: str, num_sessions: int) -> None:
+def test_whoever_drafts_best_is_chosen(case: str, num_sessions: int, least: float) -> None:
     own, acceptance, row_us, best = GUESSING[case]
     pair = SimulatedPair(0.020, row_us * 1e-6, 5e-4, lambda now: acceptance, num_sessions, own_acceptance=own)
     arms = (
@@ -108,17 +108,20 @@ def test_whoever_drafts_best_is_chosen(case: str, num_sessions: int) -> None:
     )
     fixed = {arm: Simulation(pair, arm).tokens_per_s(10.0, 1.0) for arm in arms}
     assert max(fixed, key=lambda arm: fixed[arm]) == best
-    chooser = PairChooser(8, 4, pair.sources)
-    chosen = Simulation(pair, None, chooser=chooser).tokens_per_s(30.0, 15.0)
-    assert chosen > 0.95 * fixed[best], "the rest are probes"
-    explained = {source: chooser.explain(source).loads[-1] for source in pair.sources}
-    assert {load.chosen for load in explained.values()} == {best.source}
-    for source, load in explained.items():
+    choosers = [PairChooser(8, 4, pair.sources) for _ in range(3)]
+    chosen = [
+        Simulation(pair, None, seed, chooser=chooser).tokens_per_s(45.0, 15.0) for seed, chooser in enumerate(choosers)
+    ]
+    assert mean(chosen) > least * fixed[best], "the rest are probes, and lengths next to the best for a while"
+    explained = {source: [chooser.explain(source).loads[-1] for chooser in choosers] for source in pair.sources}
+    assert {load.chosen for loads in explained.values() for load in loads} == {best.source}
+    for source, loads in explained.items():
         for length in (4, 8):
             arm = Arm(source, length)
-            assert load.estimates[length].tokens_per_second * num_sessions == pytest.approx(fixed[arm], rel=0.25), arm
+            expected = mean(load.estimates[length].tokens_per_second for load in loads)
+            assert expected * num_sessions == pytest.approx(fixed[arm], rel=0.25), arm
     if best.source is not None:
-        assert explained[best.source].length == best.length
+        assert median(load.length for load in explained[best.source]) == best.length
 
 
 FIRST_SECONDS = {

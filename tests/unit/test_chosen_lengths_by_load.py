@@ -1,6 +1,7 @@
 """Chosen lengths where the number of sessions changes: texts that come in bursts, and probes that they cut short."""
 
 from dataclasses import replace
+from itertools import count
 from statistics import mean
 from typing import Any
 
@@ -12,7 +13,7 @@ from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser, load_of
 from draftwire_gateway.speculation.session_length import SessionLength
-from draftwire_gateway.speculation.windows import Openings
+from draftwire_gateway.speculation.windows import LEAST_ROUNDS, Openings
 from tests.unit.simulated_sessions import InStep, first_probe, pair_of
 
 
@@ -216,8 +217,8 @@ def drafting(chooser: PairChooser) -> float:
 def test_rounds_until_a_drafter_has_read_a_text_are_the_cost_of_a_new_one() -> None:
     chooser = PairChooser(8, 4)
     now = drafting(chooser)
-    yields, session = chooser._loads[0].yields, SessionLength(chooser)
-    drafts, rate = yields.drafts.expected_tokens, chooser.window(now).expected_rate
+    yields, session, window = chooser._loads[0].yields, SessionLength(chooser), chooser.window(now)
+    before_s, rate = window.made.seconds, window.expected_rate
     assert rate is not None
     for number in range(4):
         session.next_draft(number, 100, now)
@@ -226,12 +227,12 @@ def test_rounds_until_a_drafter_has_read_a_text_are_the_cost_of_a_new_one() -> N
         changes: dict[str, Any] = {"is_first": number == 0, "why_plain": why}
         session.observe(round_times(number, now, now + 0.05, drafted, drafted, **changes))
         now += 0.05
-    assert yields.drafts.expected_tokens == drafts, "whole rounds alone"
+    assert window.made.seconds == before_s, "whole rounds alone"
     assert yields.openings.num_openings == pytest.approx(1.0, abs=0.01)
     assert yields.openings.lost_tokens == pytest.approx(0.15 * rate - 2 - 9, rel=0.01)
     session.next_draft(4, 100, now)
     session.observe(round_times(4, now, now + 0.05, 8, 8))
-    assert yields.drafts.expected_tokens == pytest.approx(drafts + 0.05 * rate, rel=1e-3)
+    assert window.made.seconds == pytest.approx(before_s + 0.05)
 
 
 def test_what_a_drafter_reads_is_a_cost_of_each_text_and_not_of_a_change_of_the_arm() -> None:
@@ -249,13 +250,32 @@ def test_what_a_drafter_reads_is_a_cost_of_each_text_and_not_of_a_change_of_the_
 def test_rounds_that_began_before_the_arm_did_say_nothing_of_what_it_yields() -> None:
     chooser = PairChooser(8, 4)
     now = drafting(chooser)
-    window, known = chooser.window(now), chooser._loads[0].yields.drafts
+    window = chooser.window(now)
     window.settled_at = now + 1.0
-    before = known.expected_tokens
-    for started_at, more in ((now + 0.9, 0.0), (now + 1.0, 0.5 * (window.expected_rate or 0.0))):
+    before_s = window.made.seconds
+    for started_at, more_s in ((now + 0.9, 0.0), (now + 1.0, 0.5)):
         times = round_times(0, started_at, started_at + 0.5, 8, 8)
         chooser.count(times, window, 0.5, is_opening=False)
-        assert known.expected_tokens == pytest.approx(before + more)
+        assert window.made.seconds == pytest.approx(before_s + more_s)
+
+
+@pytest.mark.parametrize("slowness", [1.0, 2.0])
+def test_time_that_is_in_no_round_of_the_arm_is_a_loss_and_rounds_that_are_slower_than_before_are_none(
+    slowness: float,
+) -> None:
+    """Their time is known anew, so that it would count twice."""
+    chooser = PairChooser(8, 4)
+    now = drafting(chooser)
+    chooser._end_window(chooser.window(now), now)
+    window, yields = chooser.window(now), chooser._loads[0].yields
+    yields.drafts.num_tokens = yields.drafts.expected_tokens = 0.0
+    for number in range(20):
+        times = round_times(number, now, now + slowness * 0.05, 8, 8, 0.001, slowness * 0.04)
+        chooser.count(times, window, slowness * 0.05 * (1.25 if number % 2 else 1.0), is_opening=False)
+        window.all.add(times, 9.0)
+        now = times.ended_at
+    chooser._end_window(window, now)
+    assert yields.drafts.num_tokens / yields.drafts.expected_tokens == pytest.approx(1 / 1.125)
 
 
 def test_session_that_ends_before_its_prompt_is_read_is_no_text() -> None:
@@ -288,3 +308,23 @@ def test_drafts_that_were_slow_beside_prompts_are_tried_at_once_when_none_are_re
     assert drafted_at
     assert drafted_at[0] < 18.0, "after a plain window, though ten times slower is what was measured of them"
     assert len(drafted_at) > 0.5 * (30.0 - 18.0) / 0.04, "and they are chosen then"
+
+
+def test_probe_waits_until_the_window_before_it_has_measured_something() -> None:
+    """Drafters may still read when its turn comes: then the window of the chosen arm would have been in vain."""
+    chooser = PairChooser(8, 4)
+    now = drafting(chooser)
+    chooser._end_window(chooser.window(now), now)
+    window = chooser.window(now)
+    window.next_due = now
+    for number in count():
+        if window.all.num_rounds == LEAST_ROUNDS // 2:
+            break
+        assert chooser.window(now) is window
+        reads = round_times(number, now, now + 0.001, 0, 0, why_plain=WhyPlain.WARMING_UP)
+        chooser.observe(reads, window, is_whole=False)
+        assert chooser.window(now) is window
+        now += 0.001
+        chooser.observe(round_times(number, now, now + 0.001, 8, 8), window, is_whole=True)
+        now += 0.001
+    assert chooser.window(now) is not window

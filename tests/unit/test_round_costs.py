@@ -1,9 +1,12 @@
 """What rounds of arms are expected to cost that were measured, and that were not."""
 
+import math
+
 import pytest
 
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.round_costs import MOST_SLOWNESS, RoundCosts, WindowSums
+from draftwire_gateway.speculation.windows import Yields
 from tests.unit.simulated_sessions import costs_of, of
 
 
@@ -97,3 +100,53 @@ def test_what_is_doubtful_is_a_guess_that_the_next_window_replaces() -> None:
     assert (measured.round_s, measured.num_windows) == (pytest.approx(0.024), 1)
     assert costs.measured(PLAIN) is None
     assert costs.round_s(PLAIN) == pytest.approx(0.008), "it is the machine that is slower than it was"
+
+
+SHORT, LONG = Arm(DraftSource.VERIFIER, 4), Arm(DraftSource.VERIFIER, 8)
+
+
+def window_of(slowness: float, draft_tokens: float) -> WindowSums:
+    return WindowSums(20, 0.2 * slowness, 0.1 * slowness, 0.0, 20, 20.0, round(20 * draft_tokens))
+
+
+def measured_s(costs: RoundCosts, arm: Arm) -> float:
+    measured = costs.measured(arm)
+    assert measured is not None
+    return measured.round_s
+
+
+@pytest.mark.parametrize(
+    ("slowness", "draft_tokens", "of_plain"),
+    [
+        (1.5, 0.5, 1.5),
+        (1.5, 2.0, 1.0),  # where rows are all of a step, twice as many make it twice as long
+        (2.5, 2.0, 1.25),
+        (0.8, 0.5, 0.8),
+        (0.8, 0.0, 1.0),
+        (1.0, 2.0, 1.0),
+    ],
+)
+def test_drafts_that_become_frequent_do_not_make_plain_decoding_look_slower(
+    slowness: float, draft_tokens: float, of_plain: float
+) -> None:
+    """A verifier that drafts by itself has a guess in some rounds only, and in more of them of some texts."""
+    costs = costs_of(of0=0.010)
+    for arm in (SHORT, LONG):
+        costs.add(arm, window_of(1.0, 0.5), 1.0, slowness=1.0)
+    window = window_of(slowness, draft_tokens)
+    assert costs.slowness(SHORT, window) == pytest.approx(of_plain)
+    for _ in range(60):
+        costs.add(SHORT, window, 1.0)
+    assert measured_s(costs, PLAIN) == pytest.approx(0.010 * of_plain)
+    assert measured_s(costs, SHORT) == pytest.approx(0.010 * slowness)
+    assert measured_s(costs, LONG) == pytest.approx(0.010 * slowness), "it would have had as many guesses"
+
+
+def test_each_way_to_draft_has_its_own_yield() -> None:
+    yields, arms = Yields(), (PLAIN, SHORT, of(4))
+    for expected, arm in enumerate(arms, 2):
+        yields.of(arm).add(1000, 1000.0 * expected)
+    assert [yields.share(arm, 1e-6) for arm in arms] == [pytest.approx(1 / expected) for expected in (2, 3, 4)]
+    assert yields.of(LONG) is yields.of(SHORT)
+    yields.fade(30.0)
+    assert all(yields.of(arm).num_tokens == pytest.approx(1000 * math.exp(-1.0)) for arm in arms)

@@ -153,20 +153,21 @@ class PairChooser:
         """
         passed_s = min(LONGEST_ROUND_S, max(0.0, times.ended_at - self._used_until))
         self._used_until = max(self._used_until, times.ended_at)
-        window = window or self._window
+        current = self._window
+        window = window or current
         state = None if window is None else self._loads.get(window.load)
-        if window is None or state is None:
+        if window is None or current is None or state is None:
             return
         state.used_s += passed_s
         state.yields.openings.num_tokens += times.num_tokens
-        is_settled = times.started_at >= window.settled_at  # before, others still had another arm
-        if window.expected_rate is None or state.arm != window.arm or not is_settled or _is_slow(times):
-            return
-        expected_tokens = seconds * window.expected_rate
-        if is_opening:
+        is_of_arm = (current.load, current.arm) == (window.load, window.arm) and not current.is_probe
+        if not is_of_arm or times.started_at < current.settled_at or _is_slow(times):
+            return  # before, others still had another arm
+        if not is_opening:
+            current.made.add(times.num_tokens, seconds)
+        elif current.expected_rate is not None:
+            expected_tokens = seconds * current.expected_rate
             state.yields.openings.add(times.num_tokens, expected_tokens, is_over=times.num_draft_tokens > 0)
-        else:
-            state.yields.of(uses_drafter=window.arm.uses_drafter).add(times.num_tokens, expected_tokens)
 
     def observe(self, times: RoundTimes, window: Window, *, is_whole: bool) -> None:
         """Takes note of a round of a session, which was counted.
@@ -198,7 +199,8 @@ class PairChooser:
         if self._loads[current.load].costs.is_empty:
             least_rounds //= 2  # the first window is no better than a guess
         is_full = passed_s >= LEAST_WINDOW_S and current.num_rounds >= least_rounds
-        is_due = times.ended_at >= current.next_due
+        # A probe says little without a window of the chosen arm before it, and would cut that short for nothing.
+        is_due = times.ended_at >= current.next_due and current.sums.num_rounds >= LEAST_ROUNDS // 2
         is_outdated = self.acceptance.num_surprises(current.arm) > current.num_surprises
         if is_full or is_due or is_outdated or self._is_over(current, passed_s):
             self._end_window(current, times.ended_at)
@@ -225,7 +227,7 @@ class PairChooser:
         state = self._loads[load]
         costs, measured = state.costs, state.costs.measured(arm)
         tokens, round_s = self.acceptance.mean_tokens(arm) * costs.bias(arm), self._round_s(arm, load)
-        share = state.yields.share(2**load * tokens / round_s, uses_drafter=arm.uses_drafter)
+        share = state.yields.share(arm, 2**load * tokens / round_s)
         num_windows = 0 if measured is None else measured.num_windows
         return ArmEstimate(arm.length, tokens, round_s, num_windows, share, arm.num_nodes)
 
@@ -366,6 +368,8 @@ class PairChooser:
                 self._beside = None
             state.calm_at = state.used_s
         state.yields.fade(state.used_s - window.began_used_s)
+        if not window.is_probe:
+            state.yields.of(window.arm).add(window.made.num_tokens, window.expected_of_made)
         if window.num_rounds or not is_cut:
             state.was_calm = window.is_calm
         counts = window.is_calm or not self._waits_for_calm(state)

@@ -40,6 +40,8 @@ class ArmCost:
     """Those that were expected of the same rounds by the acceptance at their time."""
     is_doubtful: bool = False
     """Whether that was measured where all times are others: a guess, until more is measured."""
+    num_draft_tokens: float = 0.0
+    """Of a round, in the mean. A verifier that drafts by itself has no guess in most rounds of some texts."""
 
     @property
     def round_s(self) -> float:
@@ -62,6 +64,7 @@ class WindowSums:
     draft_s: float = 0.0
     num_tokens: int = 0
     expected_tokens: float = 0.0
+    num_draft_tokens: int = 0
 
     def add(self, times: RoundTimes, expected_tokens: float) -> None:
         """Adds a round."""
@@ -71,6 +74,7 @@ class WindowSums:
         self.draft_s += times.draft_s
         self.num_tokens += times.num_tokens
         self.expected_tokens += expected_tokens
+        self.num_draft_tokens += times.num_draft_tokens
 
     def merge(self, other: "WindowSums") -> None:
         """Adds the rounds of another stretch of time."""
@@ -80,11 +84,17 @@ class WindowSums:
         self.draft_s += other.draft_s
         self.num_tokens += other.num_tokens
         self.expected_tokens += other.expected_tokens
+        self.num_draft_tokens += other.num_draft_tokens
 
     @property
     def mean_round_s(self) -> float:
         """Mean time of the rounds, seconds; 0 if there are none."""
         return self.round_s / self.num_rounds if self.num_rounds else 0.0
+
+    @property
+    def mean_draft_tokens(self) -> float:
+        """Mean draft tokens of the rounds; 0 if there are none."""
+        return self.num_draft_tokens / self.num_rounds if self.num_rounds else 0.0
 
 
 class RoundCosts:
@@ -142,10 +152,11 @@ class RoundCosts:
         return max(0.0, (costs[last].verify_s - costs[first].verify_s) / (last.num_rows - first.num_rows))
 
     def slowness(self, arm: Arm, sums: WindowSums) -> float:
-        """Returns the time of rounds over what is known of their arm, which was measured: at most `MOST_SLOWNESS`, and
-        at least its reciprocal.
+        """Returns the time of rounds over what is known of their arm, which was measured, as far as the machine is the
+        cause: at most `MOST_SLOWNESS`, and at least its reciprocal.
         """
-        slowness = sums.mean_round_s / self._arms[arm].round_s
+        cost = self._arms[arm]
+        slowness = _beyond_rows(sums.mean_round_s / cost.round_s, cost.num_draft_tokens, sums.mean_draft_tokens)
         return min(MOST_SLOWNESS, max(1.0 / MOST_SLOWNESS, slowness))
 
     def correct(self, arm: Arm, factor: float) -> None:
@@ -159,7 +170,8 @@ class RoundCosts:
 
     def add(self, arm: Arm, sums: WindowSums, share: float, slowness: float | None = None) -> float:
         """Adds a window. What changes in the chosen arm's times is taken to be the machine, and changes those of all
-        others; what changes in a probe's is taken to be that arm alone.
+        others, but for what more or fewer draft tokens explain; what changes in a probe's is taken to be that arm
+        alone.
 
         Args:
             arm: of the window.
@@ -175,7 +187,7 @@ class RoundCosts:
         rest_s = max(1e-9, scale * sums.round_s - draft_s)
         cost = self._arms.get(arm)
         if cost is None:
-            cost = self._arms[arm] = ArmCost(rest_s, draft_s, verify_s)
+            cost = self._arms[arm] = ArmCost(rest_s, draft_s, verify_s, num_draft_tokens=sums.mean_draft_tokens)
         if cost.is_doubtful:
             cost.num_windows, cost.is_doubtful = 0, False
         weight = share * max(NEW_WEIGHT, 1.0 / (cost.num_windows + 1)) if cost.num_windows else 1.0
@@ -183,13 +195,17 @@ class RoundCosts:
         cost.rest_s += weight * (rest_s - cost.rest_s)
         cost.draft_s += weight * (draft_s - cost.draft_s)
         cost.verify_s += weight * (verify_s - cost.verify_s)
+        cost.num_draft_tokens += weight * (sums.mean_draft_tokens - cost.num_draft_tokens)
         cost.num_windows += 1
         cost.num_tokens = KEPT_TOKENS * cost.num_tokens + sums.num_tokens
         cost.expected_tokens = KEPT_TOKENS * cost.expected_tokens + sums.expected_tokens
+        growth = cost.rest_s / before.rest_s
+        growth_of_others = _beyond_rows(growth, before.num_draft_tokens, cost.num_draft_tokens)
         for other, other_cost in self._arms.items():
             if slowness is None and other != arm:
-                other_cost.rest_s *= cost.rest_s / before.rest_s
-                other_cost.verify_s *= cost.rest_s / before.rest_s
+                factor = growth if other.source is arm.source else growth_of_others
+                other_cost.rest_s *= factor
+                other_cost.verify_s *= factor
                 if other.source is arm.source and before.draft_s > 0.0:
                     other_cost.draft_s *= cost.draft_s / before.draft_s
         return weight
@@ -296,3 +312,16 @@ class RoundCosts:
         weights = {known: min(MOST_WINDOWS, cost.num_windows) for known, cost in costs.items()}
         rest_s = sum(weights[known] * (cost.round_s - price_s(known)) for known, cost in costs.items())
         return rest_s / sum(weights.values()) + price_s(arm)
+
+
+def _beyond_rows(slowness: float, num_before: float, num_now: float) -> float:
+    """Returns what more or fewer draft tokens do not explain of how much slower rounds are. A row may cost nothing, or
+    as much as all of a step: of what is possible, that is the nearest to no change.
+
+    Args:
+        slowness: time of the rounds over that of others before.
+        num_before: draft tokens of one of those.
+        num_now: of a round.
+    """
+    least, most = sorted((slowness, slowness * (1.0 + num_before) / (1.0 + num_now)))
+    return min(max(1.0, least), most)

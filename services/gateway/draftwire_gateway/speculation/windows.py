@@ -21,6 +21,20 @@ TRUSTED_S = 1.0
 """That an arm yields what is expected counts like so much time in which it was measured, of all sessions, seconds."""
 
 
+@dataclass(slots=True)
+class Made:
+    """What sessions made in all of their rounds, whether these are typical of the arm or not."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+    """That it took, of all sessions."""
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Adds a round."""
+        self.num_tokens += num_tokens
+        self.seconds += seconds
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Window:
     """A stretch of time in which all sessions have one arm."""
@@ -50,6 +64,8 @@ class Window:
     """Over rounds that waited for their reader. If most did, it is the gateway that has no time for them."""
     num_warming: int = 0
     """Rounds of sessions whose drafters still read their texts."""
+    made: Made = field(default_factory=Made)
+    """But for rounds before a drafter has read a text, and those that waited for their reader."""
     warming: WindowSums = field(default_factory=WindowSums)
     """Over rounds of the other sessions before the window began anew: better than nothing, where texts end too soon for
     more.
@@ -77,6 +93,15 @@ class Window:
         self.warming.merge(self.all)
         self.counts_from, self.num_warming = now, 0
         self.quiet, self.all, self.slow = WindowSums(), WindowSums(), WindowSums()
+
+    @property
+    def expected_of_made(self) -> float:
+        """The tokens that sessions had made if all of that time were rounds of the arm, as fast as those of the window
+        were: that they are slower than others were before is no loss of the arm.
+        """
+        if self.all.num_rounds >= LEAST_ROUNDS // 2:
+            return self.made.seconds * self.all.num_tokens / self.all.round_s
+        return self.made.num_tokens if self.expected_rate is None else self.made.seconds * self.expected_rate
 
     @property
     def is_slow(self) -> bool:
@@ -188,26 +213,30 @@ class Yields:
     """What is made at a load of the rates that are expected of its arms."""
 
     plain: Yield = field(default_factory=Yield)
-    """Without a drafter."""
+    """Of plain decoding."""
+    local: Yield = field(default_factory=Yield)
+    """With drafts of the verifier."""
     drafts: Yield = field(default_factory=Yield)
-    """With one."""
+    """With a drafter."""
     openings: Openings = field(default_factory=Openings)
 
-    def of(self, *, uses_drafter: bool) -> Yield:
-        """Returns that of arms with a drafter, or without."""
-        return self.drafts if uses_drafter else self.plain
+    def of(self, arm: Arm) -> Yield:
+        """Returns that of an arm and all that draft as it does."""
+        if arm.uses_drafter:
+            return self.drafts
+        return self.local if arm.length else self.plain
 
     def fade(self, seconds: float) -> None:
         """Forgets, as so many seconds pass."""
         kept = math.exp(-seconds / REMEMBERED_S)
-        for known in (self.plain, self.drafts, self.openings):
+        for known in (self.plain, self.local, self.drafts, self.openings):
             known.fade(kept)
 
-    def share(self, rate: float, *, uses_drafter: bool) -> float:
+    def share(self, arm: Arm, rate: float) -> float:
         """Returns the share that is made of a rate.
 
         Args:
+            arm: of the rate.
             rate: tokens/s that are expected of all sessions.
-            uses_drafter: whether the arm does.
         """
-        return self.of(uses_drafter=uses_drafter).share(rate) * (self.openings.share if uses_drafter else 1.0)
+        return self.of(arm).share(rate) * (self.openings.share if arm.uses_drafter else 1.0)
