@@ -94,10 +94,12 @@ GUESSING = {
 }
 
 
-@pytest.mark.parametrize(("num_sessions", "least"), [(1, 0.95), pytest.param(16, 0.93, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_sessions", [1, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", GUESSING)
-def test_whoever_drafts_best_is_chosen(case: str, num_sessions: int, least: float) -> None:
+def test_whoever_drafts_best_is_chosen(case: str, num_sessions: int) -> None:
     own, acceptance, row_us, best = GUESSING[case]
+    # With sixteen, the next length may look better than the best for seconds: in ten runs 0.92 to 0.96.
+    least = 0.93 if num_sessions > 1 and best == Arm(DraftSource.DRAFTER, 8) else 0.95
     pair = SimulatedPair(0.020, row_us * 1e-6, 5e-4, lambda now: acceptance, num_sessions, own_acceptance=own)
     arms = (
         PLAIN,
