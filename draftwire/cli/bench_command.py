@@ -37,6 +37,10 @@ PROMPTS = (
     "for i in range(10):\n",
 )
 """Default prompts: beginnings of Python files, which the embedded pair was trained on."""
+LEAST_REQUESTS, REQUESTS_AT_A_TIME = 16, 4
+"""Completions of a run by default: for each that runs at a time so many, and no fewer in all. A run of one wave takes as
+long as its longest text, and how many tokens the others have by then is chance.
+"""
 PERCENTILES = (50, 90, 99)
 TIMES = {
     "time_to_first_token_ms": "ms to first token",
@@ -96,8 +100,14 @@ def bench(
         ),
     ] = None,
     requests: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Completions of a run; prompts are used again and again.")
-    ] = 16,
+        int | None,
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help="Completions of a run; prompts are used again and again.",
+            show_default=f"{REQUESTS_AT_A_TIME} for each of --concurrency, at least {LEAST_REQUESTS}",
+        ),
+    ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Completions at a time.")] = 4,
     runs: Annotated[int, typer.Option(min=1, help="How often all is repeated; medians are shown.")] = 3,
     beside_plain: Annotated[
@@ -118,18 +128,19 @@ def bench(
         arguments["max_tokens"] = MAX_TOKENS
     elif request.max_tokens == 0:
         raise InvalidRequestError("max_tokens: without tokens there is nothing to measure")
+    num_requests = default_requests(concurrency) if requests is None else requests
     plan = BenchPlan(
         prompts=list(PROMPTS) if prompts is None else list(read_prompts(prompts)),
         options=arguments,
-        num_requests=requests,
-        concurrency=min(concurrency, requests),
+        num_requests=num_requests,
+        concurrency=min(concurrency, num_requests),
         num_runs=runs,
         beside_plain=beside_plain,
     )
     with connection.open_async() as client, _progress(make_console(stderr=True)) as progress:
         columns, explanation = asyncio.run(_measure(client, plan, connection.wait, progress, explain))
     results: dict[str, Any] = {
-        "requests": requests,
+        "requests": plan.num_requests,
         "concurrency": plan.concurrency,
         "runs": runs,
         "prompts": len(plan.prompts),
@@ -153,6 +164,11 @@ def bench(
         console.print(why_slower(arguments, explanation, plan.concurrency), soft_wrap=True)
     if explain:
         print_explanation(console, explanation, plan.concurrency)
+
+
+def default_requests(concurrency: int) -> int:
+    """Returns how many completions a run has, unless a number is asked for."""
+    return max(LEAST_REQUESTS, REQUESTS_AT_A_TIME * concurrency)
 
 
 def read_prompts(path: Path) -> "Iterator[Prompt]":

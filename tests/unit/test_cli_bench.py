@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 from cli_fakes import completion
 
-from draftwire.cli.bench_command import PROMPTS, BenchPlan, _warnings, percentile, read_prompts, speedup, summary
+from draftwire.cli.bench_command import (
+    PROMPTS,
+    BenchPlan,
+    _warnings,
+    default_requests,
+    percentile,
+    read_prompts,
+    speedup,
+    summary,
+)
 from draftwire.client import Completion, Piece
 from draftwire.client.measuring import Run, Timing, measure
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
@@ -50,6 +59,10 @@ def test_no_request_shares_its_cached_prefix_and_prompts_are_used_again() -> Non
     assert len({options["cache_salt"] for _, options in jobs}) == len(jobs) == 40
     assert [prompt for prompt, _ in jobs[:10]] == [*PROMPTS, *PROMPTS[:2]]
     assert {options["seed"] for _, options in jobs} == {None}
+
+
+def test_a_run_is_more_than_one_wave_by_default() -> None:
+    assert [default_requests(concurrency) for concurrency in (1, 4, 5, 16, 64)] == [16, 16, 20, 64, 256]
 
 
 def test_seeds_are_those_of_the_run_and_all_different() -> None:
