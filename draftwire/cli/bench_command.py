@@ -38,8 +38,8 @@ PROMPTS = (
 )
 """Default prompts: beginnings of Python files, which the embedded pair was trained on."""
 LEAST_REQUESTS, REQUESTS_AT_A_TIME = 16, 4
-"""Completions of a run by default: for each that runs at a time so many, and no fewer in all. A run of one wave takes as
-long as its longest text, and how many tokens the others have by then is chance.
+"""Completions of a run by default: the least in all, and for each that runs at a time. A run of one wave takes as long
+as its longest text, and how many tokens the others have by then is chance.
 """
 PERCENTILES = (50, 90, 99)
 TIMES = {
