@@ -11,6 +11,7 @@ from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.explanation import ArmEstimate
 from draftwire_gateway.speculation.load_probes import (
+    FIRST_PAUSE_S,
     FIRST_PROBE_SHARE,
     LEAST_LOSS,
     LONGEST_PAUSE_S,
@@ -23,6 +24,7 @@ from draftwire_gateway.speculation.pairs import MAX_PAIRS, PairName, Pairs
 from draftwire_gateway.speculation.session_length import SessionLength
 from tests.unit.simulated_sessions import beside, measured_plain_s, pair_of, run_rounds
 
+DRAFTS, SHORT_DRAFTS = Arm(DraftSource.DRAFTER, 4), Arm(DraftSource.DRAFTER, 1)
 CASES = {
     "nothing is accepted": (pair_of(5, 200, 2, 0.1, 1), 0),
     "nothing is accepted of many": (pair_of(20, 0, 2, 0.1, 16), 0),
@@ -331,3 +333,47 @@ def test_drafts_that_may_be_better_than_plain_decoding_are_measured_more_often_t
 
     assert due_in_s(1.03) == pytest.approx(LEAST_LOSS / FIRST_PROBE_SHARE)
     assert due_in_s(0.97) == pytest.approx(LEAST_LOSS / PROBE_SHARE)
+
+
+def prospects(used_s: float, chosen: Arm, drafts_rate: float) -> Prospects:
+    """Returns those of plain decoding at 1 token/s, short drafts that were not measured, and longer ones."""
+    rates = {PLAIN: (1.0, 1), SHORT_DRAFTS: (0.8, 0), DRAFTS: (drafts_rate, 1)}
+    estimates = {arm: ArmEstimate(arm.length, rate, 1.0, windows, 1.0) for arm, (rate, windows) in rates.items()}
+    return Prospects(chosen, estimates, used_s, lambda round_s: round_s, lambda arm: False)
+
+
+def test_drafts_that_have_become_cheap_to_try_are_not_overdue() -> None:
+    """A drop of acceptance makes plain decoding best: to probe all drafts at once would cost what that saves."""
+    probes = LoadProbes()
+    before, after = 0.8 / FIRST_PROBE_SHARE, 0.2 / FIRST_PROBE_SHARE  # a fifth of what drafts make, then 0.8 of it
+    assert probes.due_in_s(prospects(0.0, DRAFTS, 4.0), begins=False)[SHORT_DRAFTS] == pytest.approx(before)
+    late = 0.5 * before
+    assert late > after, "it would be due at once"
+    assert probes.due_in_s(prospects(late, PLAIN, 0.5), begins=False)[SHORT_DRAFTS] == pytest.approx(0.5 * after)
+    later = probes.due_in_s(prospects(late + 0.4 * after, PLAIN, 0.5), begins=False)
+    assert later[SHORT_DRAFTS] == pytest.approx(0.1 * after)
+
+
+def test_arm_that_was_chosen_is_not_overdue() -> None:
+    """Its latest window is as old as the choice of another one, though it had no probe for long."""
+    probes = LoadProbes()
+    for used_s in (0.0, 60.0):
+        assert PLAIN not in probes.due_in_s(prospects(used_s, PLAIN, 0.5), begins=False)
+    assert probes.due_in_s(prospects(90.0, DRAFTS, 1.5), begins=False)[PLAIN] == pytest.approx(FIRST_PAUSE_S)
+
+
+def test_plain_decoding_that_is_only_held_to_be_slower_is_measured_soon() -> None:
+    """Slower rounds of the chosen drafts are taken to be the machine's, and may be theirs alone."""
+
+    def due_in_s(plain_s: float) -> float:
+        def known(used_s: float, plain_s: float) -> Prospects:
+            estimates = {PLAIN: ArmEstimate(0, 1.0, plain_s, 9, 1.0), DRAFTS: ArmEstimate(4, 2.0, 1.6, 9, 1.0)}
+            return Prospects(DRAFTS, estimates, used_s, lambda round_s: 4.0 * round_s, lambda arm: False)
+
+        probes = LoadProbes()
+        probes.end(PLAIN, known(10.0, 1.0), 4.0, is_in_vain=False, is_settled=True)
+        return probes.due_in_s(known(10.0, plain_s), begins=False)[PLAIN]
+
+    assert due_in_s(1.0) == pytest.approx(4.0 * 0.2 / FIRST_PROBE_SHARE), "it makes 1 token/s, and drafts 1.25"
+    assert due_in_s(1.6) == pytest.approx(6.4 * 0.2 / FIRST_PROBE_SHARE), "as likely as 0.625"
+    assert due_in_s(0.5) == pytest.approx(4.0 * LEAST_LOSS / FIRST_PROBE_SHARE), "faster is cheap anyway"

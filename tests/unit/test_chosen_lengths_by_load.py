@@ -18,7 +18,7 @@ from tests.unit.simulated_sessions import InStep, first_probe, pair_of
 
 
 def test_loads_that_come_and_go_cost_no_probes_of_their_own() -> None:
-    seeds, pair = range(2), waves(0.75)
+    seeds, pair = range(4), waves(0.75)
     plain = [Simulation(pair, 0, seed).tokens_per_s(70.0, 30.0) for seed in seeds]
     chosen = [Simulation(pair, None, seed).tokens_per_s(70.0, 30.0) for seed in seeds]
     assert sum(chosen) > 0.965 * sum(plain)

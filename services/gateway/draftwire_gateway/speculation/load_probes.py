@@ -1,5 +1,6 @@
 """When the arms of one load are probed, beside the chosen one: the rarer, the more a window of theirs costs."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,25 @@ class Probes:
     """The last one, with all that had to be opened for it."""
     num_in_vain: int = 0
     """How many of the latest ones of its source measured nothing: where texts end soon, no draft may be as long."""
+    round_s: float = math.inf
+    """Of the arm, when it was probed last, seconds; infinite if nothing was measured."""
+    saved: float = 0.0
+    """Share of the next probe's price that was saved by `priced_at`."""
+    price_s: float = math.inf
+    """Time in which that price is saved, as of then. Prices change with the chosen arm: what becomes cheap at once, as
+    all drafts do when plain decoding is chosen, is not overdue."""
+    priced_at: float = 0.0
+
+    def paid_at(self, used_s: float, price_s: float) -> float:
+        """Returns when the next probe is paid for, if its price stays what it is by now."""
+        self.saved = min(1.0, self.saved + (used_s - self.priced_at) / self.price_s)
+        self.price_s, self.priced_at = price_s or math.inf, used_s  # for what costs nothing, nothing is saved
+        return used_s + (1.0 - self.saved) * price_s
+
+    def begin_pause(self, used_s: float) -> None:
+        """Begins to save for the next one."""
+        self.last_at = self.priced_at = used_s
+        self.saved, self.price_s = 0.0, math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +87,11 @@ class Prospects:
         at = own.index(self.chosen)
         return rivals.union(own[max(0, at - 1) : at + 2])
 
+    def may_gain(self, arm: Arm) -> bool:
+        """Whether an arm that was measured is expected to be as good as the chosen one."""
+        estimate = self.estimates[arm]
+        return estimate.num_windows > 0 and estimate.tokens_per_second >= self.estimates[self.chosen].tokens_per_second
+
 
 class LoadProbes:
     """The probes of one load. Times are in seconds of its use: a load that comes and goes has no more than its share of
@@ -77,6 +102,7 @@ class LoadProbes:
         """Knows of none."""
         self._probes: dict[Arm, Probes] = {}
         self._none_before = 0.0
+        self._chosen: Arm | None = None
 
     def forget(self) -> None:
         """Forgets when arms were probed, since all that was measured is doubtful."""
@@ -91,36 +117,21 @@ class LoadProbes:
             begins: whether the sessions have just become as many. One that texts which ended together have cut short is
                 resumed then: later, it would be cut short again.
         """
-        chosen_rate = known.estimates[known.chosen].tokens_per_second
-        rivals = known.rivals
-        left_s = {}
+        rivals, left_s = known.rivals, {}
+        before, self._chosen = self._chosen, known.chosen
         for arm, estimate in known.estimates.items():
-            if arm == known.chosen or (estimate.num_windows and arm not in rivals):
+            probes = self._of(arm, known)
+            if arm in (before, known.chosen):  # was measured all the time
+                probes.begin_pause(known.used_s)
+                probes.round_s = estimate.round_s
+            if arm == known.chosen:
                 continue
-            lost_s = self._lost_s(arm, known)
-            probes = self._probes.setdefault(arm, Probes(known.used_s))
-            is_early = arm == PLAIN or (estimate.num_windows < FIRST_PROBES and arm in rivals)
-            may_gain = estimate.num_windows > 0 and estimate.tokens_per_second >= chosen_rate
-            share = FIRST_PROBE_SHARE if is_early or may_gain else PROBE_SHARE
-            is_basis = arm == PLAIN and 0 < estimate.num_windows < PLAIN_PROBES
-            is_basis = is_basis and chosen_rate < NEARLY_PLAIN * estimate.tokens_per_second
-            if is_basis:
-                pause_s = probes.least_pause_s
-            elif estimate.num_windows:
-                pause_s = max(probes.least_pause_s, lost_s / share)
-            elif begins and 0 < probes.num_in_vain <= FIRST_PROBES:
-                pause_s = 0.0
-            elif probes.num_in_vain:
-                share = FIRST_PROBE_SHARE if probes.num_in_vain <= FIRST_PROBES else PROBE_SHARE
-                pause_s = max(probes.least_pause_s, probes.took_s * LEAST_LOSS / share)
-            elif known.is_unknown(arm) or estimate.tokens_per_second >= (1.0 + LEAST_GAIN) * chosen_rate:
-                pause_s = 0.0  # an expected gain is no cost
-            else:
-                pause_s = lost_s / share
-            due_at = probes.last_at + pause_s
-            if estimate.num_windows and not may_gain and arm != PLAIN:
-                due_at = max(due_at, self._none_before)
-            left_s[arm] = due_at - known.used_s
+            price_s, least_pause_s = self._pauses_s(arm, known, is_rival=arm in rivals, begins=begins)
+            due_at = max(probes.last_at + least_pause_s, probes.paid_at(known.used_s, price_s))
+            if not estimate.num_windows or arm == PLAIN or known.may_gain(arm):
+                left_s[arm] = due_at - known.used_s
+            elif arm in rivals:
+                left_s[arm] = max(due_at, self._none_before) - known.used_s
         return left_s
 
     def next_of(self, ready: Sequence[Arm], known: Prospects, costs: RoundCosts) -> Arm | None:
@@ -150,21 +161,53 @@ class LoadProbes:
             is_in_vain: whether nothing was measured.
             is_settled: whether it has changed nothing, so that the next one may be later.
         """
-        own = self._probes.setdefault(arm, Probes(known.used_s))
-        own.last_at, own.took_s = known.used_s, took_s
+        own = self._of(arm, known)
+        own.begin_pause(known.used_s)
+        own.took_s = took_s
+        if not is_in_vain:
+            own.round_s = known.estimates[arm].round_s
         for other, estimate in known.estimates.items():
             if other.source is arm.source and not estimate.num_windows:
-                probes = self._probes.setdefault(other, Probes(known.used_s))
+                probes = self._of(other, known)
                 probes.num_in_vain = probes.num_in_vain + 1 if is_in_vain else 0
                 if is_in_vain:
-                    probes.last_at, probes.took_s = own.last_at, own.took_s
+                    probes.begin_pause(known.used_s)
+                    probes.took_s = took_s
         self._none_before = known.used_s + self._lost_s(arm, known) / ALL_PROBES_SHARE
         grows = is_settled and known.estimates[arm].num_windows >= FIRST_PROBES
         own.least_pause_s = min(LONGEST_PAUSE_S, 2.0 * own.least_pause_s) if grows else FIRST_PAUSE_S
 
+    def _pauses_s(self, arm: Arm, known: Prospects, *, is_rival: bool, begins: bool) -> tuple[float, float]:
+        """Returns in what time the price of an arm's next probe is saved, and the least pause before it, seconds."""
+        estimate, probes = known.estimates[arm], self._of(arm, known)
+        chosen_rate = known.estimates[known.chosen].tokens_per_second
+        is_early = arm == PLAIN or (estimate.num_windows < FIRST_PROBES and is_rival)
+        price_s = self._lost_s(arm, known) / (FIRST_PROBE_SHARE if is_early or known.may_gain(arm) else PROBE_SHARE)
+        if estimate.num_windows:
+            is_basis = arm == PLAIN and estimate.num_windows < PLAIN_PROBES
+            is_basis = is_basis and chosen_rate < NEARLY_PLAIN * estimate.tokens_per_second
+            return 0.0 if is_basis else price_s, probes.least_pause_s
+        if begins and 0 < probes.num_in_vain <= FIRST_PROBES:
+            return 0.0, 0.0
+        if probes.num_in_vain:
+            share = FIRST_PROBE_SHARE if probes.num_in_vain <= FIRST_PROBES else PROBE_SHARE
+            return probes.took_s * LEAST_LOSS / share, probes.least_pause_s
+        is_free = known.is_unknown(arm) or estimate.tokens_per_second >= (1.0 + LEAST_GAIN) * chosen_rate
+        return 0.0 if is_free else price_s, 0.0  # an expected gain is no cost
+
+    def _of(self, arm: Arm, known: Prospects) -> Probes:
+        probes = self._probes.get(arm)
+        if probes is None:
+            probes = self._probes[arm] = Probes(known.used_s, priced_at=known.used_s)
+        return probes
+
     def _lost_s(self, arm: Arm, known: Prospects) -> float:
-        """Returns the time in which the chosen arm would make the tokens that a probe of another one costs."""
+        """Returns the time in which the chosen arm would make the tokens that a probe of another one costs. That its
+        rounds are held to have become slower since it was probed last is inferred from other arms', and may be wrong:
+        if it was as fast as then, the probe would cost less, and that is soon to be known.
+        """
         chosen, other = known.estimates[known.chosen], known.estimates[arm]
-        share = 1.0 - other.tokens_per_second / chosen.tokens_per_second
-        took_s = self._probes[arm].took_s if arm in self._probes else 0.0
-        return max(took_s, known.window_s(other.round_s)) * max(LEAST_LOSS, share)
+        probes = self._of(arm, known)
+        rate = other.tokens_per_second * max(1.0, other.round_s / probes.round_s)
+        share = 1.0 - rate / chosen.tokens_per_second
+        return max(probes.took_s, known.window_s(other.round_s)) * max(LEAST_LOSS, share)
