@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from draftwire.engine.prefill import (
     CHUNKS_PER_TOKEN,
     LARGEST_CHUNK,
+    LEAST_SHARE,
     PROBE_EVERY,
     SMALLEST_CHUNK,
     SMALLEST_SHARE,
@@ -191,11 +192,23 @@ class Simulation:
 def test_chunks_that_a_token_meets_stay_below_the_bound(
     fixed_s: float, per_token_s: float, latency_s: float, num_running: int, num_before: int
 ) -> None:
-    """So a token is delayed less than the bound, at drafter and verifier together. The smallest chunk always runs."""
+    """So a token is delayed less than the bound, at drafter and verifier together. The smallest chunk always runs, and
+    one that is short beside a step without.
+    """
     simulation = Simulation(fixed_s, per_token_s, latency_s, num_running)
     simulation.decode(num_before)
     added = simulation.read(3000)
-    assert CHUNKS_PER_TOKEN * max(added) <= max(latency_s, CHUNKS_PER_TOKEN * SMALLEST_CHUNK * per_token_s) * 1.01
+    least_s = max(SMALLEST_CHUNK * per_token_s, LEAST_SHARE * (fixed_s + num_running * per_token_s))
+    assert max(added) <= max(latency_s / CHUNKS_PER_TOKEN, least_s) * 1.01
+
+
+def test_chunks_are_a_share_of_long_steps_so_that_all_texts_begin_soon() -> None:
+    """0.4 s for eight tokens, and 15 ms for one more: 6 fit into a quarter of that, and one into a sixth of 100 ms."""
+    simulation = Simulation(0.28, 0.015, max_added_latency_s=0.1, num_running=8)
+    simulation.decode(PROBE_EVERY)
+    added = simulation.read(600)
+    assert max(added) == pytest.approx(6 * 0.015)
+    assert len(added) <= 600 / 6 * PROBE_EVERY / (PROBE_EVERY - 1) + 1
 
 
 @given(st.floats(0.0, 0.01), PER_TOKEN_S, st.integers(1, 64))
