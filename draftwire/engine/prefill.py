@@ -11,7 +11,7 @@ CHUNKS_PER_TOKEN = 6
 """Chunks that have to fit into the latency that may be added to a token. Four can delay a token: at drafter and
 verifier each, the chunk of the step that runs when its work arrives and that of the step that includes its work. Two
 more cover indirect costs: sessions fall out of step with each other, and cores and memory are shared."""
-LEAST_SHARE = 0.25
+STEP_SHARE = 0.25
 """Where steps take long, a chunk may take so much of the time of one without prompts: to wait for another prompt is
 little beside the step itself, and where few tokens are read in each, texts that begin together wait for a minute."""
 PROBE_EVERY = 16
@@ -56,21 +56,21 @@ class PrefillPacer:
 
     max_added_latency_s: float
     """How long prefill may delay a token of a decoding session, at drafter and verifier together. Where steps are long,
-    it may be `LEAST_SHARE` of one for each chunk."""
+    it may be `STEP_SHARE` of one for each chunk."""
     beside: ChunkCost = field(default_factory=ChunkCost)
     """Cost of prompt tokens in steps that serve decoding sessions as well."""
     alone: ChunkCost = field(default_factory=ChunkCost)
     """Cost of prompt tokens in steps of their own, the fixed cost of a step included."""
     _steps_beside: int = 0
-    _step_s: float = 0.0
-    """Of a step that reads no prompt, seconds; 0 before there was one."""
+    _step_s: float | None = None
+    """Of a step that reads no prompt, seconds; None before there was one."""
 
     def learn(self, num_prompt_tokens: int, num_other_tokens: int, seconds: float) -> None:
         """Adds the time of a step to the estimates."""
         cost = self.beside if num_other_tokens else self.alone
         cost.learn(num_prompt_tokens, num_other_tokens, seconds)
         if num_other_tokens and not num_prompt_tokens:
-            self._step_s = _faded(self._step_s or None, seconds)
+            self._step_s = _faded(self._step_s, seconds)
 
     def budget(self, sessions_run: bool, is_alone: bool = False) -> int:
         """Returns how many prompt tokens the next step may read, all sessions together. Call once for each step.
@@ -91,7 +91,7 @@ class PrefillPacer:
             seconds_per_token = other.seconds_per_token
         if seconds_per_token is None:
             return SMALLEST_CHUNK
-        chunk_s = max(self.max_added_latency_s / CHUNKS_PER_TOKEN, LEAST_SHARE * self._step_s)
+        chunk_s = max(self.max_added_latency_s / CHUNKS_PER_TOKEN, STEP_SHARE * (self._step_s or 0.0))
         fitting = chunk_s / max(seconds_per_token, 1e-9)
         return int(min(LARGEST_CHUNK, max(SMALLEST_CHUNK, fitting)))
 

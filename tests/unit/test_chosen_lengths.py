@@ -375,5 +375,5 @@ def test_plain_decoding_that_is_only_held_to_be_slower_is_measured_soon() -> Non
         return probes.due_in_s(known(10.0, plain_s), begins=False)[PLAIN]
 
     assert due_in_s(1.0) == pytest.approx(4.0 * 0.2 / FIRST_PROBE_SHARE), "it makes 1 token/s, and drafts 1.25"
-    assert due_in_s(1.6) == pytest.approx(6.4 * 0.2 / FIRST_PROBE_SHARE), "as likely as 0.625"
+    assert due_in_s(1.6) == pytest.approx(6.4 * 0.2 / FIRST_PROBE_SHARE), "not the half that it seems"
     assert due_in_s(0.5) == pytest.approx(4.0 * LEAST_LOSS / FIRST_PROBE_SHARE), "faster is cheap anyway"

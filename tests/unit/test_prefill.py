@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from draftwire.engine.prefill import (
     CHUNKS_PER_TOKEN,
     LARGEST_CHUNK,
-    LEAST_SHARE,
     PROBE_EVERY,
     SMALLEST_CHUNK,
     SMALLEST_SHARE,
+    STEP_SHARE,
     ChunkCost,
     PrefillPacer,
     share,
@@ -198,7 +198,7 @@ def test_chunks_that_a_token_meets_stay_below_the_bound(
     simulation = Simulation(fixed_s, per_token_s, latency_s, num_running)
     simulation.decode(num_before)
     added = simulation.read(3000)
-    least_s = max(SMALLEST_CHUNK * per_token_s, LEAST_SHARE * (fixed_s + num_running * per_token_s))
+    least_s = max(SMALLEST_CHUNK * per_token_s, STEP_SHARE * (fixed_s + num_running * per_token_s))
     assert max(added) <= max(latency_s / CHUNKS_PER_TOKEN, least_s) * 1.01
 
 
