@@ -7,14 +7,16 @@ alone; of its guesses few are right here. A drafter may draft token trees (`--tr
 row. Each pair of a grid of speeds, acceptance and sessions is run with fixed
 lengths twice: the best length by one run is measured in the other. A drop is a pair whose acceptance falls from 0.9 to
 0.1. Waves are sixteen texts that begin together, again and again, so that the number of sessions changes all the time.
-Bursts are texts that begin and end together, of which a drafter reads for most of the time. In the end it says what
-choosing takes the gateway for a round.
+Bursts are texts that begin and end together, of which a drafter reads for most of the time. Unsteady pairs are on
+machines that others use too, and whose texts grow. In the end it says what choosing takes the gateway for a round.
 """
 
 import argparse
+import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product, starmap
 from pathlib import Path
 from statistics import mean, median, quantiles
@@ -46,6 +48,15 @@ WAVES = (0.5, 0.75, 0.9)
 BURST_S = 3.0
 BURSTS_S, MORE_BURSTS_S = 24.0, 72.0
 """Bursts are measured from nothing to the first, and from there to the second."""
+UNSTEADY_S, MORE_UNSTEADY_S = 40.0, 120.0
+"""Unsteady pairs are measured from nothing to the first, and from there to the second."""
+UNSTEADY_NOISE = 0.1
+"""Standard deviation of the time of a step, as a share of it."""
+UNSTEADY_SEEDS = 8
+DRIFT, DRIFT_S = 0.1, 20.0
+"""Standard deviation of the logarithm of a machine's slowness, and after how long a third of it is left."""
+GROWTH, TEXTS_S = 0.3, 10.0
+"""By so much a step is faster when texts begin, and slower when they end, which is after so long."""
 TIMED_ROUNDS = 5000
 
 
@@ -156,6 +167,47 @@ def measure_bursts(pair: SimulatedPair) -> dict[str, float]:
     }
 
 
+def slowness_of_machine(seed: int) -> Callable[[float], float]:
+    """Returns how slow a machine is by time, that others use too, with texts that begin together, grow and end."""
+    draws, kept, now = random.Random(seed), math.exp(-1.0 / DRIFT_S), 0.0
+    drift = []
+    for _ in range(math.ceil(MORE_UNSTEADY_S) + 1):
+        drift.append(now)
+        now = kept * now + math.sqrt(1.0 - kept**2) * draws.gauss(0.0, DRIFT)
+    return lambda at: math.exp(drift[int(at)]) * (1.0 + GROWTH * (2.0 * (at % TEXTS_S) / TEXTS_S - 1.0))
+
+
+def unsteady() -> dict[str, SimulatedPair]:
+    """Returns pairs for unsteady machines, whose verifiers guess too: about the embedded one with sixteen sessions, at
+    three acceptances, and others with four and one.
+    """
+    of_sixteen = SimulatedPair(0.055, 0.0015, 0.010, constant(0.78), 16, 0.004, UNSTEADY_NOISE, OWN_ACCEPTANCE)
+    return {
+        "16 sessions, drafts hardly pay": of_sixteen,
+        "16 sessions, drafts pay": replace(of_sixteen, acceptance=constant(0.88)),
+        "16 sessions, drafts do not pay": replace(of_sixteen, acceptance=constant(0.6)),
+        "4 sessions, drafts do not pay": replace(of_sixteen, verify_s=0.03, row_s=0.003, num_sessions=4),
+        "1 session, drafts pay": replace(of_sixteen, verify_s=0.02, row_s=0.001, draft_s=0.002, num_sessions=1),
+    }
+
+
+def measure_unsteady(pair: SimulatedPair) -> dict[str, float]:
+    """Returns tokens/s over those of the best fixed length on the same machines, from nothing and later."""
+    pairs = {seed: replace(pair, slowness=slowness_of_machine(seed)) for seed in range(UNSTEADY_SEEDS)}
+
+    def rate(arm: Arm | None, seconds: float, since: float) -> float:
+        runs = [
+            Simulation(each, arm, seed, PairChooser(8, 4, pair.sources)).tokens_per_s(seconds, since)
+            for seed, each in pairs.items()
+        ]
+        return mean(runs)
+
+    best = max(FIXED, key=lambda arm: rate(arm, MORE_UNSTEADY_S, 0.0))
+    spans = {"early": (UNSTEADY_S, 0.0), "late": (MORE_UNSTEADY_S, UNSTEADY_S)}
+    shares = {part: rate(None, *span) / rate(best, *span) for part, span in spans.items()}
+    return {"best": best.length, **shares}
+
+
 def chooser_us() -> float:
     """Returns what choosing takes for a round, microseconds: all sessions of a step wait for that."""
     pair, chooser = SimulatedPair(0.022, 2e-4, 8e-4, constant(0.8), 16), PairChooser(8, 4)
@@ -192,10 +244,12 @@ def main() -> None:
     drops = [measure_drop(seed) for seed in range(arguments.drops)]
     in_waves = {f"acceptance {acceptance}": measure_waves(acceptance) for acceptance in WAVES}
     in_bursts = {name: measure_bursts(pair) for name, pair in bursts().items()}
+    on_unsteady = {name: measure_unsteady(pair) for name, pair in unsteady().items()}
     found = {
         "drops": {"mean": mean(drops), "least": min(drops)},
         "waves": in_waves,
         "bursts": in_bursts,
+        "unsteady": on_unsteady,
         "chooser_us_per_round": chooser_us(),
     }
     write_report(arguments, {**figures, **found, "results": results})

@@ -23,7 +23,7 @@ def costs_of(**seconds: float) -> RoundCosts:
     for name, round_s in seconds.items():
         length = int(name.removeprefix("of"))
         for _ in range(20):
-            costs.add(of(length), WindowSums(20, 20 * round_s, 20 * 0.002, 20 * 0.001 * length, 20, 20.0), 1.0)
+            costs.add(of(length), WindowSums(20, 20 * round_s, 20 * 0.002, 20 * 0.001 * length, 20, 20.0), 1.0, 1.0)
     return costs
 
 

@@ -130,7 +130,7 @@ def test_what_trees_cost_beyond_their_rows_is_no_price_of_rows() -> None:
     costs = RoundCosts()
 
     def add(arm: Arm, round_ms: float, verify_ms: float, draft_ms: float) -> None:
-        costs.add(arm, WindowSums(10, 10 * round_ms * MS, 10 * verify_ms * MS, 10 * draft_ms * MS, 10, 10.0), 1.0)
+        costs.add(arm, WindowSums(10, 10 * round_ms * MS, 10 * verify_ms * MS, 10 * draft_ms * MS, 10, 10.0), 1.0, 1.0)
 
     add(PLAIN, 60, 60, 0)
     add(Arm(DraftSource.DRAFTER, 1), 62.1, 60.1, 2)
@@ -199,7 +199,7 @@ def test_trees_for_which_texts_end_too_soon_are_not_probed_again_and_again() -> 
 def test_sizes_with_as_many_nodes_are_told_apart_by_their_depth() -> None:
     costs = RoundCosts()
     for arm, num_tokens in ((Arm(DraftSource.TREES, 4, 16), 900), (Arm(DraftSource.TREES, 8, 16), 1100)):
-        costs.add(arm, WindowSums(400, 10.0, 8.0, 1.0, num_tokens, 1000.0), 1.0)
+        costs.add(arm, WindowSums(400, 10.0, 8.0, 1.0, num_tokens, 1000.0), 1.0, 1.0)
     assert costs.bias(Arm(DraftSource.TREES, 4, 16)) < 1.0 < costs.bias(Arm(DraftSource.TREES, 8, 16))
     assert costs.bias(Arm(DraftSource.TREES, 8, 32)) > 1.0
 

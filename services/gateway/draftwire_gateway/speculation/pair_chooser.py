@@ -18,7 +18,7 @@ from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, 
 from draftwire_gateway.speculation.load_probes import LEAST_GAIN, LoadProbes, Prospects
 from draftwire_gateway.speculation.pair_acceptance import PairAcceptance
 from draftwire_gateway.speculation.round_costs import RoundCosts, WindowSums
-from draftwire_gateway.speculation.windows import LEAST_ROUNDS, Beside, Window, Yields
+from draftwire_gateway.speculation.windows import LEAST_ROUNDS, Window, Yields
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 """Lengths that are tried. Those between are hardly better than the nearest."""
@@ -42,8 +42,8 @@ after a calm one they do not count."""
 LONGEST_ROUND_S = 1.0
 """Longer pauses between rounds are no time of use."""
 LEAST_GAIN_OVER_PLAIN = 0.05
-"""Drafts are chosen if they are better than plain decoding by so much: the best of many arms looks better than it is,
-and a window of plain rounds just after drafts worse."""
+"""Drafts take the place of plain decoding if they are better by so much: the best of many arms looks better than it is.
+Once they run, that is known, and to change back and forth costs more: all drafters read the texts again."""
 MAX_SLOW_READER = 0.5
 """Rounds that waited for their reader for longer than this share of their time are left out, unless most did."""
 SETTLING_ROUNDS = 2.0
@@ -63,6 +63,8 @@ class LoadState:
     probes: LoadProbes = field(default_factory=LoadProbes)
     used_s: float = 0.0
     """Time in which there were rounds at that load."""
+    learnt_at: float = 0.0
+    """Time of use by the latest window that counted."""
     calm_at: float | None = None
     """When a calm window ended last, in seconds of use; None if none did yet."""
     was_calm: bool = False
@@ -109,8 +111,6 @@ class PairChooser:
         self._max_length = lengths[-1]
         self._loads: dict[int, LoadState] = {}
         self._window: Window | None = None
-        self._beside: Beside | None = None
-        """The latest window of the chosen arm, if no other load came between; None if there is none."""
         self._num_reading = 0
         self._quiet_since = -math.inf
         self._used_until = -math.inf
@@ -137,7 +137,6 @@ class PairChooser:
         if self._window is None or self._window.load != load:
             if self._window is not None:
                 self._learn(self._window, is_cut=True)
-            self._beside = None
             self._window = self._next_window(load, now)
         return self._window
 
@@ -365,7 +364,6 @@ class PairChooser:
                 state.costs.doubt()
                 state.probes.forget()
                 state.yields = Yields()
-                self._beside = None
             state.calm_at = state.used_s
         state.yields.fade(state.used_s - window.began_used_s)
         if not window.is_probe:
@@ -374,7 +372,9 @@ class PairChooser:
             state.was_calm = window.is_calm
         counts = window.is_calm or not self._waits_for_calm(state)
         if sums.num_rounds and counts:
-            self._learn_costs(state, window, sums)
+            share, seconds = min(1.0, sums.num_rounds / LEAST_ROUNDS), state.used_s - state.learnt_at
+            state.costs.add(window.arm, sums, share, seconds, is_probe=window.is_probe)
+            state.learnt_at = state.used_s
         if window.is_probe:
             changes = state.costs.measured(window.arm) is not None and self._best(state, window.load) != state.arm
             state.probes.end(
@@ -384,23 +384,6 @@ class PairChooser:
                 is_in_vain=not sums.num_rounds,
                 is_settled=counts and not changes,
             )
-
-    def _learn_costs(self, state: LoadState, window: Window, sums: WindowSums) -> None:
-        """Adds a window to the costs. A probe's is compared with those of the chosen arm around it, since the time of a
-        step depends on how long the texts are by then, and many may have begun together.
-        """
-        beside, share = self._beside, min(1.0, sums.num_rounds / LEAST_ROUNDS)
-        if window.is_probe:
-            weight = state.costs.add(window.arm, sums, share, 1.0 if beside is None else beside.slowness)
-            if beside is not None:
-                beside.probes.append((window.arm, weight))
-            return
-        if beside is not None and beside.arm == window.arm:
-            slowness = state.costs.slowness(window.arm, sums) ** share
-            for arm, weight in beside.probes:
-                state.costs.correct(arm, (beside.slowness / slowness) ** (weight / 2))
-        state.costs.add(window.arm, sums, share)
-        self._beside = Beside(window.arm, state.costs.slowness(window.arm, sums) ** share)
 
     def _next_window(self, load: int, now: float) -> Window:
         state = self._loads.setdefault(load, LoadState(PLAIN))
@@ -468,12 +451,13 @@ class PairChooser:
 
     def _best(self, state: LoadState, load: int) -> Arm:
         """Returns the best arm that was measured; the chosen one, unless another is better by `LEAST_GAIN`; and plain
-        decoding, unless that is worse by `LEAST_GAIN_OVER_PLAIN`.
+        decoding, unless that is worse, if drafts are not chosen already by `LEAST_GAIN_OVER_PLAIN`.
         """
         measured = [arm for arm in self.arms if state.costs.measured(arm) is not None]
         rates = {arm: self.estimate(arm, load).tokens_per_second for arm in measured}
         best = max(measured, key=lambda arm: rates[arm])
-        if rates[best] < (1.0 + LEAST_GAIN_OVER_PLAIN) * rates.get(PLAIN, 0.0):
+        has_drafts = state.arm in rates and state.arm != PLAIN
+        if rates[best] < (1.0 + (0.0 if has_drafts else LEAST_GAIN_OVER_PLAIN)) * rates.get(PLAIN, 0.0):
             return PLAIN
         if state.arm in rates and rates[best] < (1.0 + LEAST_GAIN) * rates[state.arm]:
             return state.arm

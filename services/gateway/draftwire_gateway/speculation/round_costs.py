@@ -1,13 +1,14 @@
 """What rounds cost at one load, by who drafts, to what length and in what shape."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from draftwire_gateway.session.round_times import RoundTimes
+from draftwire_gateway.speculation.arm_paces import ArmPaces
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 
 MOST_SLOWNESS = 2.0
-"""Of a window, over what is known: more is not the time of day, but another arm's cost."""
+"""Of a window, over what is known: more counts as that."""
 NEW_WEIGHT = 0.25
 """Weight of a window in the running means of its length, once there are several."""
 TRUSTED_TOKENS = 300.0
@@ -106,6 +107,8 @@ class RoundCosts:
     def __init__(self) -> None:
         """Knows nothing."""
         self._arms: dict[Arm, ArmCost] = {}
+        self._paces = ArmPaces()
+        """Of rounds without drafting."""
 
     @property
     def is_empty(self) -> bool:
@@ -121,6 +124,7 @@ class RoundCosts:
         """Takes all that was measured for a guess, which the next window of an arm replaces."""
         for cost in self._arms.values():
             cost.is_doubtful = True
+        self._paces.doubt()
 
     def is_doubtful(self, source: DraftSource | None) -> bool:
         """Whether all that was measured of a source is, and something was."""
@@ -151,64 +155,40 @@ class RoundCosts:
         first, last = by_rows[0], by_rows[-1]
         return max(0.0, (costs[last].verify_s - costs[first].verify_s) / (last.num_rows - first.num_rows))
 
-    def slowness(self, arm: Arm, sums: WindowSums) -> float:
-        """Returns the time of rounds over what is known of their arm, which was measured, as far as the machine is the
-        cause: at most `MOST_SLOWNESS`, and at least its reciprocal.
-        """
-        cost = self._arms[arm]
-        slowness = _beyond_rows(sums.mean_round_s / cost.round_s, cost.num_draft_tokens, sums.mean_draft_tokens)
-        return min(MOST_SLOWNESS, max(1.0 / MOST_SLOWNESS, slowness))
-
-    def correct(self, arm: Arm, factor: float) -> None:
-        """Multiplies the times of an arm, of which something was measured."""
-        cost = self._arms[arm]
-        cost.rest_s, cost.draft_s, cost.verify_s = (
-            factor * cost.rest_s,
-            factor * cost.draft_s,
-            factor * cost.verify_s,
-        )
-
-    def add(self, arm: Arm, sums: WindowSums, share: float, slowness: float | None = None) -> float:
-        """Adds a window. What changes in the chosen arm's times is taken to be the machine, and changes those of all
-        others, but for what more or fewer draft tokens explain; what changes in a probe's is taken to be that arm
-        alone.
+    def add(self, arm: Arm, sums: WindowSums, share: float, seconds: float, *, is_probe: bool = False) -> None:
+        """Adds a window. What changes in an arm's rounds is the arm, or the machine, which changes those of all others:
+        whichever was less certain (see `arm_paces`). What more or fewer draft tokens explain is neither.
 
         Args:
             arm: of the window.
-            sums: over its rounds.
-            share: how full the window was, 0 to 1.
-            slowness: of a probe, that of the chosen arm at its time; None if it is the chosen arm's window.
-
-        Returns:
-            The window's weight in what is known of the arm now.
+            sums: over its rounds, at least one.
+            share: how full the window was, above 0 to 1.
+            seconds: of use of the load since the window before.
+            is_probe: whether another arm is the chosen one: it says nothing of the drafter beside other arms.
         """
-        scale = 1.0 / (sums.num_rounds * (slowness or 1.0))
-        verify_s, draft_s = scale * sums.verify_s, scale * sums.draft_s
-        rest_s = max(1e-9, scale * sums.round_s - draft_s)
+        verify_s, draft_s = sums.verify_s / sums.num_rounds, sums.draft_s / sums.num_rounds
+        rest_s = max(1e-9, sums.round_s / sums.num_rounds - draft_s)
+        self._paces.pass_time(seconds)
         cost = self._arms.get(arm)
         if cost is None:
             cost = self._arms[arm] = ArmCost(rest_s, draft_s, verify_s, num_draft_tokens=sums.mean_draft_tokens)
-        if cost.is_doubtful:
-            cost.num_windows, cost.is_doubtful = 0, False
-        weight = share * max(NEW_WEIGHT, 1.0 / (cost.num_windows + 1)) if cost.num_windows else 1.0
-        before = replace(cost)
-        cost.rest_s += weight * (rest_s - cost.rest_s)
+            self._paces.begin(arm, math.log(rest_s), share)
+            weight = 1.0
+        else:
+            if cost.is_doubtful:
+                cost.num_windows, cost.is_doubtful = 0, False
+            weight = share * max(NEW_WEIGHT, 1.0 / (cost.num_windows + 1)) if cost.num_windows else 1.0
+            self._learn_pace(arm, rest_s, sums.mean_draft_tokens, share, weight)
+        drafted_s = cost.draft_s
+        cost.verify_s += weight * (cost.rest_s * verify_s / rest_s - cost.verify_s)
         cost.draft_s += weight * (draft_s - cost.draft_s)
-        cost.verify_s += weight * (verify_s - cost.verify_s)
-        cost.num_draft_tokens += weight * (sums.mean_draft_tokens - cost.num_draft_tokens)
         cost.num_windows += 1
         cost.num_tokens = KEPT_TOKENS * cost.num_tokens + sums.num_tokens
         cost.expected_tokens = KEPT_TOKENS * cost.expected_tokens + sums.expected_tokens
-        growth = cost.rest_s / before.rest_s
-        growth_of_others = _beyond_rows(growth, before.num_draft_tokens, cost.num_draft_tokens)
-        for other, other_cost in self._arms.items():
-            if slowness is None and other != arm:
-                factor = growth if other.source is arm.source else growth_of_others
-                other_cost.rest_s *= factor
-                other_cost.verify_s *= factor
-                if other.source is arm.source and before.draft_s > 0.0:
-                    other_cost.draft_s *= cost.draft_s / before.draft_s
-        return weight
+        if not is_probe and arm.source is not None and drafted_s > 0.0:
+            for other, other_cost in self._of(arm.source).items():
+                if other != arm:
+                    other_cost.draft_s *= cost.draft_s / drafted_s
 
     def round_s(self, arm: Arm) -> float:
         """Returns the time of a round, seconds: the measured one, drawn to a line through all arms of its source while
@@ -258,6 +238,35 @@ class RoundCosts:
         draft_s, rows_s = arm.length * self.draft_token_s(basis), arm.num_rows * self.row_s(basis)
         rest_s = max(0.0, self.round_s(arm) - self.round_s(PLAIN) - draft_s - rows_s)
         return draft_s + growth * rows_s + rest_s
+
+    def _learn_pace(self, arm: Arm, rest_s: float, num_draft_tokens: float, share: float, weight: float) -> None:
+        """Adds a later window of an arm to what is known of the times of all.
+
+        Args:
+            arm: of the window.
+            rest_s: of a round, without drafting, seconds.
+            num_draft_tokens: of a round.
+            share: how full the window was.
+            weight: of the window in the running means of its arm.
+        """
+        cost = self._arms[arm]
+        slowness = rest_s / cost.rest_s
+        beyond_rows = _beyond_rows(slowness, cost.num_draft_tokens, num_draft_tokens)
+        num_before = cost.num_draft_tokens
+        cost.num_draft_tokens += weight * (num_draft_tokens - num_before)
+        least, most = sorted((1.0, (1.0 + cost.num_draft_tokens) / (1.0 + num_before)))
+        by_rows = min(most, max(least, slowness / beyond_rows))
+        for other in self._arms:
+            if other.source is arm.source:
+                self._paces.shift(other, math.log(by_rows))
+        if cost.num_windows:  # more is not the time of day, but something that passes
+            beyond_rows = min(MOST_SLOWNESS, max(1.0 / MOST_SLOWNESS, beyond_rows))
+        self._paces.measure(arm, math.log(beyond_rows), share)
+        for other, log_s in self._paces.log_s().items():
+            known = self._arms[other]
+            factor = math.exp(log_s) / known.rest_s
+            known.rest_s *= factor
+            known.verify_s *= factor
 
     def _of(self, source: DraftSource) -> dict[Arm, ArmCost]:
         """Returns what was measured of a source."""

@@ -134,17 +134,6 @@ class Window:
 
 
 @dataclass(slots=True)
-class Beside:
-    """A window of the chosen arm, beside which others are probed."""
-
-    arm: Arm
-    slowness: float
-    """Time of its rounds over what was known of it by then."""
-    probes: list[tuple[Arm, float]] = field(default_factory=list)
-    """Since then, and the weights that their windows have in what is known of them."""
-
-
-@dataclass(slots=True)
 class Yield:
     """What sessions have made of the rate that is expected of them. Waits for drafters, and rounds without room for a
     whole draft, are in no arm's rounds, and are a cost all the same.
