@@ -56,6 +56,10 @@ class SimulatedPair:
     text_tokens: tuple[int, int] | None = None
     """Least and most tokens of a text. All sessions begin one at the same time, and again when the last has ended; None
     if texts have no end."""
+    renews_texts: bool = False
+    """Whether a session begins its next text when one has ended, and does not wait for the others."""
+    text_token_s: float = 0.0
+    """What each token of the sessions' texts adds to a step of the verifier."""
     prompt_s: float = 0.0
     """What a drafter takes for a session's prompt. Until it has read that, rounds are plain."""
     prompts_at_once: int = 1
@@ -123,6 +127,8 @@ class SimulatedSession:
     plain_left: int = 0
     draft_s: float = 0.0
     tokens_left: float = math.inf
+    num_tokens: int = 0
+    """Of the text so far."""
     is_read: bool | None = None
     """Whether a drafter has read the prompt; None before it begins."""
     is_given_up: bool = False
@@ -195,6 +201,9 @@ class Simulation:
     def _end_text(self, session: SimulatedSession, now: float) -> None:
         if session.chooser is not None:
             session.chooser.close()
+        if self.pair.renews_texts:
+            self._begin_text([], now)
+            return
         self._num_running -= 1
         if not self._num_running:
             self._begin_texts(now)
@@ -282,7 +291,9 @@ class Simulation:
         batch, self._verifying, self._verifier_is_busy = self._verifying, [], True
         num_rows = sum(session.arm.num_rows + 1 for session in batch)
         is_ahead = any(session.arm.source is DraftSource.AHEAD for session in batch)
-        took = self._took(self.pair.verify_s + self.pair.row_s * num_rows + self.pair.ahead_s * is_ahead, now)
+        num_tokens = sum(session.num_tokens for session in batch)
+        took = self.pair.verify_s + self.pair.row_s * num_rows + self.pair.ahead_s * is_ahead
+        took = self._took(took + self.pair.text_token_s * num_tokens, now)
         self._at(now + took, partial(self._end_verifying, batch, took))
 
     def _end_verifying(self, batch: list[SimulatedSession], took: float, now: float) -> None:
@@ -296,6 +307,7 @@ class Simulation:
         accepted = self.pair.num_accepted(session.arm, now, self._random.random)
         self._num_tokens += (accepted + 1) * (now >= self._since)
         session.tokens_left -= accepted + 1
+        session.num_tokens += accepted + 1
         arrived_at = now + self.pair.hop_s
         if session.chooser is not None:
             strategy = "guesses" if session.arm.source is DraftSource.VERIFIER else ""

@@ -55,8 +55,6 @@ UNSTEADY_NOISE = 0.1
 UNSTEADY_SEEDS = 8
 DRIFT, DRIFT_S = 0.1, 20.0
 """Standard deviation of the logarithm of a machine's slowness, and after how long a third of it is left."""
-GROWTH, TEXTS_S = 0.3, 10.0
-"""By so much a step is faster when texts begin, and slower when they end, which is after so long."""
 TIMED_ROUNDS = 5000
 
 
@@ -168,26 +166,43 @@ def measure_bursts(pair: SimulatedPair) -> dict[str, float]:
 
 
 def slowness_of_machine(seed: int) -> Callable[[float], float]:
-    """Returns how slow a machine is by time, that others use too, with texts that begin together, grow and end."""
+    """Returns how slow a machine is by time that others use too."""
     draws, kept, now = random.Random(seed), math.exp(-1.0 / DRIFT_S), 0.0
     drift = []
     for _ in range(math.ceil(MORE_UNSTEADY_S) + 1):
         drift.append(now)
         now = kept * now + math.sqrt(1.0 - kept**2) * draws.gauss(0.0, DRIFT)
-    return lambda at: math.exp(drift[int(at)]) * (1.0 + GROWTH * (2.0 * (at % TEXTS_S) / TEXTS_S - 1.0))
+    return lambda at: math.exp(drift[int(at)])
 
 
 def unsteady() -> dict[str, SimulatedPair]:
     """Returns pairs for unsteady machines, whose verifiers guess too: about the embedded one with sixteen sessions, at
     three acceptances, and others with four and one.
     """
-    of_sixteen = SimulatedPair(0.055, 0.0015, 0.010, constant(0.78), 16, 0.004, UNSTEADY_NOISE, OWN_ACCEPTANCE)
+    of_sixteen = SimulatedPair(
+        0.045,
+        0.0012,
+        0.010,
+        constant(0.78),
+        16,
+        0.004,
+        UNSTEADY_NOISE,
+        OWN_ACCEPTANCE,
+        text_tokens=(100, 160),
+        renews_texts=True,
+        text_token_s=2e-5,
+        prompt_s=0.02,
+    )
     return {
         "16 sessions, drafts hardly pay": of_sixteen,
         "16 sessions, drafts pay": replace(of_sixteen, acceptance=constant(0.88)),
         "16 sessions, drafts do not pay": replace(of_sixteen, acceptance=constant(0.6)),
-        "4 sessions, drafts do not pay": replace(of_sixteen, verify_s=0.03, row_s=0.003, num_sessions=4),
-        "1 session, drafts pay": replace(of_sixteen, verify_s=0.02, row_s=0.001, draft_s=0.002, num_sessions=1),
+        "4 sessions, drafts do not pay": replace(
+            of_sixteen, verify_s=0.03, row_s=0.003, num_sessions=4, text_token_s=5e-5
+        ),
+        "1 session, drafts pay": replace(
+            of_sixteen, verify_s=0.02, row_s=0.001, draft_s=0.002, num_sessions=1, text_token_s=1e-4
+        ),
     }
 
 

@@ -19,10 +19,11 @@ from draftwire_gateway.speculation.load_probes import (
     LoadProbes,
     Prospects,
 )
-from draftwire_gateway.speculation.pair_chooser import LENGTHS, PairChooser
+from draftwire_gateway.speculation.pair_chooser import LENGTHS, LoadState, PairChooser
 from draftwire_gateway.speculation.pairs import MAX_PAIRS, PairName, Pairs
+from draftwire_gateway.speculation.round_costs import WindowSums
 from draftwire_gateway.speculation.session_length import SessionLength
-from tests.unit.simulated_sessions import beside, measured_plain_s, pair_of, run_rounds
+from tests.unit.simulated_sessions import beside, costs_of, measured_plain_s, pair_of, run_rounds
 
 DRAFTS, SHORT_DRAFTS = Arm(DraftSource.DRAFTER, 4), Arm(DraftSource.DRAFTER, 1)
 CASES = {
@@ -189,7 +190,7 @@ def test_drafter_goes_ahead_of_the_verdict_where_that_pays(case: str, num_sessio
 
 
 def test_probes_of_a_busy_beginning_are_forgotten_with_its_costs() -> None:
-    """The first calm window forgets all before it; a probe of then has no arm left to be corrected."""
+    """The first calm window takes all before it for guesses, whose probes begin anew."""
     chooser, now = PairChooser(4, 4), 0.0
     chooser.join()
     for reading in (1, 1, 1, 0, 0, 0):
@@ -201,6 +202,35 @@ def test_probes_of_a_busy_beginning_are_forgotten_with_its_costs() -> None:
             chooser.count(times, window, 0.04, is_opening=False)
             chooser.observe(times, window, is_whole=True)
     assert chooser.estimate(window.arm, 0).num_windows
+
+
+def test_tokens_of_a_text_before_a_round_are_known_beside_its_time() -> None:
+    chooser = PairChooser(8, 0)
+    session = SessionLength(chooser)
+    window, now = chooser.window(0.0), 0.0
+    for number in range(6):
+        session.next_draft(number, 100, now)
+        session.observe(round_times(number, now, now + 0.001, 0, 2 * bool(number), is_first=not number))
+        now += 0.001
+    assert chooser.window(now) is window
+    assert window.all.num_rounds == 5
+    assert window.all.text_tokens == sum(1 + 3 * before for before in range(5))
+    other = WindowSums()
+    other.merge(window.all)
+    assert other.text_tokens == window.all.text_tokens
+
+
+def test_drafts_that_run_stay_until_plain_decoding_is_better() -> None:
+    """To begin with them, they must be better by more than chance: each change of the arm costs."""
+    for of_plain, begin_at in ((1.03, PLAIN), (1.07, DRAFTS)):
+        for chosen in (PLAIN, DRAFTS):
+            chooser = PairChooser(8, 4)
+            state = chooser._loads[0] = LoadState(chosen, costs_of(of0=0.010, of4=0.010))
+            tokens = chooser.estimate(DRAFTS, 0).tokens_per_round
+            state.costs = costs_of(of0=0.010, of4=0.010 * tokens / of_plain)
+            assert chooser._best(state, 0) == (DRAFTS if chosen == DRAFTS else begin_at)
+            state.costs = costs_of(of0=0.010, of4=0.010 * tokens / 0.97)
+            assert chooser._best(state, 0) == PLAIN
 
 
 def test_rounds_of_a_window_count_and_no_others() -> None:

@@ -168,13 +168,14 @@ class PairChooser:
             expected_tokens = seconds * current.expected_rate
             state.yields.openings.add(times.num_tokens, expected_tokens, is_over=times.num_draft_tokens > 0)
 
-    def observe(self, times: RoundTimes, window: Window, *, is_whole: bool) -> None:
+    def observe(self, times: RoundTimes, window: Window, *, is_whole: bool, text_tokens: int = 0) -> None:
         """Takes note of a round of a session, which was counted.
 
         Args:
             times: of the round.
             window: in which it was requested.
             is_whole: whether it had the window's arm, and its times are typical of that.
+            text_tokens: that the text had before, without its prompt.
         """
         current = self._window
         if current is None:
@@ -184,11 +185,11 @@ class PairChooser:
         if is_of_window and is_whole:
             expected_tokens = current.expected_tokens(self.acceptance)
             is_slow = _is_slow(times)
-            (current.slow if is_slow else current.all).add(times, expected_tokens)
+            (current.slow if is_slow else current.all).add(times, expected_tokens, text_tokens)
             if not is_slow and self._num_reading == 0 and times.started_at >= self._quiet_since:
-                current.quiet.add(times, expected_tokens)
+                current.quiet.add(times, expected_tokens, text_tokens)
         elif is_of_arm and is_whole and times.started_at >= current.settled_at:
-            current.warming.add(times, current.expected_tokens(self.acceptance))
+            current.warming.add(times, current.expected_tokens(self.acceptance), text_tokens)
         elif is_of_window and current.arm.uses_drafter and times.why_plain is WhyPlain.WARMING_UP:
             current.num_warming += 1
             if current.is_warming and times.ended_at - current.began_at < self._warm_up_s(current.load):

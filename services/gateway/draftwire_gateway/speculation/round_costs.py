@@ -66,8 +66,10 @@ class WindowSums:
     num_tokens: int = 0
     expected_tokens: float = 0.0
     num_draft_tokens: int = 0
+    text_tokens: int = 0
+    """That the sessions' texts had before, without their prompts."""
 
-    def add(self, times: RoundTimes, expected_tokens: float) -> None:
+    def add(self, times: RoundTimes, expected_tokens: float, text_tokens: int = 0) -> None:
         """Adds a round."""
         self.num_rounds += 1
         self.round_s += times.duration_s
@@ -76,6 +78,7 @@ class WindowSums:
         self.num_tokens += times.num_tokens
         self.expected_tokens += expected_tokens
         self.num_draft_tokens += times.num_draft_tokens
+        self.text_tokens += text_tokens
 
     def merge(self, other: "WindowSums") -> None:
         """Adds the rounds of another stretch of time."""
@@ -86,6 +89,7 @@ class WindowSums:
         self.num_tokens += other.num_tokens
         self.expected_tokens += other.expected_tokens
         self.num_draft_tokens += other.num_draft_tokens
+        self.text_tokens += other.text_tokens
 
     @property
     def mean_round_s(self) -> float:
@@ -168,7 +172,8 @@ class RoundCosts:
         """
         verify_s, draft_s = sums.verify_s / sums.num_rounds, sums.draft_s / sums.num_rounds
         rest_s = max(1e-9, sums.round_s / sums.num_rounds - draft_s)
-        self._paces.pass_time(seconds)
+        self._paces.pass_time(seconds, sums.text_tokens / sums.num_rounds)
+        self._follow_pace()
         cost = self._arms.get(arm)
         if cost is None:
             cost = self._arms[arm] = ArmCost(rest_s, draft_s, verify_s, num_draft_tokens=sums.mean_draft_tokens)
@@ -262,11 +267,15 @@ class RoundCosts:
         if cost.num_windows:  # more is not the time of day, but something that passes
             beyond_rows = min(MOST_SLOWNESS, max(1.0 / MOST_SLOWNESS, beyond_rows))
         self._paces.measure(arm, math.log(beyond_rows), share)
-        for other, log_s in self._paces.log_s().items():
-            known = self._arms[other]
-            factor = math.exp(log_s) / known.rest_s
-            known.rest_s *= factor
-            known.verify_s *= factor
+        self._follow_pace()
+
+    def _follow_pace(self) -> None:
+        """Makes the times of all arms what is expected of them by now."""
+        for arm, log_s in self._paces.log_s().items():
+            cost = self._arms[arm]
+            factor = math.exp(log_s) / cost.rest_s
+            cost.rest_s *= factor
+            cost.verify_s *= factor
 
     def _of(self, source: DraftSource) -> dict[Arm, ArmCost]:
         """Returns what was measured of a source."""

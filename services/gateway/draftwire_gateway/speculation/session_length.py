@@ -48,6 +48,8 @@ class SessionLength:
         """When the latest round and the wait for its reader ended; None before the first one did."""
         self._is_reading = True
         """Whether the prompt is still being read."""
+        self._text_tokens = 0
+        """Tokens of the text so far, without its prompt."""
         self._shortened_at: tuple[Window, int] | None = None
         """The window, and the session's drafts by a multiple of `OWN_EVERY`, for which its length was computed last."""
         self._shortened_to = 0
@@ -98,6 +100,8 @@ class SessionLength:
         self._end_reading(times.ended_at, is_read=True)
         asked = next((asked for asked in reversed(self._asked) if asked.round <= times.round), None)
         ended_at = times.ended_at + times.gateway_s
+        text_tokens = self._text_tokens
+        self._text_tokens += times.num_tokens
         if self._ended_at is not None and not times.is_first:  # all pay for the prompt at the verifier
             window = None if asked is None else asked.window
             is_opening = self._is_opening and window is not None and window.arm.uses_drafter
@@ -116,7 +120,7 @@ class SessionLength:
         if arm.uses_drafter:
             is_whole = is_whole and not was_fresh and times.why_plain not in _NOT_OF_THE_LENGTH
             is_whole = is_whole and not _is_verifiers(times)
-        self._pair.observe(times, window, is_whole=is_whole)
+        self._pair.observe(times, window, is_whole=is_whole, text_tokens=text_tokens)
 
     def _learn(self, times: RoundTimes, window: Window, arm: Arm) -> None:
         """Adds what a round of some arm shows of how much is accepted."""
