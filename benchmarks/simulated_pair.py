@@ -197,7 +197,7 @@ def unsteady() -> dict[str, SimulatedPair]:
         "16 sessions, drafts hardly pay": of_sixteen,
         "16 sessions, drafts pay": replace(of_sixteen, acceptance=constant(0.88)),
         "16 sessions, drafts do not pay": replace(of_sixteen, acceptance=constant(0.6)),
-        "4 sessions, drafts do not pay": replace(
+        "4 sessions, drafts hardly pay": replace(
             of_sixteen, verify_s=0.03, row_s=0.003, num_sessions=4, text_token_s=5e-5
         ),
         "1 session, drafts pay": replace(
