@@ -452,7 +452,7 @@ class PairChooser:
 
     def _best(self, state: LoadState, load: int) -> Arm:
         """Returns the best arm that was measured; the chosen one, unless another is better by `LEAST_GAIN`; and plain
-        decoding, unless that is worse, if drafts are not chosen already by `LEAST_GAIN_OVER_PLAIN`.
+        decoding, unless that is worse: by `LEAST_GAIN_OVER_PLAIN`, if drafts are not the chosen ones.
         """
         measured = [arm for arm in self.arms if state.costs.measured(arm) is not None]
         rates = {arm: self.estimate(arm, load).tokens_per_second for arm in measured}
