@@ -208,6 +208,12 @@ async def run_turn(
     return meter.num_tokens / seconds
 
 
+async def read_prompts(client: AsyncClient, cell: Cell) -> None:
+    """Has the services read the prompts that sessions begin with, so that they have them in their caches."""
+    options: Options = {"max_tokens": 8, "temperature": cell.temperature, "num_speculative_tokens": 1}
+    await asyncio.gather(*(client.generate(prompt, **options) for prompt in load_prompts()[: cell.sessions]))
+
+
 def options_of(cell: Cell, large: Path | None) -> dict[str, dict[str, object]]:
     """Returns the options of the cell's services. Verifiers draft nothing by themselves: fixed lengths, 0 above all,
     would be at a disadvantage.
@@ -242,8 +248,8 @@ def measure_cell(cell: Cell, large: Path | None, schedule: Schedule) -> CellResu
             async def turn(length: int | None) -> float:
                 return await run_turn(client, cell, length, times * schedule.settle_s, times * schedule.seconds)
 
-            if cell.is_slow:  # it takes half a minute to read all prompts
-                await turn(FIXED[-1])
+            if cell.is_slow:  # it takes a turn to read all prompts
+                await read_prompts(client, cell)
             for _ in range(math.ceil(schedule.warm_up_s / schedule.seconds / turns_each)):
                 await turn(None)
             for number in range(-(-schedule.picking_turns // turns_each)):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from draftwire.engine.admission import ClosedEarly
-from draftwire.engine.prefill import ChunkCost, PrefillPacer
+from draftwire.engine.prefill import LARGEST_CHUNK, SMALLEST_CHUNK, ChunkCost, PrefillPacer
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, ProtocolViolationError, UnavailableError
 from draftwire.models.kv_cache import blocks_for
 
@@ -53,6 +53,16 @@ class FixedPacer(PrefillPacer):
         self.asked.append(sessions_run)
         self.alone_asked.append(is_alone)
         return self.tokens
+
+
+class SmallestPacer(PrefillPacer):
+    """Allows the smallest chunk in each step beside sessions that run."""
+
+    def __init__(self) -> None:
+        super().__init__(max_added_latency_s=1.0)
+
+    def budget(self, sessions_run: bool, is_alone: bool = False) -> int:
+        return SMALLEST_CHUNK if sessions_run else LARGEST_CHUNK
 
 
 @dataclass(frozen=True, slots=True)

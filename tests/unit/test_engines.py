@@ -9,6 +9,7 @@ import torch
 from cases import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_contract import SmallestPacer
 from session_specs import changed, draft_spec, target_spec
 from tiny_models import ExtendsByReading
 from torch import Tensor
@@ -18,7 +19,7 @@ from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.engine.admission import Room
-from draftwire.engine.prefill import SMALLEST_CHUNK, PrefillPacer
+from draftwire.engine.prefill import SMALLEST_CHUNK
 from draftwire.method.distributions import rows_of
 from draftwire.method.encoding import Claim, decode, decode_one, encode_dense
 from draftwire.method.keys import KEY_BYTES
@@ -63,7 +64,7 @@ class Verifier:
 
     def __init__(self, script: Script = CERTAIN, cache_tokens: int = CACHE_TOKENS) -> None:
         self.model = ScriptedTarget(script, cache_tokens)
-        room, pacer = Room(8, cache_tokens), PrefillPacer(1e-9)  # the smallest chunk beside running sessions
+        room, pacer = Room(8, cache_tokens), SmallestPacer()
         context = min(script.context_length, cache_tokens)
         self.engine = TargetEngine(self.model, context)
         self.scheduler = verifying.Scheduler(
@@ -284,7 +285,7 @@ class DraftSide:
     def __init__(self, strategy: DraftingStrategy, cache: KvCache | None = None) -> None:
         self.engine = DraftEngine(strategy)
         self.cache = cache or KvCache(CACHE_TOKENS)
-        room, pacer = Room(8, CACHE_TOKENS), PrefillPacer(1e-9)
+        room, pacer = Room(8, CACHE_TOKENS), SmallestPacer()
         self.scheduler = drafting.Scheduler(context_length=CACHE_TOKENS, max_draft_tokens=8, room=room, pacer=pacer)
 
     def open(self, session_id: int = 1, token_ids: list[int] | None = None, cache_salt: str = "") -> None:

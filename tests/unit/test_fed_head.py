@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from scheduler_contract import SmallestPacer
 from session_specs import draft_spec
 from torch import Tensor
 from toy_heads import ToyHead
@@ -13,7 +14,6 @@ from draftwire.drafting.heads.fed_head import FedHeadDrafter
 from draftwire.drafting.heads.head_drafter import HeadDrafter, HeadDrafting
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.engine.admission import Room
-from draftwire.engine.prefill import PrefillPacer
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.feature_format import FeatureEncoding
@@ -133,7 +133,7 @@ class Rig:
         self.need = need_of(self.head, window)
         self.engine = DraftEngine(FedHeadDrafter(self.head, CONTEXT, self.need))
         self.scheduler = Scheduler(
-            context_length=CONTEXT, max_draft_tokens=8, room=Room(8, 1024), pacer=PrefillPacer(1e-9), need=self.need
+            context_length=CONTEXT, max_draft_tokens=8, room=Room(8, 1024), pacer=SmallestPacer(), need=self.need
         )
 
     def open(self, text: list[int]) -> DraftSession:
