@@ -252,15 +252,22 @@ class PairChooser:
 
     def round_s_on_line(self, window: Window) -> list[float]:
         """Returns the time of rounds with 1 to the window's length of draft tokens, seconds, on a line through the
-        measured time of its arm; empty if that was not measured.
+        measured time of its arm; empty if that was not measured. It is computed once for a window: sessions ask for it
+        all the time, and what is known changes when windows end.
         """
-        costs, source, longest = self._loads[window.load].costs, window.arm.source, window.arm.length
-        measured = costs.measured(window.arm)
-        if measured is None or source is None:
+        if window.round_s_on_line is None:
+            window.round_s_on_line = self._round_s_on_line(window.arm, window.load)
+        return window.round_s_on_line
+
+    def _round_s_on_line(self, arm: Arm, load: int) -> list[float]:
+        costs = self._loads[load].costs
+        measured = costs.measured(arm)
+        if measured is None or arm.source is None:
             return []
-        slope = costs.draft_token_s(source) + costs.row_s(source)
+        slope = costs.draft_token_s(arm.source) + costs.row_s(arm.source)
         return [
-            max(measured.verify_s, measured.round_s - (longest - length) * slope) for length in range(1, longest + 1)
+            max(measured.verify_s, measured.round_s - (arm.length - length) * slope)
+            for length in range(1, arm.length + 1)
         ]
 
     def explain(self, source: DraftSource) -> Explanation:

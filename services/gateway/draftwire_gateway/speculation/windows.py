@@ -70,6 +70,8 @@ class Window:
     """Over rounds of the other sessions before the window began anew: better than nothing, where texts end too soon for
     more.
     """
+    round_s_on_line: list[float] | None = field(default=None, init=False)
+    """Time of rounds with 1 to the arm's length of draft tokens, seconds; None before somebody asked for it."""
     _expected_tokens: float = field(default=0.0, init=False)
     _expects_for: int = field(default=0, init=False)
 
