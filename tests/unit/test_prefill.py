@@ -105,18 +105,17 @@ def test_first_step_beside_sessions_reads_no_prompt_so_that_the_cost_of_a_chunk_
     assert pacer.budget(sessions_run=True) == 33, "fit into a sixth of 100 ms"
 
 
-@pytest.mark.parametrize("first", [SMALLEST_CHUNK, LARGEST_CHUNK])
-def test_steps_of_prompts_alone_take_no_longer_than_one_with_its_chunk(first: int) -> None:
+def test_steps_of_prompts_alone_take_no_longer_than_one_with_its_chunk() -> None:
     """A step takes 0.3 s however few tokens it reads, and 10 ms more for each: alone it may be a quarter longer than a
     step without a prompt. Fewer tokens would each look dearer, so that chunks would shrink to the smallest.
     """
     pacer = PrefillPacer(0.1)
     pacer.learn(0, 5, 0.3)
-    chunk = first
+    chunk = LARGEST_CHUNK
     for _ in range(60):
         pacer.learn(chunk, 0, 0.3 + 0.01 * chunk)
         chunk = pacer.budget(sessions_run=True, is_alone=True)
-    assert 0.33 < 0.3 + 0.01 * chunk <= 0.375, "what does not make a whole token is left out"
+    assert 0.36 < 0.3 + 0.01 * chunk <= 0.375, "what does not make a whole token is left out"
 
 
 @given(st.floats(0.0, 10.0), st.floats(1e-3, 10.0))
