@@ -19,7 +19,8 @@ from draftwire_gateway.speculation.load_probes import (
     LoadProbes,
     Prospects,
 )
-from draftwire_gateway.speculation.pair_chooser import LENGTHS, LoadState, PairChooser
+from draftwire_gateway.speculation.pair_chooser import LENGTHS, PairChooser
+from draftwire_gateway.speculation.pair_estimates import LoadState
 from draftwire_gateway.speculation.pairs import MAX_PAIRS, PairName, Pairs
 from draftwire_gateway.speculation.round_costs import WindowSums
 from draftwire_gateway.speculation.session_length import SessionLength
@@ -201,7 +202,7 @@ def test_probes_of_a_busy_beginning_are_forgotten_with_its_costs() -> None:
             times = round_times(0, now - 0.04, now, window.arm.length, 0, verify_s=0.02)
             chooser.count(times, window, 0.04, is_opening=False)
             chooser.observe(times, window, is_whole=True)
-    assert chooser.estimate(window.arm, 0).num_windows
+    assert chooser.known.estimate(window.arm, 0).num_windows
 
 
 def test_tokens_of_a_text_before_a_round_are_known_beside_its_time() -> None:
@@ -225,12 +226,12 @@ def test_drafts_that_run_stay_until_plain_decoding_is_better() -> None:
     for of_plain, begin_at in ((1.03, PLAIN), (1.07, DRAFTS)):
         for chosen in (PLAIN, DRAFTS):
             chooser = PairChooser(8, 4)
-            state = chooser._loads[0] = LoadState(chosen, costs_of(of0=0.010, of4=0.010))
-            tokens = chooser.estimate(DRAFTS, 0).tokens_per_round
+            state = chooser.known.loads[0] = LoadState(chosen, costs_of(of0=0.010, of4=0.010))
+            tokens = chooser.known.estimate(DRAFTS, 0).tokens_per_round
             state.costs = costs_of(of0=0.010, of4=0.010 * tokens / of_plain)
-            assert chooser._best(state, 0) == (DRAFTS if chosen == DRAFTS else begin_at)
+            assert chooser._best(state, chooser.known.estimates(0)) == (DRAFTS if chosen == DRAFTS else begin_at)
             state.costs = costs_of(of0=0.010, of4=0.010 * tokens / 0.97)
-            assert chooser._best(state, 0) == PLAIN
+            assert chooser._best(state, chooser.known.estimates(0)) == PLAIN
 
 
 def test_rounds_of_a_window_count_and_no_others() -> None:

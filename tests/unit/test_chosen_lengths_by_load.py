@@ -11,7 +11,8 @@ from benchmarks.pair_simulation import Simulation, round_times
 from benchmarks.simulated_pair import bursts, waves
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
-from draftwire_gateway.speculation.pair_chooser import PairChooser, load_of
+from draftwire_gateway.speculation.pair_chooser import PairChooser
+from draftwire_gateway.speculation.pair_estimates import load_of
 from draftwire_gateway.speculation.session_length import SessionLength
 from draftwire_gateway.speculation.windows import LEAST_ROUNDS, Openings
 from tests.unit.simulated_sessions import InStep, first_probe, pair_of
@@ -48,7 +49,7 @@ def test_single_step_of_a_probe_that_is_cut_short_says_nothing_of_its_arm() -> N
     assert sessions.step() == arm, "the first that counts: sessions may have had the arm before until then"
     sessions.resize(1)
     sessions.step()
-    assert sessions.chooser.estimate(arm, load_of(4)).num_windows == 0
+    assert sessions.chooser.known.estimate(arm, load_of(4)).num_windows == 0
 
 
 def test_drafts_that_do_not_pay_at_one_load_are_tried_with_care_at_others() -> None:
@@ -106,7 +107,7 @@ def test_window_goes_on_until_more_than_a_few_sessions_have_had_a_round_of_it() 
     assert chooser.window(began + 3.1) is window
     rounds(14, began + 3.3)
     assert chooser.window(began + 3.3) is not window
-    assert chooser.estimate(window.arm, window.load).num_windows == 1
+    assert chooser.known.estimate(window.arm, window.load).num_windows == 1
 
 
 @pytest.mark.parametrize("is_calm", [True, False])
@@ -126,7 +127,7 @@ def test_burst_that_ends_while_drafters_read_measures_drafts_by_those_that_had_r
     assert window.sums.num_rounds < 10, "it began anew"
     sessions.resize(1)
     chooser.window(now)
-    assert [chooser.estimate(arm, window.load).num_windows > 0 for arm in (window.arm, PLAIN)] == [True, True]
+    assert [chooser.known.estimate(arm, window.load).num_windows > 0 for arm in (window.arm, PLAIN)] == [True, True]
 
 
 def test_first_window_requests_no_longer_runs_than_it_takes() -> None:
@@ -178,7 +179,7 @@ def test_texts_that_arrive_one_after_the_other_begin_as_so_many_did_before() -> 
     """Else the first ones have no drafter when the last ones are there."""
     chooser = PairChooser(8, 4)
     Simulation(pair_of(20, 0, 0.5, 0.95, 16), None, chooser=chooser).tokens_per_s(15.0)
-    best = Arm(DraftSource.DRAFTER, chooser.best_length(DraftSource.DRAFTER, load_of(16)))
+    best = Arm(DraftSource.DRAFTER, chooser.known.best_length(DraftSource.DRAFTER, load_of(16)))
     chooser.num_sessions = 0
     for number in range(11):
         chooser.join()
@@ -198,7 +199,7 @@ def test_rounds_that_outlast_the_pauses_of_sessions_without_a_drafter_count_if_t
     assert window.sums.num_rounds == 0, "each began before the window did anew"
     sessions.resize(1)
     chooser.window(now)
-    known = chooser.estimate(window.arm, window.load)
+    known = chooser.known.estimate(window.arm, window.load)
     assert known.num_windows == 1
     assert known.round_s == pytest.approx(0.14, rel=0.05)
 
@@ -217,7 +218,7 @@ def drafting(chooser: PairChooser) -> float:
 def test_rounds_until_a_drafter_has_read_a_text_are_the_cost_of_a_new_one() -> None:
     chooser = PairChooser(8, 4)
     now = drafting(chooser)
-    yields, session, window = chooser._loads[0].yields, SessionLength(chooser), chooser.window(now)
+    yields, session, window = chooser.known.loads[0].yields, SessionLength(chooser), chooser.window(now)
     before_s, rate = window.made.seconds, window.expected_rate
     assert rate is not None
     for number in range(4):
@@ -267,7 +268,7 @@ def test_time_that_is_in_no_round_of_the_arm_is_a_loss_and_rounds_that_are_slowe
     chooser = PairChooser(8, 4)
     now = drafting(chooser)
     chooser._end_window(chooser.window(now), now)
-    window, yields = chooser.window(now), chooser._loads[0].yields
+    window, yields = chooser.window(now), chooser.known.loads[0].yields
     yields.drafts.num_tokens = yields.drafts.expected_tokens = 0.0
     for number in range(20):
         times = round_times(number, now, now + slowness * 0.05, 8, 8, 0.001, slowness * 0.04)
@@ -282,9 +283,9 @@ def test_session_that_ends_before_its_prompt_is_read_is_no_text() -> None:
     chooser = PairChooser(8, 4)
     chooser.window(0.0)
     SessionLength(chooser).close()
-    assert chooser._loads[0].yields.openings.num_texts == 0.0
+    assert chooser.known.loads[0].yields.openings.num_texts == 0.0
     SessionLength(chooser).observe(round_times(0, 0.0, 0.1, 0, 0, is_first=True))
-    assert chooser._loads[0].yields.openings.num_texts == 1.0
+    assert chooser.known.loads[0].yields.openings.num_texts == 1.0
 
 
 def test_drafts_that_were_slow_beside_prompts_are_tried_at_once_when_none_are_read() -> None:

@@ -295,7 +295,7 @@ def test_place_of_a_drafter_that_cannot_is_taken_to_the_length_that_is_best_for_
     assert session.next_own_length(0, 100, 0.0) == 3, "nothing is known: as at first"
     chooser.window(0.0).all.add(round_times(0, 0.0, 0.1, 3, 0, 0.01, 0.01), 1.0)
     session.observe(round_times(0, 0.0, 9.0, 0, 0, why_plain=WhyPlain.NO_GUESS, watched=WatchedGuess(False)))
-    assert chooser.best_length(DraftSource.VERIFIER, 0) == 8, "guesses seem to cost nothing yet"
+    assert chooser.known.best_length(DraftSource.VERIFIER, 0) == 8, "guesses seem to cost nothing yet"
     assert session.next_own_length(1, 100, 9.0) == 0, "plain decoding has its turn first"
     assert chooser.acceptance.chains[DraftSource.VERIFIER].share < 1.0
     assert chooser.acceptance.chains[DraftSource.DRAFTER].num_drafts == 0

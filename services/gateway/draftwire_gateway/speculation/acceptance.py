@@ -22,6 +22,8 @@ NEW_DISPERSION = 0.125
 MOST_STALE = 8
 """Drafts for which what was expected is not computed anew, where many are known: every round of every session adds one,
 and all sessions of a step wait for that."""
+STALE_BY_PRIOR = 4
+"""Drafts for which it is not where a prior says from the first one on what is expected."""
 
 
 class Prior(Protocol):
@@ -142,7 +144,8 @@ class AcceptanceEstimate:
         """Returns how many tokens of a draft are accepted, mean and variance, as it was expected some drafts ago."""
         if self.num_drafts >= self._expected_until:
             self._expected.clear()
-            self._expected_until = self.num_drafts + max(1, min(MOST_STALE, self.num_drafts // NUM_RECENT))
+            least = 1 if self._prior is None else STALE_BY_PRIOR
+            self._expected_until = self.num_drafts + max(least, min(MOST_STALE, self.num_drafts // NUM_RECENT))
         known = self._expected.get(num_tokens)
         if known is None:
             survival = self.survival(num_tokens)

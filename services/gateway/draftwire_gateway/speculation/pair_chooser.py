@@ -9,15 +9,15 @@ All that is measured is of rounds that are over, so an arm depends on the past o
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
-from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
-from draftwire_gateway.speculation.load_probes import LEAST_GAIN, LoadProbes, Prospects
+from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation
+from draftwire_gateway.speculation.load_probes import LEAST_GAIN, Prospects
 from draftwire_gateway.speculation.pair_acceptance import PairAcceptance
-from draftwire_gateway.speculation.round_costs import RoundCosts, WindowSums
+from draftwire_gateway.speculation.pair_estimates import LoadState, PairEstimates, load_of
+from draftwire_gateway.speculation.round_costs import WindowSums
 from draftwire_gateway.speculation.windows import LEAST_ROUNDS, Window, Yields
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8)
@@ -50,25 +50,6 @@ SETTLING_ROUNDS = 2.0
 """Where other sessions run, rounds count from so many rounds after a change of the arm on."""
 FIRST_PLAIN_ROUNDS = 4
 """Plain rounds that are requested at once before the time of one is known."""
-
-
-@dataclass(slots=True)
-class LoadState:
-    """What is known of one load."""
-
-    arm: Arm
-    """The chosen one."""
-    costs: RoundCosts = field(default_factory=RoundCosts)
-    yields: Yields = field(default_factory=Yields)
-    probes: LoadProbes = field(default_factory=LoadProbes)
-    used_s: float = 0.0
-    """Time in which there were rounds at that load."""
-    learnt_at: float = 0.0
-    """Time of use by the latest window that counted."""
-    calm_at: float | None = None
-    """When a calm window ended last, in seconds of use; None if none did yet."""
-    was_calm: bool = False
-    """Whether the latest window was."""
 
 
 class PairChooser:
@@ -108,8 +89,8 @@ class PairChooser:
         self.num_sessions = 0
         first = min(lengths, key=lambda length: abs(length - first_length))
         self._first_arm = Arm(sources[0], first) if first else PLAIN
-        self._max_length = lengths[-1]
-        self._loads: dict[int, LoadState] = {}
+        self.known = PairEstimates(self.arms, self.acceptance, first, lengths[-1])
+        """What was measured so far."""
         self._window: Window | None = None
         self._num_reading = 0
         self._quiet_since = -math.inf
@@ -125,7 +106,7 @@ class PairChooser:
         self._num_reading -= 1
         self._quiet_since = now
         if is_read and self._window is not None:
-            self._loads[self._window.load].yields.openings.num_texts += 1.0
+            self.known.loads[self._window.load].yields.openings.num_texts += 1.0
 
     def leave(self) -> None:
         """Counts one session less."""
@@ -150,17 +131,19 @@ class PairChooser:
             is_opening: whether a drafter was asked to draft for a text that it had to read first, up to its first
                 block.
         """
-        passed_s = min(LONGEST_ROUND_S, max(0.0, times.ended_at - self._used_until))
-        self._used_until = max(self._used_until, times.ended_at)
+        passed_s = 0.0
+        if times.ended_at > self._used_until:
+            passed_s = min(LONGEST_ROUND_S, times.ended_at - self._used_until)
+            self._used_until = times.ended_at
         current = self._window
         window = window or current
-        state = None if window is None else self._loads.get(window.load)
+        state = None if window is None else self.known.loads.get(window.load)
         if window is None or current is None or state is None:
             return
         state.used_s += passed_s
         state.yields.openings.num_tokens += times.num_tokens
-        is_of_arm = (current.load, current.arm) == (window.load, window.arm) and not current.is_probe
-        if not is_of_arm or times.started_at < current.settled_at or _is_slow(times):
+        is_of_arm = window is current or (window.load, window.arm) == (current.load, current.arm)
+        if current.is_probe or not is_of_arm or times.started_at < current.settled_at or _is_slow(times):
             return  # before, others still had another arm
         if not is_opening:
             current.made.add(times.num_tokens, seconds)
@@ -194,23 +177,35 @@ class PairChooser:
             current.num_warming += 1
             if current.is_warming and times.ended_at - current.began_at < self._warm_up_s(current.load):
                 current.restart(times.ended_at)
-        passed_s = times.ended_at - current.counts_from
-        least_rounds = max(LEAST_ROUNDS, LEAST_ROUNDS_OF_EACH * self.num_sessions)
-        if self._loads[current.load].costs.is_empty:
-            least_rounds //= 2  # the first window is no better than a guess
-        is_full = passed_s >= LEAST_WINDOW_S and current.num_rounds >= least_rounds
-        # A probe says little without a window of the chosen arm before it, and would cut that short for nothing.
-        is_due = times.ended_at >= current.next_due and current.sums.num_rounds >= LEAST_ROUNDS // 2
-        is_outdated = self.acceptance.num_surprises(current.arm) > current.num_surprises
-        if is_full or is_due or is_outdated or self._is_over(current, passed_s):
+        if self._ends(current, times):
             self._end_window(current, times.ended_at)
+
+    def _ends(self, window: Window, times: RoundTimes) -> bool:
+        """Whether a window is over with a round."""
+        passed_s = times.ended_at - window.counts_from
+        if passed_s >= LEAST_WINDOW_S and window.num_rounds >= self._least_rounds(window.load):
+            return True
+        # A probe says little without a window of the chosen arm before it, and would cut that short for nothing.
+        if times.ended_at >= window.next_due and window.sums.num_rounds >= LEAST_ROUNDS // 2:
+            return True
+        is_outdated = self.acceptance.num_surprises(window.arm) > window.num_surprises
+        return is_outdated or self._is_over(window, passed_s)
+
+    def _least_rounds(self, load: int) -> int:
+        """Returns how many rounds a window has before it is over, unless it takes too long."""
+        least_rounds = max(LEAST_ROUNDS, LEAST_ROUNDS_OF_EACH * self.num_sessions)
+        return (
+            least_rounds // 2 if self.known.loads[load].costs.is_empty else least_rounds
+        )  # the first one is but a guess
 
     def _is_over(self, window: Window, passed_s: float) -> bool:
         """Whether a window has taken long enough. One with rounds of some sessions alone has not: others are still in
         runs of another arm, and what few share says too little.
         """
+        if passed_s < MOST_WINDOW_S:
+            return False
         is_of_few = 0 < window.sums.num_rounds < min(self.num_sessions, LEAST_ROUNDS // 2)
-        return passed_s >= (LONGEST_WINDOW_S if is_of_few else MOST_WINDOW_S)
+        return not is_of_few or passed_s >= LONGEST_WINDOW_S
 
     def num_plain_rounds(self, most: int, now: float) -> int:
         """Returns how many rounds without a drafter to request at once, at most `most`: up to when another arm has its
@@ -222,120 +217,27 @@ class PairChooser:
             return min(most, FIRST_PLAIN_ROUNDS)
         return max(1, int(min(most, (self._turn_at(window, round_s) - now) / round_s)))
 
-    def estimate(self, arm: Arm, load: int) -> ArmEstimate:
-        """Returns what is expected of an arm. Something must have been measured at that load."""
-        state = self._loads[load]
-        costs, measured = state.costs, state.costs.measured(arm)
-        tokens, round_s = self.acceptance.mean_tokens(arm) * costs.bias(arm), self._round_s(arm, load)
-        share = state.yields.share(arm, 2**load * tokens / round_s)
-        num_windows = 0 if measured is None else measured.num_windows
-        return ArmEstimate(arm.length, tokens, round_s, num_windows, share, arm.num_nodes)
-
-    def best_length(self, source: DraftSource, load: int) -> int:
-        """Returns the length that is best for a source by what is known, at least 1."""
-        state = self._loads[load]
-        if state.arm.source is source:
-            return state.arm.length
-        arms = [arm for arm in self.arms if arm.source is source]
-        if state.costs.is_empty:
-            return min(arms, key=lambda arm: abs(arm.length - self._first_arm.length)).length
-        return max(arms, key=lambda arm: self.estimate(arm, load).tokens_per_second).length
+    def explain(self, source: DraftSource) -> Explanation:
+        """Returns what the lengths of a source's drafts are chosen by; of trees, those that were measured."""
+        return self.known.explain(source, self.num_sessions)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """What is expected of each session with the best arm, at the nearest load that is known; None if none is."""
-        measured = [load for load, state in self._loads.items() if not state.costs.is_empty]
-        if not measured:
-            return None
-        load = min(measured, key=lambda known: abs(known - load_of(self.num_sessions)))
-        return self.estimate(self._loads[load].arm, load).tokens_per_second
-
-    def round_s_on_line(self, window: Window) -> list[float]:
-        """Returns the time of rounds with 1 to the window's length of draft tokens, seconds, on a line through the
-        measured time of its arm; empty if that was not measured. It is computed once for a window: sessions ask for it
-        all the time, and what is known changes when windows end.
-        """
-        if window.round_s_on_line is None:
-            window.round_s_on_line = self._round_s_on_line(window.arm, window.load)
-        return window.round_s_on_line
-
-    def _round_s_on_line(self, arm: Arm, load: int) -> list[float]:
-        costs = self._loads[load].costs
-        measured = costs.measured(arm)
-        if measured is None or arm.source is None:
-            return []
-        slope = costs.draft_token_s(arm.source) + costs.row_s(arm.source)
-        return [
-            max(measured.verify_s, measured.round_s - (arm.length - length) * slope)
-            for length in range(1, arm.length + 1)
-        ]
-
-    def explain(self, source: DraftSource) -> Explanation:
-        """Returns what the lengths of a source's drafts are chosen by; of trees, those that were measured."""
-        arms = [PLAIN, *(Arm(source, length) for length in range(1, self._max_length + 1))]
-        loads = []
-        for load, state in sorted(self._loads.items()):
-            known = arms
-            if source is DraftSource.TREES:
-                known = [PLAIN, *(arm for arm in self.acceptance.trees if state.costs.measured(arm) is not None)]
-            estimates = [] if state.costs.is_empty else [self.estimate(arm, load) for arm in known]
-            best = self._explained(source, state, known, estimates)
-            loads.append(
-                LoadExplanation(
-                    min_sessions=math.floor(2 ** (load - 0.5)) + 1,
-                    max_sessions=math.floor(2 ** (load + 0.5)),
-                    length=best.length,
-                    num_nodes=best.num_nodes,
-                    chosen=state.arm.source,
-                    estimates=estimates,
-                    row_s=state.costs.row_s(source),
-                    draft_token_s=state.costs.draft_token_s(source),
-                )
-            )
-        if source is DraftSource.TREES:  # whose tokens fare by their size
-            num_drafts = sum(known.num_drafts for known in self.acceptance.trees.values())
-            return Explanation(source, self.num_sessions, (), num_drafts, tuple(loads))
-        acceptance = self.acceptance.chains[source]
-        survival = [acceptance.share * probability for probability in acceptance.survival(self._max_length)]
-        return Explanation(source, self.num_sessions, survival, acceptance.num_drafts, tuple(loads))
-
-    def _explained(
-        self, source: DraftSource, state: LoadState, arms: Sequence[Arm], estimates: Sequence[ArmEstimate]
-    ) -> Arm:
-        """Returns the best arm of a source, as far as that is known."""
-        if state.arm.source in (source, None) or not estimates:
-            return state.arm
-        return max(zip(arms, estimates, strict=True), key=lambda known: known[1].tokens_per_second)[0]
-
-    def _round_s(self, arm: Arm, load: int) -> float:
-        """Returns the expected time of a round, seconds. What an arm costs of whose source nothing was measured at a
-        load is inferred from the nearest one where that is known.
-        """
-        costs = self._loads[load].costs
-        if arm.source is None or costs.tells_of(arm.source) or costs.measured(PLAIN) is None:
-            return costs.round_s(arm)
-        known = [other for other, state in self._loads.items() if state.costs.tells_price_of(arm.source)]
-        if not known:
-            return costs.round_s(arm)
-        near = min(known, key=lambda other: abs(other - load))
-        return costs.round_s(PLAIN) + self._loads[near].costs.price_s(arm, 2.0 ** (load - near))
-
-    def _expected_rate(self, state: LoadState, arm: Arm) -> float:
-        """Returns the tokens/s that are expected of a session in rounds of an arm, of which some was measured."""
-        return self.acceptance.mean_tokens(arm) * state.costs.bias(arm) / state.costs.round_s(arm)
+        """What is expected of each session with the best arm; None if nothing is known."""
+        return self.known.tokens_per_second(self.num_sessions)
 
     def _run_round_s(self, window: Window) -> float | None:
         """Returns the time of a round of a run; None if none is known."""
         if window.sums.num_rounds:
             return window.sums.mean_round_s
-        costs = self._loads[window.load].costs
+        costs = self.known.loads[window.load].costs
         return None if costs.is_empty else costs.round_s(window.arm)
 
     def _turn_at(self, window: Window, round_s: float) -> float:
         """Returns when a window without a drafter is over, or its arm is not the chosen one any more."""
         if window.is_probe:
             return window.counts_from + self._window_s(round_s)
-        if self._loads[window.load].costs.is_empty:  # nothing is due yet, but something will be when it ends
+        if self.known.loads[window.load].costs.is_empty:  # nothing is due yet, but something will be when it ends
             return window.began_at + MOST_WINDOW_S
         return window.next_due
 
@@ -346,7 +248,7 @@ class PairChooser:
 
     def _warm_up_s(self, load: int) -> float:
         """Returns for how long a window may begin anew while drafters read."""
-        plain = self._loads[load].costs.measured(PLAIN)
+        plain = self.known.loads[load].costs.measured(PLAIN)
         return MOST_WINDOW_S if plain is None else max(MOST_WINDOW_S, WARM_UP_ROUNDS * plain.round_s)
 
     def _end_window(self, window: Window, now: float) -> None:
@@ -357,7 +259,7 @@ class PairChooser:
         """Takes note of a window that is over. One that a change of the load has cut short may be a single step, which
         says too little of an arm of which nothing else is known.
         """
-        state = self._loads[window.load]
+        state = self.known.loads[window.load]
         sums = window.sums
         if is_cut and state.costs.measured(window.arm) is None and sums.num_rounds < LEAST_ROUNDS // 2:
             sums = WindowSums()
@@ -384,23 +286,25 @@ class PairChooser:
             state.costs.add(window.arm, sums, share, seconds, is_probe=window.is_probe)
             state.learnt_at = state.used_s
         if window.is_probe:
-            changes = state.costs.measured(window.arm) is not None and self._best(state, window.load) != state.arm
+            known = self._prospects(state, self.known.estimates(window.load))
+            changes = state.costs.measured(window.arm) is not None and self._best(state, known.estimates) != state.arm
             state.probes.end(
                 window.arm,
-                self._prospects(state, window.load),
+                known,
                 state.used_s - window.began_used_s,
                 is_in_vain=not sums.num_rounds,
                 is_settled=counts and not changes,
             )
 
     def _next_window(self, load: int, now: float) -> Window:
-        state = self._loads.setdefault(load, LoadState(PLAIN))
+        state = self.known.loads.setdefault(load, LoadState(PLAIN))
         is_new = state.costs.is_empty
-        state.arm = arm = self._arm_to_begin_with(load) if is_new else self._best(state, load)
+        estimates = {} if is_new else self.known.estimates(load)
+        state.arm = arm = self._arm_to_begin_with(load) if is_new else self._best(state, estimates)
         begins = self._window is None or self._window.load != load
         probe, next_due = None, math.inf
         if not is_new and (state.was_calm or not self._num_reading or not self._waits_for_calm(state)):
-            known = self._prospects(state, load)
+            known = self._prospects(state, estimates)
             left_s = state.probes.due_in_s(known, begins=begins)
             next_due = now + min(left_s.values(), default=math.inf)
             ready = [other for other, seconds in left_s.items() if seconds <= 0.0]
@@ -415,7 +319,7 @@ class PairChooser:
             settled_at += SETTLING_ROUNDS * measured.mean_round_s
         num_surprises = self.acceptance.num_surprises(arm)
         is_known = probe is None and state.costs.measured(arm) is not None
-        expected_rate = self._expected_rate(state, arm) if is_known else None
+        expected_rate = self.known.expected_rate(arm, load) if is_known else None
         return Window(
             arm=arm,
             load=load,
@@ -428,9 +332,7 @@ class PairChooser:
             expected_rate=expected_rate,
         )
 
-    def _prospects(self, state: LoadState, load: int) -> Prospects:
-        estimates = {arm: self.estimate(arm, load) for arm in self.arms}
-
+    def _prospects(self, state: LoadState, estimates: Mapping[Arm, ArmEstimate]) -> Prospects:
         def is_unknown(arm: Arm) -> bool:
             return self.acceptance.is_unknown(arm) or state.costs.is_doubtful(arm.source)
 
@@ -449,20 +351,20 @@ class PairChooser:
         before = self._window
         if before is not None and before.load == load and not before.sums.num_rounds:
             return PLAIN
-        for near in (self._loads.get(load - 1), self._loads.get(load + 1)):
+        for near in (self.known.loads.get(load - 1), self.known.loads.get(load + 1)):
             if near is not None and not near.costs.is_empty:
                 return near.arm
-        known = [other for other, state in self._loads.items() if other > load and not state.costs.is_empty]
-        if known and self._loads[min(known)].arm.length:
-            return self._loads[min(known)].arm
+        known = [other for other, state in self.known.loads.items() if other > load and not state.costs.is_empty]
+        if known and self.known.loads[min(known)].arm.length:
+            return self.known.loads[min(known)].arm
         return PLAIN if load else self._first_arm
 
-    def _best(self, state: LoadState, load: int) -> Arm:
+    def _best(self, state: LoadState, estimates: Mapping[Arm, ArmEstimate]) -> Arm:
         """Returns the best arm that was measured; the chosen one, unless another is better by `LEAST_GAIN`; and plain
         decoding, unless that is worse: by `LEAST_GAIN_OVER_PLAIN`, if drafts are not the chosen ones.
         """
         measured = [arm for arm in self.arms if state.costs.measured(arm) is not None]
-        rates = {arm: self.estimate(arm, load).tokens_per_second for arm in measured}
+        rates = {arm: estimates[arm].tokens_per_second for arm in measured}
         best = max(measured, key=lambda arm: rates[arm])
         has_drafts = state.arm in rates and state.arm != PLAIN
         if rates[best] < (1.0 + (0.0 if has_drafts else LEAST_GAIN_OVER_PLAIN)) * rates.get(PLAIN, 0.0):
@@ -475,10 +377,3 @@ class PairChooser:
 def _is_slow(times: RoundTimes) -> bool:
     """Whether a round waited for its reader."""
     return times.gateway_s > MAX_SLOW_READER * (times.ended_at - times.started_at)
-
-
-def load_of(num_sessions: int) -> int:
-    """Returns the nearest power of two of a number of sessions. Clients often keep a power of two of requests running:
-    one that ends shortly before the next begins changes no load.
-    """
-    return round(math.log2(max(1, num_sessions)))

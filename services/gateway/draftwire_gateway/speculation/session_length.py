@@ -88,7 +88,7 @@ class SessionLength:
         window = self._pair.window(now)
         arm = window.arm
         if arm.uses_drafter:
-            arm = Arm(DraftSource.VERIFIER, self._pair.best_length(DraftSource.VERIFIER, window.load))
+            arm = Arm(DraftSource.VERIFIER, self._pair.known.best_length(DraftSource.VERIFIER, window.load))
         return self._ask(round_number, window, arm, most).length
 
     def num_plain_rounds(self, most: int, now: float) -> int:
@@ -97,8 +97,10 @@ class SessionLength:
 
     def observe(self, times: RoundTimes) -> None:
         """Takes note of a round; a `RoundObserver`."""
-        self._end_reading(times.ended_at, is_read=True)
-        asked = next((asked for asked in reversed(self._asked) if asked.round <= times.round), None)
+        if self._is_reading:
+            self._end_reading(times.ended_at, is_read=True)
+        asked = self._asked_for(times.round)
+        is_drafters = _is_drafters(times)
         ended_at = times.ended_at + times.gateway_s
         text_tokens = self._text_tokens
         self._text_tokens += times.num_tokens
@@ -110,30 +112,43 @@ class SessionLength:
         if asked is None:
             return
         window, arm = asked.window, asked.arm
-        self._learn(times, window, arm)
+        self._learn(times, window, arm, is_drafters=is_drafters)
         is_whole = arm == window.arm and not times.is_first and not times.lost_s and not _reads_for_drafts(times)
-        if times.num_draft_tokens and not _is_verifiers(times):
+        if is_drafters:
             self._is_opening = False
         elif not window.arm.uses_drafter:
             self._is_opening = True
-        was_fresh, self._is_fresh = self._is_fresh, not times.num_draft_tokens or _is_verifiers(times)
+        was_fresh, self._is_fresh = self._is_fresh, not is_drafters
         if arm.uses_drafter:
             is_whole = is_whole and not was_fresh and times.why_plain not in _NOT_OF_THE_LENGTH
             is_whole = is_whole and not _is_verifiers(times)
         self._pair.observe(times, window, is_whole=is_whole, text_tokens=text_tokens)
 
-    def _learn(self, times: RoundTimes, window: Window, arm: Arm) -> None:
+    def _asked_for(self, round_number: int) -> Asked | None:
+        """Returns the request that a round was of; None if it was requested without."""
+        for asked in reversed(self._asked):
+            if asked.round <= round_number:
+                return asked
+        return None
+
+    def _learn(self, times: RoundTimes, window: Window, arm: Arm, *, is_drafters: bool) -> None:
         """Adds what a round of some arm shows of how much is accepted."""
         pair = self._pair.acceptance
-        size = arm if arm in pair.trees else window.arm  # one that was cut for room is of the window's size
-        if arm.num_nodes and size in pair.trees and times.num_draft_tokens and not _is_verifiers(times):
-            pair.count_tree(size, arm.length, times.num_accepted_tokens)
+        if is_drafters and arm.num_nodes:
+            size = arm if arm in pair.trees else window.arm  # one that was cut for room is of the window's size
+            if size in pair.trees:
+                pair.count_tree(size, arm.length, times.num_accepted_tokens)
         chains = pair.chains.get(DraftSource.DRAFTER)
         num_surprises = 0 if chains is None else chains.num_surprises
         for source, own in self._acceptance.items():
-            if source is not DraftSource.AHEAD:  # shares the drafter's
-                for known in (own, pair.chains[source]):
-                    _learn(known, times, source, arm)
+            if source is DraftSource.DRAFTER:
+                # A drafter's block may be judged after it was given up: as a tree, or in a round that asked for none.
+                if is_drafters and arm.uses_drafter and not arm.num_nodes and not times.draft_depth:
+                    own.add(times.num_draft_tokens, times.num_accepted_tokens)
+                    pair.chains[source].add(times.num_draft_tokens, times.num_accepted_tokens)
+            elif source is not DraftSource.AHEAD:  # shares the drafter's
+                _learn_guess(own, times, source, arm)
+                _learn_guess(pair.chains[source], times, source, arm)
         if chains is not None and chains.num_surprises > num_surprises:
             pair.forget_trees()
 
@@ -151,7 +166,7 @@ class SessionLength:
             if at != self._shortened_at:
                 self._shortened_at, self._shortened_to = at, self._shortened(window, own)
             length = self._shortened_to
-        arm = wanted._replace(length=length) if length else PLAIN
+        arm = wanted if length == wanted.length else wanted._replace(length=length) if length else PLAIN
         if self._asked and self._asked[-1].round == round_number:
             self._asked.pop()
         self._asked.append(Asked(round_number, window, arm))
@@ -160,7 +175,7 @@ class SessionLength:
     def _shortened(self, window: Window, acceptance: AcceptanceEstimate) -> int:
         """Returns the best length up to the window's, by this session's own acceptance."""
         longest = window.arm.length
-        round_s = self._pair.round_s_on_line(window) if acceptance.num_drafts >= OWN_DRAFTS else []
+        round_s = self._pair.known.round_s_on_line(window) if acceptance.num_drafts >= OWN_DRAFTS else []
         if not round_s:
             return longest
         survival = acceptance.survival(longest)
@@ -175,13 +190,9 @@ class SessionLength:
 _NOT_OF_THE_LENGTH = (WhyPlain.WARMING_UP, WhyPlain.NO_DRAFTER, WhyPlain.NO_ROOM)
 
 
-def _learn(acceptance: AcceptanceEstimate, times: RoundTimes, source: DraftSource, arm: Arm) -> None:
-    """Adds what a round of some arm shows of a source's acceptance."""
-    if source is DraftSource.DRAFTER:
-        is_chain = not arm.num_nodes and not times.draft_depth  # a drafter's block may be judged after it was given up
-        if arm.uses_drafter and is_chain and times.num_draft_tokens and not _is_verifiers(times):
-            acceptance.add(times.num_draft_tokens, times.num_accepted_tokens)
-    elif arm.source is source and times.local_strategy:
+def _learn_guess(acceptance: AcceptanceEstimate, times: RoundTimes, source: DraftSource, arm: Arm) -> None:
+    """Adds what a round of some arm shows of what the verifier drafts by itself."""
+    if arm.source is source and times.local_strategy:
         # A guess may be shorter, at no cost but its rows: what was not guessed counts as not accepted.
         acceptance.add(arm.length, times.num_accepted_tokens)
     elif times.watched is not None:
@@ -199,3 +210,8 @@ def _reads_for_drafts(times: RoundTimes) -> bool:
 def _is_verifiers(times: RoundTimes) -> bool:
     """Whether the verifier drafted by itself in a round, or had no guess."""
     return bool(times.local_strategy) or times.why_plain is WhyPlain.NO_GUESS
+
+
+def _is_drafters(times: RoundTimes) -> bool:
+    """Whether a drafter's block was verified in a round."""
+    return times.num_draft_tokens > 0 and not _is_verifiers(times)
