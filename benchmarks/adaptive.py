@@ -5,10 +5,10 @@
 
 Each cell is a pair at a number of sessions, served by three processes. After turns of chosen lengths, plain decoding
 and drafts of 1, 2, 4 and 8 tokens have turns one after the other, and the one with the most tokens is the best. In
-later turns, so that none is best by luck, chosen lengths are compared with it: chosen, best, plain and best again,
-forwards and backwards. The ratio is of the chosen lengths over both turns of the best; A/A is one of these over the
-other. Sessions of a turn start together and end with it, and all of it counts: that a drafter has to read the texts
-first is what drafts cost. In the end the server says what it expects of each fixed length.
+later turns, so that none is best by luck, chosen lengths are compared with it: chosen, best, plain (if that is not the
+best) and best again, forwards and backwards. The ratio is of the chosen lengths over both turns of the best; A/A is one
+of these over the other. Sessions of a turn start together and end with it, and all of it counts: that a drafter has to
+read the texts first is what drafts cost. In the end the server says what it expects of each fixed length.
 
 A drop is a text whose acceptance falls from 0.9 to 0.1: tokens/s from the second second after it, over plain decoding
 by the same services.
@@ -257,14 +257,16 @@ def measure_cell(cell: Cell, large: Path | None, schedule: Schedule) -> CellResu
                     picking[length].append(await turn(length))
             best = max(FIXED, key=lambda length: sum(picking[length]))
             lengths = {"chosen": None, "best": best, "plain": 0, "best again": best}
+            names = [name for name in turns if best or name != "plain"]
             for number in range(-(-schedule.turns // turns_each)):
-                for name in turns if number % 2 == 0 else reversed(turns):
+                for name in names if number % 2 == 0 else reversed(names):
                     turns[name].append(await turn(lengths[name]))
             return best, await client.explain_speculation()
 
     with LocalStack(options_of(cell, large)) as stack:
         best, explanation = asyncio.run(run(stack.address))
     both = [(first + second) / 2 for first, second in zip(turns["best"], turns["best again"], strict=True)]
+    turns["plain"] = turns["plain"] or both
     return CellResult(
         name=cell.name,
         best=best,
@@ -364,10 +366,10 @@ def main() -> None:
     parser.add_argument("--only", help="cells whose name has this in it")
     parser.add_argument("--picking-turns", type=int, default=1, help="of each fixed length, to find the best one")
     parser.add_argument("--turns", type=int, default=4, help="of chosen lengths and of the best one, to compare them")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a turn, that are counted")
+    parser.add_argument("--seconds", type=float, default=3.5, help="of a turn, that are counted")
     parser.add_argument("--settle-s", type=float, default=0.0, help="of a turn, before")
     parser.add_argument(
-        "--warm-up-s", type=float, default=20.0, help="chosen lengths before the first turn of a cell, in turns"
+        "--warm-up-s", type=float, default=17.5, help="chosen lengths before the first turn of a cell, in turns"
     )
     parser.add_argument("--drops", type=int, default=20)
     parser.add_argument("--drop-seconds", type=float, default=5.0, help="that are counted after a drop")

@@ -64,3 +64,25 @@ def test_texts_of_one_kind_are_hardly_ever_a_surprise(acceptance: float, length:
         known.add(length, accepted)
     assert known.num_surprises <= 1
     assert known.survival(1)[0] == pytest.approx(acceptance, abs=0.1)
+
+
+class CountingPrior:
+    """Expects every token to be accepted with one half, and counts how often it is asked."""
+
+    share = 1.0
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def rates(self, num_tokens: int) -> list[float]:
+        self.num_asked += 1
+        return [0.5] * num_tokens
+
+
+def test_what_a_session_expects_is_not_computed_anew_for_each_of_its_drafts() -> None:
+    """All sessions of a step wait for that, and most texts have some fifty drafts."""
+    prior = CountingPrior()
+    own = AcceptanceEstimate(prior)
+    for number in range(48):
+        own.add(4, number % 5)
+    assert prior.num_asked <= 12

@@ -194,9 +194,8 @@ class PairChooser:
     def _least_rounds(self, load: int) -> int:
         """Returns how many rounds a window has before it is over, unless it takes too long."""
         least_rounds = max(LEAST_ROUNDS, LEAST_ROUNDS_OF_EACH * self.num_sessions)
-        return (
-            least_rounds // 2 if self.known.loads[load].costs.is_empty else least_rounds
-        )  # the first one is but a guess
+        is_first = self.known.loads[load].costs.is_empty  # and no better than a guess
+        return least_rounds // 2 if is_first else least_rounds
 
     def _is_over(self, window: Window, passed_s: float) -> bool:
         """Whether a window has taken long enough. One with rounds of some sessions alone has not: others are still in
