@@ -215,6 +215,20 @@ def drafting(chooser: PairChooser) -> float:
     return now
 
 
+def test_window_ends_with_the_round_that_is_a_surprise() -> None:
+    chooser = PairChooser(8, 4)
+    now = drafting(chooser)
+    window, session = chooser.window(now), SessionLength(chooser)
+    for number in range(LEAST_ROUNDS // 2):
+        length = session.next_draft(number, 100, now).length
+        session.observe(round_times(number, now, now + 0.05, length, 0, 0.001, 0.04))
+        now += 0.05
+        if chooser.acceptance.num_surprises(window.arm) > window.num_surprises:
+            break
+    assert chooser.acceptance.num_surprises(window.arm) > window.num_surprises
+    assert chooser.window(now) is not window
+
+
 def test_rounds_until_a_drafter_has_read_a_text_are_the_cost_of_a_new_one() -> None:
     chooser = PairChooser(8, 4)
     now = drafting(chooser)
