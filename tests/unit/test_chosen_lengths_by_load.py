@@ -215,6 +215,21 @@ def drafting(chooser: PairChooser) -> float:
     return now
 
 
+def test_block_of_a_drafter_after_a_guess_of_the_verifier_does_not_count() -> None:
+    """The drafter has the text of the guess to read first, and would seem to be slow."""
+    chooser = PairChooser(8, 4)
+    now = drafting(chooser)
+    window, session, counted = chooser.window(now), SessionLength(chooser), []
+    for number, strategy in enumerate(("", "", "suffix", "", "")):
+        length = session.next_draft(number, 100, now).length
+        times = round_times(number, now, now + 0.02, length, length, 0.001, 0.01, local_strategy=strategy)
+        session.observe(times)
+        now += 0.02
+        counted.append(window.all.num_rounds)
+    assert chooser.window(now) is window
+    assert [number - counted[0] for number in counted] == [0, 1, 1, 1, 2]
+
+
 def test_window_ends_with_the_round_that_is_a_surprise() -> None:
     chooser = PairChooser(8, 4)
     now = drafting(chooser)
