@@ -1,9 +1,21 @@
 """How far ahead of the verdict a drafter may draft. Imports nothing: the command line names these limits."""
 
-MAX_ROUNDS_AHEAD = 4
-"""A block is drafted at most so many rounds before its text is known."""
+MAX_ROUNDS_AHEAD = 2
+"""A block is drafted at most so many rounds before its text is known: more were never compared with the exact law."""
 MAX_BRANCHES = 32
 """Texts of one session for which a drafter may draft ahead at once, and blocks that a verifier may hold of it."""
+
+
+def room_for_drafts(max_len: int, prefix_len: int) -> int:
+    """Returns how many tokens may be drafted after a prefix; less than 1 for none. One is left for the verifier.
+
+    Gateway and drafter count alike: so a gateway knows which rounds a drafter cannot have begun by itself.
+
+    Args:
+        max_len: most tokens of the text that the drafter can have.
+        prefix_len: committed tokens.
+    """
+    return max_len - prefix_len - 1
 
 
 def held_blocks(max_branches: int, rounds_ahead: int) -> int:

@@ -796,7 +796,7 @@ REFUSED: list[tuple[type, Message, str]] = [
     (DraftSessionSpec, changed(DRAFT, max_branches=MAX_BRANCHES + 1), "max_branches is at most 32"),
     (DraftSessionSpec, changed(DRAFT, max_held_blocks=MAX_BRANCHES + 1), "max_held_blocks is at most 32"),
     (DraftSessionSpec, changed(DRAFT, max_tree_nodes=MAX_TREE_NODES + 1), "max_tree_nodes is at most 64"),
-    (Calibration, drafter_pb2.Calibration(max_rounds_ahead=MAX_ROUNDS_AHEAD + 1), "max_rounds_ahead is at most 4"),
+    (Calibration, drafter_pb2.Calibration(max_rounds_ahead=MAX_ROUNDS_AHEAD + 1), "max_rounds_ahead is at most 2"),
     (TargetSessionSpec, changed(TARGET, logprobs_mode="Raw"), "logprobs_mode must be raw or processed"),
     *(
         (

@@ -216,8 +216,8 @@ async def test_seat_that_is_taken_is_not_offered_and_nobody_is_asked_twice_at_on
 
 
 @in_virtual_time
-async def test_room_is_what_the_drafters_context_leaves_once_it_is_ready() -> None:
-    one = seating(context_lengths=(len(PROMPT) + 5,))
+async def test_room_is_what_the_drafters_context_leaves_beside_the_verifiers_token_once_it_is_ready() -> None:
+    one = seating(context_lengths=(len(PROMPT) + 6,))
     assert (one.seat.room, warming_up(one.seat)) == (0, False)
     one.seek()
     assert (one.seat.room, warming_up(one.seat)) == (0, True)

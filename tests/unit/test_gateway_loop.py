@@ -130,12 +130,12 @@ def check_calibrations(target: FakeTarget, drafter: FakeDrafter) -> None:
 def check_blocks(scenario: Scenario, target: FakeTarget, drafter: FakeDrafter) -> None:
     """As long as wanted, unless the budget or the drafter's context ends; the verifier reserved room for all.
 
-    The extra token is counted on: a block never drafts the last token of the budget.
+    The extra token is counted on: a block never drafts the last token of the budget, or of the context.
     """
     for calibration in drafter.calibrations:
         committed, length = calibration.fence.prefix_len, calibration.num_draft_tokens
         remaining = scenario.max_tokens - (committed - len(PROMPT))
-        room = scenario.drafter_context - committed
+        room = scenario.drafter_context - committed - 1
         assert length == min(scenario.num_speculative_tokens, remaining - 1, room) >= 1
         assert committed + length <= min(drafter.spec.max_len, target.spec.max_len - 1)
     assert all(plain.fence.prefix_len + plain.num_rounds <= target.spec.max_len for plain in target.plain_runs)
@@ -261,7 +261,7 @@ def test_plain_runs_go_on_where_the_drafters_context_ends() -> None:
     target, drafter = pair(accepts=[4] * 20, context_length=len(PROMPT) + 9)
     whole_story(target, drafter)
     reach = [calibration.fence.prefix_len + calibration.num_draft_tokens for calibration in drafter.calibrations]
-    assert (max(reach), target.verdicts[-1].num_draft_tokens) == (drafter.description.context_length, 0)
+    assert (max(reach), target.verdicts[-1].num_draft_tokens) == (drafter.description.context_length - 1, 0)
     assert_both_closed(target, drafter)
 
 
@@ -297,7 +297,7 @@ def test_drafter_that_fails_to_draft_a_block_turns_the_same_round_into_a_plain_o
 
 
 def test_drafter_lost_while_no_block_is_awaited_asks_for_nothing_twice() -> None:
-    unready, full = pair(), pair(accepts=[4] * 10, context_length=len(PROMPT) + 5)
+    unready, full = pair(), pair(accepts=[4] * 10, context_length=len(PROMPT) + 6)
     unready[1].ready_after = 10_000
     for (target, drafter), lost_after in ((unready, 2), (full, 4)):
 
@@ -334,7 +334,7 @@ def test_block_and_plain_run_that_race_for_a_round_at_the_verifier_decide_it_onc
 
 def test_time_limit_of_blocks_does_not_apply_to_the_verifiers_own_work() -> None:
     """The first verdict and the first after the drafter's context ended are plain, and slower than a block may be."""
-    target, drafter = pair(accepts=[4] * 10, context_length=len(PROMPT) + 5)
+    target, drafter = pair(accepts=[4] * 10, context_length=len(PROMPT) + 6)
     target.delay_s = lambda count: 3.0 * LoopSettings().block_timeout_s if count in (0, 2) else 0.0
     result = whole_story(target, drafter)
     assert [verdict.num_draft_tokens for verdict in target.verdicts[:3]] == [0, 4, 0]

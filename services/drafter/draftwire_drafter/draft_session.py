@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from draftwire.drafting.growth_plan import num_read_nodes
 from draftwire.engine.session_book import EngineSession
+from draftwire.method.ahead_limits import room_for_drafts
 from draftwire.method.rounds import Calibration, DraftSessionSpec, Permit
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
 from draftwire_drafter.ahead import GUESSES, Branch
@@ -82,5 +83,5 @@ class DraftSession(EngineSession[DraftSessionSpec]):
         return self.is_reading or self.num_unread > self.spec.parameters.max_draft_tokens + 1
 
     def length_at(self, prefix_len: int) -> int:
-        """Returns how many tokens to draft after so many committed ones. One is left for the verifier."""
-        return min(self.num_draft_tokens, self.spec.max_len - prefix_len - 1)
+        """Returns how many tokens to draft after so many committed ones."""
+        return min(self.num_draft_tokens, room_for_drafts(self.spec.max_len, prefix_len))

@@ -14,6 +14,7 @@ import structlog
 
 from draftwire.drafting.model_free.names import parts_of
 from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.method.ahead_limits import room_for_drafts
 from draftwire.method.keys import Role
 from draftwire.method.rounds import (
     BlockSent,
@@ -34,6 +35,7 @@ from draftwire.models.description import (
     PARTIAL_BLOCKS,
     ModelDescription,
 )
+from draftwire_gateway.session.begun_rounds import BegunRounds
 from draftwire_gateway.session.block_wait import BlockFate, BlockWait
 from draftwire_gateway.session.ports import (
     DrafterLost,
@@ -94,6 +96,8 @@ class DrafterSeat:
         self._verifier_address = ""
         self._has_permit = False
         self._rounds_ahead = 0
+        self._begun = BegunRounds()
+        """By the session's drafters of this epoch."""
         self._counts_ahead = False
         """Whether no block was there when the open round began, for which one may have been drafted ahead."""
         self._num_nodes = 0
@@ -122,18 +126,32 @@ class DrafterSeat:
 
     @property
     def room(self) -> int:
-        """How many more tokens fit into the context of the drafter; 0 if no drafter is ready and awake."""
+        """How many tokens the drafter may draft now; 0 if no drafter is ready and awake."""
         if self._drafter is None or not self.is_ready or self.is_asleep:
             return 0
-        return self._drafter.description.context_length - len(self._session.committed)
+        return room_for_drafts(self._max_len(self._drafter.description), len(self._session.committed))
+
+    @property
+    def num_begun(self) -> int:
+        """Rounds that a drafter may have begun, from the open one on. A run in its place has as many at least: so none
+        of their blocks is there when it ends.
+        """
+        return self._begun.num_from(self._session.round)
 
     def next_draft(self) -> Arm:
         """Returns what to draft for the round that is requested now; plain decoding if the drafter is not to draft.
 
-        Depends only on lengths and on rounds that are over, never on the drafted tokens: see docs/exactness.md. One
-        token is left for the verifier.
+        Depends only on lengths and on rounds that are over, never on the drafted tokens: see docs/exactness.md.
         """
-        most = min(self._session.num_left - 1, self.room)
+        room, number = self.room, self._session.round
+        wanted = self._wanted_draft(room)
+        arm = self._begun.arm(wanted, number, room, self.permit_number)
+        if arm != wanted and self._pair.length is not None:
+            self._pair.length.replace_arm(number, arm)
+        return arm
+
+    def _wanted_draft(self, most: int) -> Arm:
+        """Returns what to draft for the round as far as what was begun before does not matter, of `most` tokens."""
         if self._session.generation.adapts_length:
             length = self._pair.length
             return PLAIN if length is None else length.next_draft(self._session.round, most, time.perf_counter())
@@ -162,6 +180,8 @@ class DrafterSeat:
             return RunRequest(WhyPlain.WARMING_UP, bridge)
         if self._drafter is None:
             return self._local_run(WhyPlain.NO_DRAFTER, most)
+        if self.is_ready and self._begun.is_of_another(self._session.round, self.permit_number):
+            return RunRequest(WhyPlain.WARMING_UP, bridge)
         if self.is_ready:
             return self._local_run(WhyPlain.NO_ROOM, most)
         if self._session.generation.has_repeatable_seed:  # how long warming up takes shows no more than it must
@@ -202,7 +222,7 @@ class DrafterSeat:
         Returns:
             Whether there is a drafter that could draft for that verifier, and text for it.
         """
-        self._tried = set()
+        self._tried, self._begun = set(), BegunRounds()
         drafter = self._next(target)
         self._join(target, drafter)
         return drafter is not None and self._session.num_left >= LEAST_LEFT
@@ -287,7 +307,8 @@ class DrafterSeat:
         else:
             timeout_s = self.timeout_s(depth, most_s)
         self._wait.begin(self._session.round, depth, self._now(), timeout_s, is_held=is_held)
-        self._counts_ahead = rounds_ahead > 0 or is_held
+        self._counts_ahead = rounds_ahead > 0 or is_held or self.num_begun > 0
+        self._begun.request(self._session.round, rounds_ahead, arm.length, self.permit_number)
         # Blocks that were drafted for later rounds may still be held when none is drafted ahead any more.
         is_ahead = self._rounds_ahead > 0
         self._session.expected.request_block(arm.length, num_nodes=arm.num_nodes, is_ahead=is_ahead)
@@ -424,6 +445,10 @@ class DrafterSeat:
         """Returns how large the session's token trees may be with a drafter; 0 if it is asked for chains."""
         return min(self._session.generation.num_draft_nodes, drafter.max_tree_nodes, target.max_tree_nodes)
 
+    def _max_len(self, drafter: ModelDescription) -> int:
+        """Returns how many tokens of the session's text a drafter can have at most."""
+        return min(self._session.generation.max_len, drafter.context_length)
+
     def _uses_drafter(self) -> bool:
         """Whether a drafter is to draft now, if there is one."""
         length = self._pair.length
@@ -505,7 +530,7 @@ class DrafterSeat:
             drafting_key=session.key(Role.DRAFTING),
             verifier_address=target.address,
             target_vocab_size=target.description.vocab_size,
-            max_len=min(session.generation.max_len, drafter.context_length),
+            max_len=self._max_len(drafter),
             permit=Permit.make(session.permit_key, self.permit_number) if self._has_permit else None,
             max_branches=session.generation.max_branches if self._rounds_ahead else 0,
             max_held_blocks=session.generation.max_held_blocks if self._rounds_ahead else 0,

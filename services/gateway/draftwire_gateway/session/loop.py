@@ -230,7 +230,8 @@ class GenerationLoop:
         """
         self._watch.ask(request.why)
         self._set_timeout(self._settings.verdict_timeout_s)
-        self._verifier.run_plain(min(request.num_rounds, self._session.num_left), request.draft)
+        num_rounds = max(request.num_rounds, self._drafter.num_begun)
+        self._verifier.run_plain(min(num_rounds, self._session.num_left), request.draft)
 
     def _prepare(self, target: TargetPort) -> int:
         """Prepares an attempt to open the session on a verifier, and returns its plain rounds; a `Prepare`."""

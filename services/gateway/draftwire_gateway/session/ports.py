@@ -147,7 +147,7 @@ class PeerEvent:
     permit_number: int | None
     """Identifies the drafter; None for events of a verifier."""
     event: SessionEvent
-    at: float = field(default_factory=time.perf_counter)
+    at: float = field(default_factory=lambda: time.perf_counter())
     """Time of arrival, by `time.perf_counter`."""
     arrived_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     """The same by the event loop's clock, which timeouts are measured with."""

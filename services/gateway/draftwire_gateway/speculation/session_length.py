@@ -76,6 +76,12 @@ class SessionLength:
         window = self._pair.window(now)
         return self._ask(round_number, window, window.arm if window.arm.uses_drafter else PLAIN, most)
 
+    def replace_arm(self, round_number: int, arm: Arm) -> None:
+        """Records that something else is drafted for a round than `next_draft` has just returned."""
+        asked = self._asked.pop()
+        assert asked.round == round_number, "of the latest request"
+        self._asked.append(asked._replace(arm=arm))
+
     def next_own_length(self, round_number: int, most: int, now: float) -> int:
         """Returns how many tokens the verifier is to draft by itself for each of the rounds that are requested now, 0
         for none: in place of a drafter that cannot, as many as are best for the verifier.

@@ -1,0 +1,1 @@
+"""The exact law of texts that the services' own code generates: see `tests.enumerated.network`."""

@@ -1,0 +1,61 @@
+"""Mistakes that are planted in the services' sources, and how large a deviation each causes."""
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from draftwire_drafter.engine import DraftEngine
+from draftwire_drafter.scheduler import Scheduler as DraftScheduler
+from draftwire_gateway.session.begun_rounds import BegunRounds
+from draftwire_gateway.session.drafter_seat import DrafterSeat
+from draftwire_gateway.session.loop import GenerationLoop
+
+Edit = tuple[Any, str, str]
+"""A function, a part of its source, and what stands there instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """A mistake, and the case in which it shows."""
+
+    name: str
+    case: str
+    edits: tuple[Edit, ...]
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """Has the services run with the mistake."""
+        sound = [function.__code__ for function, _, _ in self.edits]
+        try:
+            for function, old, new in self.edits:
+                function.__code__ = _edited(function, old, new)
+            yield
+        finally:
+            for (function, _, _), code in zip(self.edits, sound, strict=True):
+                function.__code__ = code
+
+
+def _edited(function: Callable[..., Any], old: str, new: str) -> Any:
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{function.__qualname__} has {source.count(old)} times: {old}"
+    source = source[source.index("def ") :] if not source.startswith("async ") else source
+    made: dict[str, Any] = {}
+    exec(compile(source.replace(old, new), function.__code__.co_filename, "exec"), function.__globals__, made)
+    return made[function.__name__].__code__
+
+
+MISTAKES = (
+    Mistake(
+        "a round that may have begun is asked for as plain",
+        "1 round(s) ahead, 4 branches, a chooser that turns to plain",
+        ((BegunRounds.arm, "if not self.num_from(round_number):", "if True:"),),
+    ),
+    Mistake(
+        "the last calibration alone says what may have begun",
+        "2 round(s) ahead, 4 branches, a chooser that turns to plain",
+        ((BegunRounds.request, "max(self._last_round, round_number + rounds_ahead)", "round_number + rounds_ahead"),),
+    ),
+)
