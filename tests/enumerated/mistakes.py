@@ -50,12 +50,22 @@ def _edited(function: Callable[..., Any], old: str, new: str) -> Any:
 MISTAKES = (
     Mistake(
         "a round that may have begun is asked for as plain",
-        "1 round(s) ahead, 4 branches, a chooser that turns to plain",
+        "1 ahead, 4 branches, turning to plain",
         ((BegunRounds.arm, "if not self.num_from(round_number):", "if True:"),),
     ),
     Mistake(
         "the last calibration alone says what may have begun",
-        "2 round(s) ahead, 4 branches, a chooser that turns to plain",
+        "2 ahead, 4 branches, turning to plain",
         ((BegunRounds.request, "max(self._last_round, round_number + rounds_ahead)", "round_number + rounds_ahead"),),
+    ),
+    Mistake(
+        "a run in the place of a drafter ends before what that may have begun (1)",
+        "asleep, and awake in a run, bridge 1, 1 ahead",
+        ((GenerationLoop._run, "max(request.num_rounds, self._drafter.num_begun)", "request.num_rounds"),),
+    ),
+    Mistake(
+        "a run in the place of a drafter ends before what that may have begun (2)",
+        "asleep, and awake in a run, bridge 2, 2 ahead",
+        ((GenerationLoop._run, "max(request.num_rounds, self._drafter.num_begun)", "request.num_rounds"),),
     ),
 )

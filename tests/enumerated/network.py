@@ -72,7 +72,7 @@ from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.metrics import VerifierMetrics
 from draftwire_verifier.scheduler import StepItem as TargetItem
 
-LETTERS = "abc"
+LETTERS = "abcd"
 SETTINGS = EngineSettings(kv_cache_tokens=CACHE_TOKENS, max_draft_tokens=8, max_tree_nodes=8)
 SMALLEST_STEP_S = 1e-9
 """Between messages of a link, which stay in order."""
@@ -188,6 +188,8 @@ class Times:
     """Between the gateway and any service, one way."""
     to_verifier_s: float = 0.001
     """Between drafter and verifier, one way."""
+    from_drafter_s: float = 0.002
+    """From drafter to gateway."""
 
 
 class TextTokenizer:
@@ -381,8 +383,9 @@ class VirtualDrafter(_OwnLoading, DrafterCore):
     async def begin(self) -> None:
         await self.start()
         self.lease_id, self.outbox = self.open_lease()
-        seconds = self.network.times.to_gateway_s
-        self.to_gateway, self.from_gateway = self.network.link(seconds), self.network.link(seconds, self.awake_at)
+        times = self.network.times
+        self.to_gateway = self.network.link(times.from_drafter_s)
+        self.from_gateway = self.network.link(times.to_gateway_s, self.awake_at)
         self.network.spawn(self.run_steps())
         self.network.spawn(self._tell_gateway())
 
@@ -445,11 +448,9 @@ class VirtualDrafter(_OwnLoading, DrafterCore):
         self.close_session(message.session_id, message.epoch)
 
     def lose(self) -> None:
-        """Ends it for all its peers; what is on the way to the verifier arrives."""
+        """Ends it for the gateway. It does not hear of that, and goes on with what it was asked for."""
         self.connected = False
         self.to_gateway.is_cut = self.from_gateway.is_cut = True
-        for link in self._blocks.values():
-            link.to_verifier_ends = True
         inboxes, self.inboxes = self.inboxes, {}
         for inbox in inboxes.values():
             inbox.put_nowait(DrafterLost(UnavailableError("lost")))
@@ -460,7 +461,7 @@ class VirtualBlockLink:
 
     def __init__(self, drafter: VirtualDrafter, verifier: VirtualVerifier, on_lost: Callable[[], None]) -> None:
         network = drafter.network
-        self.broken = self.to_verifier_ends = False
+        self.broken = False
         self._drafter, self._verifier, self._on_lost = drafter, verifier, on_lost
         self._to_verifier = network.link(network.times.to_verifier_s)
         self._to_drafter = network.link(network.times.to_verifier_s, drafter.awake_at)
@@ -474,9 +475,8 @@ class VirtualBlockLink:
         return self._record.id
 
     def push(self, block: DraftBlock) -> None:
-        if not self.to_verifier_ends:
-            name = "block ahead" if block.is_ahead else "block"
-            self._to_verifier.send(name, messages.block_to_proto(block), self._decode, self._verifier.push_blocks)
+        name = "block ahead" if block.is_ahead else "block"
+        self._to_verifier.send(name, messages.block_to_proto(block), self._decode, self._verifier.push_blocks)
 
     def _decode(self, data: bytes) -> Any:
         block = session_pb2.DraftBlock.FromString(data)

@@ -10,7 +10,7 @@ import torch
 from tiny_models import ExtendsByReading
 from torch import Tensor
 
-from draftwire.models.cached_model import Reading, appended
+from draftwire.models.cached_model import FeatureSpan, Reading, appended
 from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.models.packing import positions_of
 
@@ -83,6 +83,11 @@ class PlacedTable(ExtendsByReading):
                     kept.append(self._logits[position + 1, token])
         self._wait(seconds)
         return torch.stack(kept) if kept else self._logits.new_zeros(0, self.vocab_size)
+
+    def features(self, spans: Sequence[FeatureSpan[CachedSequence]]) -> Tensor:
+        """Returns what a head reads of each token: its position alone."""
+        positions = [position for span in spans for position in range(span.start, span.stop)]
+        return torch.tensor(positions, dtype=torch.float64).unsqueeze(1)
 
     def fork(self, sequence: CachedSequence, length: int) -> CachedSequence:
         return self.cache.fork(sequence, length)[0]
