@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.lark_extensions import find_extension
 from draftwire.requests.schema_intersections import MAX_INTERSECTION, intersection_size
-from draftwire.requests.structured_output import Form, StructuredOutput
+from draftwire.requests.structured_output import MAX_PLACE_S, Form, StructuredOutput
 from draftwire.requests.tool_calls import ToolCallForm, grammar_of
 
 if TYPE_CHECKING:
@@ -90,10 +90,6 @@ TOO_MANY_MEET = (
     "the lengths of the patterns and formats that one string has to match at once (by allOf, $ref or a format), "
     f"multiplied, exceed {MAX_INTERSECTION}"
 )
-
-MAX_PLACE_S = 0.25
-"""Limit on the CPU time of one mask, seconds. Usual ones take 20 µs; a form that exceeds the limit fails its session,
-because all sessions of a batch wait for it."""
 
 MAX_TEXT_S = 5.0
 """Limit on the CPU time of following a text of any length, seconds: one that is resumed, moved, or begun anew after a

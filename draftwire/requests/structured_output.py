@@ -12,6 +12,9 @@ from draftwire.requests.tool_calls import MAX_TOOL_CALLS_AT_ONCE, SYNTAXES, Call
 MAX_FORM_BYTES = 65_536
 """Upper bound of the bytes of a form, all its texts together."""
 MAX_CHOICES = 1_024
+MAX_PLACE_S = 0.25
+"""Limit on the CPU time of one mask, seconds. Usual ones take 20 µs; a form that exceeds the limit fails its session,
+because all sessions of a batch wait for it. A gateway waits for as long before it drops a block of such a session."""
 
 
 class Form(Enum):

@@ -75,6 +75,9 @@ class Case:
     """Those of `sampling` and `stop_token_ids`, kept with the session; None makes them for this step."""
     tree: TokenTree | None = None
     """The shape of the block, if it is no chain: only where `tree_rule_for` has a rule for trees."""
+    is_used: bool = True
+    """Whether its draft tokens may enter the text. If not, they are scored for the audit, and the round is decided as
+    if nothing had been drafted."""
 
     @property
     def num_rows(self) -> int:
@@ -137,6 +140,7 @@ class Decided:
     members: list[int]
     """Indices of the step's judgings, or of the cases that were decided."""
     blocks: BlockBatch
+    """With their draft tokens, also of cases whose tokens are not used."""
     lacks_next: list[bool]
     """For each block, whether the row after its last token is not a distribution; a placeholder stands there. If the
     block is accepted as a whole, its last token takes the place of the extra one. Whoever derives the law of the text
@@ -151,7 +155,8 @@ class DecidedTrees:
     members: list[int]
     """As in `Decided`."""
     trees: TreeBatch
-    """Without what follows nodes after which the target has no distribution."""
+    """Without what follows nodes after which the target has no distribution. With their draft tokens, also of cases
+    whose tokens are not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +166,8 @@ class Decisions:
     outcomes: list[Judgement | DraftwireError | None]
     """One for each case; None for those that were not to be decided."""
     batches: list[Decided]
-    """One for each rule among the cases, or two if it had both dense and sparse draft distributions. Not of trees."""
+    """One for each rule among the cases, more if it had both dense and sparse draft distributions, or draft tokens that
+    are used and others that are not. Not of trees."""
     tree_batches: list[DecidedTrees] = field(default_factory=list)
     """The same for trees; those whose rule reads no distributions are in none."""
 
@@ -315,10 +321,13 @@ def _report(scored: list[_Scored], decided: dict[int, Judgement], raw: _RawRows 
 
 
 def _decide(members: list[_Scored], blocks: BlockBatch, bound: float) -> dict[int, Judgement]:
-    """Applies the members' rule; `bound` is for near-ties."""
+    """Applies the members' rule; `bound` is for near-ties. If the draft tokens are not used, it decides about empty
+    blocks.
+    """
     cases = [one.case for one in members]
+    judged = blocks if cases[0].is_used else blocks.cut(torch.zeros_like(blocks.lengths))
     noise = KeyedNoise([case.key for case in cases], [case.num_committed for case in cases], blocks.target_probs.device)
-    verified = verify(cases[0].rule, blocks, noise)
+    verified = verify(cases[0].rule, judged, noise)
     near_ties = verified.num_near_ties(_near_tie_bounds(cases, bound, blocks.target_probs.device))
     decisions = torch.stack([verified.num_accepted, verified.extra_tokens, near_ties]).tolist()  # one transfer
     judgements: dict[int, Judgement] = {}
@@ -334,7 +343,9 @@ def _decide(members: list[_Scored], blocks: BlockBatch, bound: float) -> dict[in
 def _decide_trees(
     members: list[_Scored], target_probs: Tensor, bound: float, batches: list[DecidedTrees]
 ) -> dict[int, Judgement]:
-    """Applies the members' rule for trees, and adds the batch if it reads distributions; `bound` is for near-ties."""
+    """Applies the members' rule for trees, and adds the batch if it reads distributions; `bound` is for near-ties. If
+    the draft tokens are not used, it decides about trees without nodes.
+    """
     cases, device = [one.case for one in members], target_probs.device
     shapes = [case.tree for case in cases if case.tree is not None]
     noise = KeyedNoise([case.key for case in cases], [case.num_committed for case in cases], device)
@@ -350,7 +361,10 @@ def _decide_trees(
     if rule.needs_draft_probs:
         kept = [shape.ended_at(end) for shape, end in zip(shapes, ends, strict=True)]
         batches.append(DecidedTrees([one.index for one in members], trees.cut(kept) if any(ends) else trees))
-    outcome = verify_trees(rule, trees, noise, ends)
+    if cases[0].is_used:
+        outcome = verify_trees(rule, trees, noise, ends)
+    else:
+        outcome = verify_trees(rule, trees.cut([()] * len(cases)), noise)
     near_ties = torch.zeros_like(outcome.last_nodes)
     if outcome.leads is not None:
         near_ties = (outcome.leads < _near_tie_bounds(cases, bound, device)).sum(dim=1)
@@ -372,14 +386,15 @@ def _near_tie_bounds(cases: Sequence[Case], bound: float, device: torch.device) 
 
 
 def _groups(scored: list[_Scored]) -> list[list[_Scored]]:
-    """Groups blocks that can be verified together: of one rule, with all dense or all sparse distributions; and trees
-    of one rule.
+    """Groups blocks that can be verified together: of one rule, all used or none, with all dense or all sparse
+    distributions; and trees in the same way.
     """
-    groups: dict[tuple[int, bool, bool], list[_Scored]] = {}
+    groups: dict[tuple[int, bool, bool, bool], list[_Scored]] = {}
     for one in scored:
         is_tree = one.case.tree is not None
         rule = tree_rule_for(one.case.rule, one.case.sampling) if is_tree else one.case.rule
-        groups.setdefault((id(rule), isinstance(one.draft, DenseRows), is_tree), []).append(one)
+        key = id(rule), one.case.is_used, isinstance(one.draft, DenseRows), is_tree
+        groups.setdefault(key, []).append(one)
     return list(groups.values())
 
 

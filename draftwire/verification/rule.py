@@ -143,42 +143,6 @@ class VerificationRule(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class UndraftedRule:
-    """A rule as it decides where nothing is drafted: blocks are scored, so that they can be audited, and not used."""
-
-    rule: VerificationRule
-
-    @property
-    def name(self) -> str:
-        """What requests call the rule."""
-        return self.rule.name
-
-    @property
-    def is_lossless(self) -> bool:
-        """Whether the output is distributed as the target's."""
-        return self.rule.is_lossless
-
-    @property
-    def needs_draft_probs(self) -> bool:
-        """Whether the rule reads the distributions that the draft tokens were drawn from."""
-        return self.rule.needs_draft_probs
-
-    @property
-    def is_coupled(self) -> bool:
-        """Whether the draft tokens, which are not used, are drawn with the same `Noise.exponentials` as the target."""
-        return self.rule.is_coupled
-
-    @property
-    def takes_trees(self) -> bool:
-        """Whether there is a rule for trees that decides as the rule does."""
-        return facts_of(self.rule).takes_trees
-
-    def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
-        """Decides about each block as if it were empty."""
-        return self.rule.decide(blocks.cut(torch.zeros_like(blocks.lengths)), noise)
-
-
 def facts_of(rule: VerificationRule) -> RuleFacts:
     """Returns the declared properties of a rule, for services that do not run it."""
     takes_trees = bool(getattr(rule, "takes_trees", False))  # rules from before there were trees do not say

@@ -67,6 +67,8 @@ class Judging:
     """Those of `sampling` and `stop_token_ids`, kept with the session; None makes them for this step."""
     tree: TokenTree | None = None
     """The shape of the block, if it is no chain; see `Case.tree`."""
+    is_used: bool = True
+    """Whether its draft tokens may enter the text; see `Case.is_used`."""
 
     def masks(self) -> FormMasks | None:
         """Returns the form's masks after the committed tokens and after each draft token; None if there is no form.
@@ -99,6 +101,7 @@ class Judging:
             masks=masks,
             edits=self.edits,
             tree=self.tree,
+            is_used=self.is_used,
         )
 
     def prompt_rows(self, num_read: int) -> PromptRows | None:
@@ -119,7 +122,7 @@ class StepOutcome:
     outcomes: list[JudgingOutcome]
     """One for each judging."""
     decided: list[Decided]
-    """One batch for each rule in the step, or two if it had both dense and sparse draft distributions."""
+    """Batches of the step; see `Decisions.batches`."""
     num_tokens: int = 0
     """Tokens that the forward pass read."""
     decided_trees: list[DecidedTrees] = field(default_factory=list)

@@ -62,37 +62,6 @@ class TreeRule(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class UndraftedTreeRule:
-    """A rule as it decides where nothing is drafted, as `UndraftedRule` is of rules for blocks."""
-
-    rule: TreeRule
-
-    @property
-    def name(self) -> str:
-        """Name of the rule."""
-        return self.rule.name
-
-    @property
-    def is_lossless(self) -> bool:
-        """Whether the output is distributed as the target's."""
-        return self.rule.is_lossless
-
-    @property
-    def needs_draft_probs(self) -> bool:
-        """Whether the rule reads the distributions of the draft tokens, which are not used."""
-        return self.rule.needs_draft_probs
-
-    @property
-    def is_coupled(self) -> bool:
-        """Whether the draft tokens, which are not used, are drawn with the same noise as the target."""
-        return self.rule.is_coupled
-
-    def decide_trees(self, trees: TreeBatch, noise: Noise) -> TreeOutcome:
-        """Decides about each tree as if it had no nodes."""
-        return self.rule.decide_trees(trees.cut([()] * trees.batch_size), noise)
-
-
 def verify_trees(
     rule: TreeRule, trees: TreeBatch, noise: Noise, ends: Sequence[Collection[int]] | None = None
 ) -> TreeOutcome:

@@ -13,6 +13,8 @@ from draftwire.errors import NoRoomError
 from draftwire.method.rounds import BlockSent, DraftTimings, Permit, SendDrafted, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ISSUED_IDENTITIES, PARTIAL_BLOCKS
+from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.structured_output import MAX_PLACE_S, StructuredOutput
 from draftwire_gateway.session.block_wait import MAX_STRETCH
 from draftwire_gateway.session.drafter_seat import MAX_MISSING_BLOCKS, NO_BLOCK, DrafterSeat, RunRequest
 from draftwire_gateway.session.ports import DrafterLost, DrafterReady, PeerEvent, SessionEvent
@@ -393,6 +395,18 @@ async def test_time_of_a_block_ends_when_its_verdict_arrives_and_not_when_it_is_
     await asyncio.sleep(60.0)
     one.end_round(STORY[1:2], num_draft_tokens=4, ago_s=59.99)
     assert (one.seat.timeout_s(4, 5.0), one.seat.flush_timeout_s(5.0)) == before == (LEAST_TIMEOUT_S, LEAST_FLUSH_S)
+
+
+@in_virtual_time
+async def test_reply_of_a_session_with_a_form_is_waited_for_as_long_as_a_mask_may_take_in_addition() -> None:
+    for form, mask_s in ((None, 0.0), (StructuredOutput.regex("a*"), MAX_PLACE_S)):
+        one = seating(sampling=SamplingParams(structured_output=form))
+        await one.seek_until_ready()
+        assert one.seat.flush_timeout_s(5.0) == FIRST_TIMEOUT_S + mask_s
+        await one.learn(0.01)
+        assert one.seat.flush_timeout_s(5.0) == LEAST_FLUSH_S + mask_s
+        assert one.seat.flush_timeout_s(0.1) == 0.1
+        assert one.seat.timeout_s(4, 5.0) == LEAST_TIMEOUT_S, "the flush itself is as early as for others"
 
 
 @in_virtual_time

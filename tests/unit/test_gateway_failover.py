@@ -47,6 +47,8 @@ from draftwire.errors import (
 from draftwire.method.rounds import BlockSent, Calibration, SendDrafted, TargetSessionSpec
 from draftwire.models.description import PARTIAL_BLOCKS
 from draftwire.requests.logprobs import TokenLogprob
+from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.structured_output import MAX_PLACE_S, StructuredOutput
 from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session import ports
 from draftwire_gateway.session.committed_text import FinishReason
@@ -840,6 +842,26 @@ def test_drafter_whose_time_depends_on_its_tokens_is_hurried_and_never_dropped(
     The law of the first token is that of token verification if a block is judged, else the target's. Of others, it is
     the same argument one token later.
     """
+    law, hurried = law_of_timed_drafts(token_seconds)
+    assert law == pytest.approx(TARGET_LAW)
+    assert (hurried > 0) is (sum(token_seconds) > 0.1 / 3)
+
+
+def test_drafter_whose_masks_take_long_after_one_of_its_tokens_is_hurried_and_never_dropped() -> None:
+    """Nearly as long as a mask may, beside what may delay any token. Without a form the same block is dropped."""
+    token_seconds = (0.001, 0.2 + 0.9 * MAX_PLACE_S)
+    form = SamplingParams(structured_output=StructuredOutput.regex(".*"))
+    law, hurried = law_of_timed_drafts(token_seconds, sampling=form)
+    assert law == pytest.approx(TARGET_LAW)
+    assert hurried > 0
+    law, _ = law_of_timed_drafts(token_seconds)
+    assert law != pytest.approx(TARGET_LAW)
+
+
+def law_of_timed_drafts(token_seconds: tuple[float, ...], **changes: Any) -> tuple[list[float], int]:
+    """Returns the law of the first token after blocks of three tokens, each of which takes its time to be drawn, and
+    how many of the blocks were flushed. No drafter is given up.
+    """
     law, hurried = [0.0, 0.0], 0
     for block in product(range(2), repeat=3):
         target, drafter, other = two_drafters()
@@ -848,13 +870,12 @@ def test_drafter_whose_time_depends_on_its_tokens_is_hurried_and_never_dropped(
         target, drafter, other = two_drafters()
         drafter.round_trip = pace
         draw_in_time(drafter, [token_seconds[token] for token in block])
-        assert_kept(whole_story(target, [drafter, other], LIMITS, 8), other)
+        assert_kept(whole_story(target, [drafter, other], LIMITS, 8, **changes), other)
         hurried += len(drafter.hurried)
         num_drafted = target.verdicts[1].num_draft_tokens
         mass = math.prod(DRAFT_LAW[token] for token in block)
         law = [before + mass * part for before, part in zip(law, first_token_law(block[0], num_drafted), strict=True)]
-    assert law == pytest.approx(TARGET_LAW)
-    assert (hurried > 0) is (sum(token_seconds) > 0.1 / 3)
+    return law, hurried
 
 
 def draw_in_time(drafter: FakeDrafter, seconds: Sequence[float]) -> None:

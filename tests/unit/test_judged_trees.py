@@ -1,7 +1,7 @@
 """Trees are judged as their paths would be as chains: the text is the same, and nothing of a tree is left behind."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from scipy.stats import chisquare
 from tiny_models import tiny_network
 
 from draftwire.errors import InvalidRequestError, UnavailableError
+from draftwire.method.distributions import DenseRows
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.method.token_tree import TokenTree
@@ -25,6 +26,7 @@ from draftwire.verification.deciding import Judgement
 from draftwire.verification.rule import VerificationRule
 from draftwire.verification.target import Judging, judge
 from draftwire.verification.walk import TargetOnlyRule, walking_rule
+from draftwire_verifier.auditing import audits_of
 
 torch.set_num_threads(1)
 
@@ -166,6 +168,56 @@ def test_text_by_trees_is_the_text_token_by_token(rule: VerificationRule, name: 
         assert own.token_id == other.token_id
         assert own.logprob == pytest.approx(other.logprob, abs=1e-6)
         assert [token for token, _ in own.top] == [token for token, _ in other.top]
+
+
+def drafted(tree: TokenTree, right: list[int], seed: int) -> tuple[list[int], DenseRows]:
+    """Returns tokens of a tree, whose first nodes are right and whose siblings differ, and their distributions."""
+    tokens = []
+    for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True)):
+        tokens.append((right[depth - 1] + tree.children(parent).index(node)) % VOCAB_SIZE)
+    rows = torch.rand(len(tree.inner_nodes), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) + 0.1
+    return tokens, DenseRows(rows / rows.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [(BLOCK, "plain"), (BLOCK, "long"), (BLOCK, "greedy"), (COUPLED, "truncated"), (TARGET_ONLY, "penalised")],
+)
+def test_tree_that_is_not_used_is_decided_as_if_nothing_were_drafted_and_audited_as_one_that_is(
+    rule: VerificationRule, name: str, options: str
+) -> None:
+    """With the random numbers of a plain round, beside the same tree where it is used, which is accepted in part."""
+    sampling, tree = SAMPLINGS[name], TokenTree((-1, -1, -1, 0, 0, 1, 3, 3))
+    right = [judgement.token_ids[0] for judgement in plain_text(rule, sampling, 16, **OPTIONS[options])]
+    is_drawn = rule is BLOCK and not sampling.greedy
+    model = fresh()
+    aside, plain = (Session(model, rule, sampling, OPTIONS[options]) for _ in range(2))
+    num_accepted = 0
+    for number in range(12):
+        tokens, rows = drafted(tree, right[number:], number)
+        unused = replace(aside.judging(tokens, tree), draft=rows if is_drawn else None, is_used=False)
+        used = replace(unused, sequence=model.cache.open(aside.ids), is_used=True)
+        step = judge(model, [used, unused, plain.judging([], None)])
+        of_used, own, other = step.outcomes
+        assert isinstance(of_used, Judgement)
+        assert isinstance(own, Judgement)
+        assert isinstance(other, Judgement)
+        assert (own.token_ids, own.num_accepted, own.path) == (other.token_ids, 0, ())
+        assert own.num_near_ties == other.num_near_ties
+        assert [one.logprob for one in own.logprobs] == pytest.approx([one.logprob for one in other.logprobs])
+        of_used_tree, of_tree, nothing = audits_of(step.decided, [rule] * 3, step.decided_trees)
+        assert (of_tree is not None) is (of_used_tree is not None) is is_drawn
+        assert nothing is None
+        if of_tree is not None and of_used_tree is not None:
+            assert of_tree.num_positions == len(tree)
+            assert astuple(of_tree) == pytest.approx(astuple(of_used_tree))
+        num_accepted += of_used.num_accepted
+        model.cache.close(used.sequence)
+        for session, outcome in ((aside, own), (plain, other)):
+            session.commit(outcome)
+    assert aside.ids[len(PROMPT) :] == right[:12]
+    assert num_accepted > 0
 
 
 def test_tokens_of_the_walk_are_drawn_from_the_target() -> None:

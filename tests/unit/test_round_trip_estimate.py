@@ -74,6 +74,8 @@ def test_flush_is_waited_for_eight_passes_and_a_trip_within_its_bounds(
     assert pace.flush_timeout_s(0, 0.02) == 0.02
     assert pace.sent_timeout_s(0, MOST) == max(LEAST_SENT_S, pace.flush_timeout_s(0, MOST))
     assert pace.sent_timeout_s(0, 0.02) == 0.02
+    assert pace.flush_timeout_s(0, MOST, 0.4) == pytest.approx(min(MOST, expected + 0.4)), "a mask comes on top"
+    assert pace.flush_timeout_s(0, 0.02, 0.4) == 0.02
 
 
 def test_patience_for_a_block_grows_with_its_length() -> None:

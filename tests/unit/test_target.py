@@ -4,7 +4,7 @@ import copy
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, BlockBatch, KeyedNoise, TypicalRule, verify
 from draftwire.verification.deciding import NEAR_TIE, Decided, Judgement, StillReading
 from draftwire.verification.target import Judging, judge
+from draftwire_verifier.auditing import audits_of
 
 torch.set_num_threads(1)
 
@@ -235,6 +236,35 @@ def test_rules_of_one_name_and_other_thresholds_are_decided_apart(model: Watched
     step = judge(model, parts)
     assert [one.members for one in step.decided] == [[0], [1]]
     assert [outcome.num_accepted for outcome in step.outcomes if isinstance(outcome, Judgement)] == [4, 0]
+
+
+@every("seed", range(4))
+def test_block_that_is_not_used_is_decided_as_if_it_were_empty_and_audited_as_one_that_is(seed: int) -> None:
+    """With the random numbers of a plain round, beside blocks that are used, also where a row after it is bad."""
+    model, generator = fresh_model(), random.Random(seed)
+    count = 12
+    used = [judging(model, generator, random_ids(generator, 9), generator.choice([1, 2, 5, 8])) for _ in range(count)]
+
+    def beside(one: Judging) -> Judging:
+        return replace(one, sequence=model.cache.open(one.committed, f"alone {next(salts)}"))
+
+    aside = [replace(beside(one), is_used=False) for one in used]
+    plain = [replace(beside(one), draft_tokens=[], draft=None) for one in used]
+    for one in (*used[::3], *aside[::3]):
+        model.bad[one.sequence] = (0, torch.nan)
+    parts = [*used, *aside, *plain]
+    step = judge(model, parts)
+    outcomes = [outcome for outcome in step.outcomes if isinstance(outcome, Judgement)]
+    sums = audits_of(step.decided, [part.rule for part in parts])
+    for index, one in enumerate(used):
+        assert outcomes[count + index] == outcomes[2 * count + index]
+        assert aside[index].sequence.length == len(one.committed), "nothing of it is left in the cache"
+        own, others = sums[count + index], sums[index]
+        assert (own is not None) is (others is not None) is one.rule.needs_draft_probs
+        if own is not None and others is not None:
+            assert astuple(own) == pytest.approx(astuple(others))
+    assert any(outcome.num_accepted > 0 for outcome in outcomes[:count]), "where they are used, some are accepted"
+    assert any(own.num_positions > 0 for own in sums[count : 2 * count] if own is not None)
 
 
 @every("name", ["block", "token", "coupled"])

@@ -37,9 +37,8 @@ from draftwire.verification import (
 from draftwire.verification.coupled import CoupledRule
 from draftwire.verification.k_seq import KSeqRule
 from draftwire.verification.multi_round import MultiRoundRule, WithoutReplacementRule
-from draftwire.verification.rule import UndraftedRule
 from draftwire.verification.traversal import TraversalRule
-from draftwire.verification.tree_rule import TreeLawRule, TreeRule, UndraftedTreeRule, verify_trees
+from draftwire.verification.tree_rule import TreeLawRule, TreeRule, verify_trees
 from draftwire.verification.trees import NOTHING, TreeBatch, cut_undrawable
 from draftwire.verification.walk import TargetOnlyRule
 
@@ -246,12 +245,6 @@ def test_session_with_trees_is_decided_by_the_rule_for_trees_that_fits_its_own()
     for rule in (token, typical):
         with pytest.raises(InvalidRequestError, match="takes no token trees"):
             tree_rule_for(rule, drawn)
-    for rule, sampling in ((block, drawn), (coupled, drawn), (coupled, greedy), (token, greedy)):
-        undrafted = tree_rule_for(UndraftedRule(rule), sampling)
-        assert undrafted == UndraftedTreeRule(tree_rule_for(rule, sampling))
-        assert tree_rule_for(UndraftedRule(rule), sampling) is undrafted, "they are decided together"
-    with pytest.raises(InvalidRequestError, match="takes no token trees"):
-        tree_rule_for(UndraftedRule(token), drawn)
     for name in TREE_RULES:
         assert tree_rule_named(name) is TREE_RULES[name]
     with pytest.raises(InvalidRequestError, match="traversal, coupled, target_only"):

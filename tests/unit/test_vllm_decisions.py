@@ -18,7 +18,6 @@ from draftwire.requests.logprobs import LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement, StillReading
-from draftwire.verification.rule import UndraftedRule
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.vllm.items import PromptToReport, RoundItem, StepItems, StepReport
 from draftwire_verifier.vllm.rank_decisions import RankDecisions, agreed
@@ -55,7 +54,6 @@ def make_item(generator: random.Random, number: int, rule: str, committed: list[
 def judged(items: dict[str, RoundItem]) -> dict[str, Any]:
     """Returns what our own engine decides about them, each in its sequence."""
     model = fresh_model()
-    undrafted = {name: UndraftedRule(rule) for name, rule in RULES.items()}
     judgings = [
         Judging(
             model.cache.open(),
@@ -63,11 +61,12 @@ def judged(items: dict[str, RoundItem]) -> dict[str, Any]:
             item.draft_tokens,
             item.draft,
             item.sampling,
-            RULES[item.rule] if item.is_used else undrafted[item.rule],
+            RULES[item.rule],
             item.key,
             item.prompt_len,
             item.stop_token_ids,
             logprobs=item.logprobs,
+            is_used=item.is_used,
         )
         for item in items.values()
     ]

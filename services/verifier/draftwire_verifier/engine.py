@@ -20,9 +20,8 @@ from draftwire.models.cached_model import FeatureModel, FeatureSpan, SequenceMod
 from draftwire.models.feature_encoding import encode_rows
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification import VerificationRule, rule_named
+from draftwire.verification import rule_named
 from draftwire.verification.deciding import Judgement
-from draftwire.verification.rule import UndraftedRule
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.auditing import audits_of
 from draftwire_verifier.feeding import FeaturePart
@@ -47,7 +46,6 @@ class TargetEngine(StepEngine[Step, StepResult]):
         self._head = None if head is None else HeadDrafts(head, model.vocab_size)
         self._context_length = context_length
         self._sequences: dict[SessionKey, CachedSequence] = {}
-        self._undrafted: dict[str, UndraftedRule] = {}
         self._edits: dict[SessionKey, TokenEdits] = {}
 
     def _time_prompt(self, num_tokens: int) -> tuple[int, float]:
@@ -152,7 +150,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
             draft_tokens=block.token_ids if block else [],
             draft=_rows_of(block) if block else None,
             sampling=parameters.sampling,
-            rule=session.rule if block is None or block.is_used else self._without_drafts(session.rule),
+            rule=session.rule,
             key=DrawKey(spec.verifying_key, parameters.choice, session.round, block.attempt if block else 0),
             prompt_len=parameters.prompt_len,
             stop_token_ids=parameters.stop_token_ids,
@@ -161,11 +159,8 @@ class TargetEngine(StepEngine[Step, StepResult]):
             automaton=session.automaton,
             edits=self._edits[session.key],
             tree=block.tree if block else None,
+            is_used=block is None or block.is_used,
         )
-
-    def _without_drafts(self, rule: VerificationRule) -> VerificationRule:
-        """Returns a rule that decides as if nothing had been drafted: one object for each, so that they are batched."""
-        return self._undrafted.setdefault(rule.name, UndraftedRule(rule))
 
 
 def _rows_of(block: ReceivedBlock) -> DraftRows | None:

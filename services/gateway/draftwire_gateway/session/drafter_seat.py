@@ -35,6 +35,7 @@ from draftwire.models.description import (
     PARTIAL_BLOCKS,
     ModelDescription,
 )
+from draftwire.requests.structured_output import MAX_PLACE_S
 from draftwire_gateway.session.begun_rounds import BegunRounds
 from draftwire_gateway.session.block_wait import BlockFate, BlockWait
 from draftwire_gateway.session.ports import (
@@ -276,7 +277,9 @@ class DrafterSeat:
         """Returns the timeout of the reply to `request_flush`, or of the block if the drafter does not reply."""
         if not self._is_capable_of(FLUSH_REPLIES):
             return most
-        return self._ready_drafter.round_trip.flush_timeout_s(self._wait.num_tokens, most)
+        has_form = self._session.generation.sampling.structured_output is not None
+        mask_s = MAX_PLACE_S if has_form else 0.0
+        return self._ready_drafter.round_trip.flush_timeout_s(self._wait.num_tokens, most, mask_s)
 
     def sent_timeout_s(self, most: float) -> float:
         """Returns the timeout of the verdict after that reply."""

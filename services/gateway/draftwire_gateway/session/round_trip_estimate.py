@@ -51,12 +51,19 @@ class RoundTripEstimate:
             return min(most, FIRST_TIMEOUT_S)
         return min(most, max(LEAST_TIMEOUT_S, 2.0 * mean_s + 4.0 * self._deviation_s))
 
-    def flush_timeout_s(self, num_tokens: int, most: float) -> float:
-        """Returns how long the drafter may then take to reply: `FLUSH_PASSES` passes and a trip; at most `most`."""
-        mean_s = self._mean_s(num_tokens)
-        if mean_s is None:
-            return min(most, FIRST_TIMEOUT_S)
-        return min(most, max(LEAST_FLUSH_S, FLUSH_PASSES * (self._pass_s or 0.0) + mean_s))
+    def flush_timeout_s(self, num_tokens: int, most: float, mask_s: float = 0.0) -> float:
+        """Returns how long the drafter may then take to reply: `FLUSH_PASSES` passes, a trip and a mask.
+
+        Args:
+            num_tokens: how many tokens were requested.
+            most: upper bound of the result, seconds.
+            mask_s: the longest time of a mask of the text's form, seconds; 0 without a form. The token that is being
+                drawn needs one, and how long that takes depends on the tokens before it, which must not matter.
+        """
+        mean_s, wait_s = self._mean_s(num_tokens), FIRST_TIMEOUT_S
+        if mean_s is not None:
+            wait_s = max(LEAST_FLUSH_S, FLUSH_PASSES * (self._pass_s or 0.0) + mean_s)
+        return min(most, wait_s + mask_s)
 
     def sent_timeout_s(self, num_tokens: int, most: float) -> float:
         """Returns how long the verdict may take after that reply; at most `most`."""

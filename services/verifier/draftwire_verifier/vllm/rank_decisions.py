@@ -14,7 +14,7 @@ from draftwire.method.sampling import TokenEdits
 from draftwire.requests.logprobs import PromptPart
 from draftwire.verification.deciding import NOT_FINITE, Case, Judgement, JudgingOutcome, StillReading, decide
 from draftwire.verification.reported_logprobs import PromptRows, of_prompt
-from draftwire.verification.rule import UndraftedRule, VerificationRule
+from draftwire.verification.rule import VerificationRule
 from draftwire_verifier.auditing import audits_of
 from draftwire_verifier.vllm.items import RoundItem, StepItems, StepReport
 
@@ -26,7 +26,6 @@ class RankDecisions:
     """What a rank keeps to decide. Used on the thread of its forward passes."""
 
     rules: Mapping[str, VerificationRule]
-    _undrafted: dict[str, UndraftedRule] = field(default_factory=dict)
     _edits: dict[str, TokenEdits] = field(default_factory=dict)
 
     def forget(self, request_ids: Sequence[str]) -> None:
@@ -76,7 +75,7 @@ class RankDecisions:
             draft_tokens=item.draft_tokens,
             draft=item.draft,
             sampling=item.sampling,
-            rule=self._rule(item),
+            rule=self.rules[item.rule],
             key=item.key,
             num_committed=item.num_committed,
             committed=item.committed,
@@ -85,11 +84,8 @@ class RankDecisions:
             logprobs=item.logprobs,
             masks=item.masks,
             edits=self._edits_of(name, item),
+            is_used=item.is_used,
         )
-
-    def _rule(self, item: RoundItem) -> VerificationRule:
-        rule = self.rules[item.rule]
-        return rule if item.is_used else self._undrafted.setdefault(item.rule, UndraftedRule(rule))
 
     def _edits_of(self, name: str, item: RoundItem) -> TokenEdits:
         if name not in self._edits:
