@@ -11,7 +11,7 @@ from tests.enumerated.tables import POSITIONS, Speed, certain_at, random_rows
 from draftwire_gateway.config import LoopSettings
 
 VOCAB = 3
-LATE = 8
+LATE = 5
 """Position of the round that is late, of cases in which a drafter falls asleep."""
 
 
@@ -83,14 +83,14 @@ for bridge, rounds_ahead in ((1, 1), (2, 1), (1, 2), (2, 2)):
         Scene(
             name=f"asleep, and awake in a run, bridge {bridge}, {rounds_ahead} ahead",
             **tables(first, first + 1, wrong=range(LATE, first)),
-            length=first + 2,
+            length=first + 3,
             num_draft_tokens=2,
             rounds_ahead=rounds_ahead,
-            max_branches=8,
+            max_branches=4 * rounds_ahead,
             network={
-                "times": replace(slow_after(first, 0.050), from_drafter_s=0.100),
+                "times": replace(slow_after(first + 1, 0.050), from_drafter_s=0.100),
                 "settings": LoopSettings(bridge_rounds=bridge),
-                "frozen": (0.0215, 0.395),
+                "frozen": (0.0195, 0.385),
             },
             happens=frozenset({"plain: late", "long run", "block ahead"}),
         )
