@@ -68,7 +68,7 @@ class Drawn:
 def start(
     number: int, num_tokens: int, vocab_size: int, *, is_coupled: bool = False, greedy: bool = False, probs: bool = True
 ) -> BlockStart:
-    key = DrawKey(derive_key(number, Role.DRAFTING), choice=1, round=number + 3, attempt=number % 2)
+    key = DrawKey(derive_key(number, Role.DRAFTING), choice=1, round=number + 3)
     sampling = GREEDY if greedy else SamplingParams()
     request = DraftRequest(num_tokens, sampling, key, TARGET, is_coupled=is_coupled, needs_probs=probs)
     return BlockStart(request, vocab_size, position=10 * number)
