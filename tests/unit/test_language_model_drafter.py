@@ -541,6 +541,7 @@ def test_cut_block_is_the_beginning_of_the_whole_one_and_the_others_of_the_step_
     for sequence, prompt, cut, draft in zip(sequences, prompts, cuts, step.drafts, strict=True):
         assert isinstance(draft, Draft)
         assert_equal(draft, fresh(drafter, prompt, request(min(cut, 5), sampling, rule=rule)))
+        assert draft.is_whole == (cut >= 5)
         new = [*draft.token_ids, 3]
         sequence.calibrate(len(prompt), new)
         following = request(5, sampling, 1, rule=rule)
@@ -601,6 +602,7 @@ def test_logits_that_are_not_finite_end_the_block_of_their_sequence_alone(
     else:
         assert isinstance(cut, Draft)
         assert cut.token_ids == whole.token_ids[: call - 1]
+        assert cut.is_whole, "time has not cut it"
         assert cut.distributions.data == whole.distributions.data[: len(cut.distributions.data)]
 
 

@@ -124,8 +124,7 @@ class DraftEngine(StepEngine[Step, StepResult]):
         passes = [0] * len(items)
         for index, draft in zip(possible, done.drafts, strict=True):
             passes[index] = max(1, len(draft.token_ids)) if isinstance(draft, Draft) else 1
-            is_short = isinstance(draft, Draft) and len(draft.token_ids) < items[index].num_wanted
-            outcomes[index] = None if is_short else draft
+            outcomes[index] = draft if _stands(draft, items[index].branch) else None
         return StepResult(
             outcomes=[],
             num_unread=[],
@@ -220,6 +219,13 @@ class DraftEngine(StepEngine[Step, StepResult]):
             automaton=session.automaton,
             num_guesses=GUESSES,
         )
+
+
+def _stands(draft: Draft | DraftwireError | None, branch: Branch) -> bool:
+    """Whether the outcome of a branch is final. A block that time has cut short is not: it is drafted anew if it is
+    requested; but one that is requested while it is drafted is sent as it is.
+    """
+    return not isinstance(draft, Draft) or draft.is_whole or branch.calibration is not None
 
 
 def _outcome(item: StepItem, draft: Draft | DraftwireError | None, timings: DraftTimings) -> DraftOutcome:

@@ -53,15 +53,6 @@ class AheadItem:
         """Whether nothing is drafted."""
         return self.parent is None
 
-    @property
-    def num_wanted(self) -> int:
-        """Tokens that its block has to have, so that it is sent: one that was cut short is drafted anew if it is
-        requested, but one that is requested while it is drafted is sent as it is.
-        """
-        if self.reads_on:
-            return 0
-        return 1 if self.branch.calibration is not None else self.branch.num_draft_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
