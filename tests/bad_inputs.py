@@ -203,7 +203,7 @@ class DraftSide:
         target = self.target
         base_len = changes.pop("base_len", len(PROMPT))
         token_ids = changes.pop("token_ids", target.committed.ids[base_len:])
-        attempt, tree = changes.pop("attempt", 0), changes.pop("tree", None)
+        tree = changes.pop("tree", None)
         fence = fence_to_proto(replace(target.fence, **changes))
         return {
             "calibration": drafter_pb2.Calibration(
@@ -211,7 +211,6 @@ class DraftSide:
                 base_len=base_len,
                 token_ids=token_ids,
                 num_draft_tokens=num_draft_tokens,
-                attempt=attempt,
                 tree=tree,
             )
         }
@@ -1263,7 +1262,6 @@ def _run_draft_rows() -> list[Row]:
         ("a block of 2^32 - 1 tokens asked for", violation, draft_command(asked(LARGEST)), "limit"),
         ("a token tree asked for where there are none", violation, draft_command(tree(1)), "limit"),
         ("a token tree of 2^32 - 1 tokens asked for", INVALID, draft_command(tree(LARGEST)), "64 tokens"),
-        ("attempt 2^32 - 1", DONE, draft_command(asked(attempt=LARGEST))),
         ("the same calibration twice", DONE, draft_command(asked(), asked())),
         ("`send_drafted` for an unknown session", IGNORED, draft_command(send_drafted(session_id=1))),
         ("`send_drafted` for a block that nobody asked for", IGNORED, draft_command(send_drafted())),

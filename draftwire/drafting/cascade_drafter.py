@@ -133,6 +133,7 @@ class CascadeDrafter:
         token_ids = sequence.guess(request, draft.distributions.vocab_size, draft.token_ids)
         if not token_ids:
             return draft
+        # Whole, even if it was cut: uncut, it would have ended at the same token, for this guess.
         return Draft([*draft.token_ids, *token_ids], with_certain(draft.distributions, token_ids))
 
     def _vocab_size(self, request: DraftRequest) -> int:

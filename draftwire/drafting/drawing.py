@@ -104,6 +104,7 @@ class Drawer:
         most = max((block.request.num_tokens for block in blocks), default=0)
         self._uniforms: list[list[float]] = uniforms([block.request.key for block in blocks], most).tolist()
         self._counts = [0] * len(blocks)
+        self._is_cut = [False] * len(blocks)
         self._drawn: list[_Drawn] = []
         self._known: list[list[int]] = [[] for _ in blocks]  # tokens copied to the host, of the first `_num_known`
         self._num_known = 0
@@ -116,6 +117,16 @@ class Drawer:
     def num_left(self, block: int) -> int:
         """Returns how many tokens of a block are still to be drawn."""
         return self._blocks[block].request.num_tokens - self._counts[block]
+
+    def goes_on(self, block: int) -> bool:
+        """Returns whether another token of a block is to be drawn. Asked after each one, and no more once it is not."""
+        request = self._blocks[block].request
+        if not self.num_left(block):
+            return False
+        self._is_cut[block] = request.is_cut()
+        if self._is_cut[block]:
+            return False
+        return request.ends_after is None or not request.ends_after(self.token_ids(block))
 
     def position(self, block: int) -> int:
         """Returns the position of a block's next token in the text."""
@@ -217,7 +228,8 @@ class Drawer:
                     encoding = Encoding.ONE_HOT if block.request.needs_probs else Encoding.NONE
                     stated = DraftDistributions(encoding, block.vocab_size)
             token_ids = self.token_ids(index)[:length]
-            drafts.append(Draft(token_ids, stated, self._guesses_of(index, token_ids)))
+            is_whole = not self._is_cut[index] or length < self._counts[index]
+            drafts.append(Draft(token_ids, stated, self._guesses_of(index, token_ids), is_whole=is_whole))
         return drafts
 
     def _guesses_of(self, index: int, token_ids: list[int]) -> list[list[int]]:

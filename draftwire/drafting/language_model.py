@@ -336,7 +336,7 @@ class LanguageModelDrafter:
                 if not active:
                     break
             tokens = drawer.draw(active, probs)
-            going = [row for row, index in enumerate(active) if _goes_on(drawer, index, members[index].request)]
+            going = [row for row, index in enumerate(active) if drawer.goes_on(index)]
             if len(going) < len(active):
                 active, tokens = [active[row] for row in going], tokens[upload(going, tokens.device, torch.int64)]
             if active:
@@ -374,13 +374,6 @@ class LanguageModelDrafter:
 
     def _start(self, sequence: LanguageModelSequence, request: DraftRequest) -> BlockStart:
         return BlockStart(request, min(request.vocab_size, self.model.vocab_size), len(sequence.ids))
-
-
-def _goes_on(drawer: Drawer, index: int, request: DraftRequest) -> bool:
-    """Whether another token of a block is drawn."""
-    if not drawer.num_left(index) or request.is_cut():
-        return False
-    return request.ends_after is None or not request.ends_after(drawer.token_ids(index))
 
 
 def _first_rows(logits: Tensor, members: list[_Member]) -> Tensor:

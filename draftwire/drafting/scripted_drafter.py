@@ -117,6 +117,7 @@ class ScriptedDrafter:
         return [min(depth, shape.depth) for depth, shape in zip(depths, shapes, strict=True)]
 
     def _draft(self, sequence: ScriptedSequence, request: DraftRequest, shape: TokenTree, depth: int) -> Draft:
+        is_whole = depth == shape.depth  # nothing but a cut ends a block before
         expected = expected_tokens(sequence.num_committed, depth)
         proposed = [[letter, *recovered_tokens(letter)] for letter in expected]
         kept: dict[int, int] = {ROOT: 0}  # each with its token
@@ -129,7 +130,7 @@ class ScriptedDrafter:
         encoding = Encoding.NONE if request.is_tree or not request.needs_probs else Encoding.ONE_HOT
         stated = DraftDistributions(encoding, min(request.vocab_size, self._script.vocab_size))
         guesses = [] if request.is_tree else self._guesses(sequence, request, depth)
-        return Draft(tokens, stated, guesses, shape.compact_parents)
+        return Draft(tokens, stated, guesses, shape.compact_parents, is_whole)
 
     def _guesses(self, sequence: ScriptedSequence, request: DraftRequest, length: int) -> list[list[int]]:
         if not request.num_guesses:

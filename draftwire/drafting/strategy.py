@@ -89,6 +89,9 @@ class Draft:
     number of the round was used for them. Empty unless `DraftRequest.num_guesses` asks for them."""
     parents: tuple[int, ...] = CHAIN
     """The parent of each token in a tree, as `TokenTree.parents`; `CHAIN` if each follows the one before it."""
+    is_whole: bool = True
+    """Whether it ended for another reason than `DraftRequest.is_cut`, so that drafting again would give no more. One
+    that is cut where nothing could follow is whole: after its last token, or after a row that is no distribution."""
 
 
 class DraftSequence(Protocol):

@@ -42,7 +42,7 @@ class ShapedTree(GrowingTree):
         self.shape = shape
         self._tokens: list[Tensor] = []
         self._is_possible: list[Tensor] = []
-        self._is_cut = False
+        self._cut: list[int] = []  # the nodes that got no children because the block was cut
 
     @abstractmethod
     def chosen(self, nodes: Sequence[int], probs: Tensor, depth: int, most: int) -> tuple[Tensor, Tensor]:
@@ -57,11 +57,13 @@ class ShapedTree(GrowingTree):
 
     @override
     def inner(self, depth: int) -> list[int]:
-        self._is_cut = self._is_cut or (depth > 0 and self.start.request.is_cut())
-        if self._is_cut:
+        if self._cut:
             return []
         depths = (0, *self.shape.depths)
-        return [node for node in self.shape.inner_nodes if depths[node + 1] == depth]
+        nodes = [node for node in self.shape.inner_nodes if depths[node + 1] == depth]
+        if depth and nodes and self.start.request.is_cut():
+            self._cut, nodes = nodes, []
+        return nodes
 
     @override
     def parent(self, node: int) -> int:
@@ -99,7 +101,8 @@ class ShapedTree(GrowingTree):
             return UnavailableError("the draft model gave no finite logits")
         tokens, shape = self._token_ids(), self.shape.cut(kept)
         parents = [ROOT if node == ROOT else kept[node] for node in shape.inner_nodes]
-        return Draft([tokens[node] for node in kept], self.stated(parents), parents=shape.compact_parents)
+        token_ids, is_whole = [tokens[node] for node in kept], set(kept).isdisjoint(self._cut)
+        return Draft(token_ids, self.stated(parents), parents=shape.compact_parents, is_whole=is_whole)
 
     def stated(self, nodes: Sequence[int]) -> DraftDistributions:
         """Returns what is sent of the distributions after nodes, all those that have children."""
@@ -167,10 +170,14 @@ class BestFirstTree(GrowingTree):
         assert not plan.revisits, "depth by depth"
         self._growth = BestFirstGrowth(plan)
         self._device = torch.device("cpu")
+        self._is_cut = False
 
     @override
     def inner(self, depth: int) -> list[int]:
-        return [] if depth and self.start.request.is_cut() else self._growth.frontier()
+        nodes = [] if self._is_cut else self._growth.frontier()
+        if depth and nodes and self.start.request.is_cut():
+            self._is_cut, nodes = True, []
+        return nodes
 
     @override
     def parent(self, node: int) -> int:
@@ -202,7 +209,8 @@ class BestFirstTree(GrowingTree):
         if not grown.token_ids:
             return UnavailableError("the draft model gave no finite logits")
         nothing = DraftDistributions(Encoding.NONE, self.start.vocab_size)
-        return Draft(grown.token_ids, nothing, parents=TokenTree(grown.parents).compact_parents)
+        parents = TokenTree(grown.parents).compact_parents
+        return Draft(grown.token_ids, nothing, parents=parents, is_whole=not self._is_cut)
 
     @override
     def read_tree(self) -> ReadTree:

@@ -14,13 +14,13 @@ class DrawKey:
     """Index of the completion that the session generates."""
     round: int
     """Number of the round."""
-    attempt: int = 0
-    """Incremented whenever a draw of this round was discarded after its value had been seen."""
 
     @property
     def round_words(self) -> tuple[int, int]:
-        """Two 32-bit words derived from key, choice, round and attempt."""
-        return _hashed(self.key, b"round", self.choice, self.round, self.attempt)
+        """Two 32-bit words derived from key, choice and round."""
+        # The last number told repeated draws of a round apart, of which there are none. It stays: without it, the same
+        # seed would give another text.
+        return _hashed(self.key, b"round", self.choice, self.round, 0)
 
     @property
     def text_words(self) -> tuple[int, int]:

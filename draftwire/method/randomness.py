@@ -3,9 +3,9 @@
 A draw is identified by a key and a counter. The gateway derives one key per role from the request's seed. Drafters
 never hold the verifying key, because a drafter that could compute the verifier's uniforms could bias the output.
 
-There are two kinds of numbers. *Uniforms* belong to a round: (key, choice, round, attempt, index), so that a repeated
-round gets fresh numbers. *Exponentials* belong to a position in the text: (key, choice, position, token id), the same
-for every draw there; this makes the rule `coupled` reproducible.
+There are two kinds of numbers. *Uniforms* belong to a round: (key, choice, round, index), so that a repeated round
+draws the same. *Exponentials* belong to a position in the text: (key, choice, position, token id), the same for every
+draw there; this makes the rule `coupled` reproducible.
 """
 
 from collections.abc import Sequence

@@ -131,7 +131,6 @@ class DraftBlock:
     fence: Fence
     token_ids: list[int]
     distributions: DraftDistributions
-    attempt: int = 0
     timings: DraftTimings = field(default_factory=DraftTimings)
     permit: Permit | None = None
     """Sent with the first block of a drafter for a session."""
@@ -153,7 +152,6 @@ class ReceivedBlock:
     """Whether the drafter sent distributions."""
     drafter_id: int
     """The drafter that sent it, by its identity."""
-    attempt: int = 0
     timings: DraftTimings = field(default_factory=DraftTimings)
     permit: Permit | None = None
     is_used: bool = True
@@ -289,7 +287,6 @@ class Calibration:
     token_ids: list[int]
     num_draft_tokens: int
     """With `tree`, on each path at most."""
-    attempt: int = 0
     permit: Permit | None = None
     """With the first one, unless the session was opened with it."""
     max_rounds_ahead: int = 0
@@ -315,7 +312,6 @@ class SendDrafted:
     session_id: int
     epoch: int
     round: int
-    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +321,6 @@ class BlockSent:
     session_id: int
     epoch: int
     round: int
-    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,6 @@ def block_to_proto(block: DraftBlock) -> session_pb2.DraftBlock:
     """Encodes a draft block."""
     return session_pb2.DraftBlock(
         fence=fence_to_proto(block.fence),
-        attempt=block.attempt,
         token_ids=block.token_ids,
         parent_indices=block.parents,
         distributions=session_pb2.DraftDistributions(
@@ -218,7 +217,6 @@ def blocks_from_proto(
             draft=next(decoded) if isinstance(claim, Claim) else claim,
             has_distributions=message.distributions.encoding != session_pb2.DISTRIBUTION_ENCODING_NONE,
             drafter_id=drafter_id,
-            attempt=message.attempt,
             timings=DraftTimings(message.calibration_duration_us, message.draft_duration_us),
             permit=permit_from_proto(message.permit) if message.HasField("permit") else None,
             is_ahead=message.is_ahead,
@@ -403,7 +401,6 @@ def calibration_to_proto(calibration: Calibration) -> drafter_pb2.Calibration:
         base_len=calibration.base_len,
         token_ids=calibration.token_ids,
         num_draft_tokens=calibration.num_draft_tokens,
-        attempt=calibration.attempt,
         permit=permit_to_proto(calibration.permit) if calibration.permit is not None else None,
         max_rounds_ahead=calibration.max_rounds_ahead,
         tree=_tree_to_proto(calibration.tree),
@@ -421,7 +418,6 @@ def calibration_from_proto(message: drafter_pb2.Calibration) -> Calibration:
         base_len=message.base_len,
         token_ids=list(message.token_ids),
         num_draft_tokens=message.num_draft_tokens,
-        attempt=message.attempt,
         permit=_permit_of(message),
         max_rounds_ahead=_at_most(message.max_rounds_ahead, MAX_ROUNDS_AHEAD, "max_rounds_ahead"),
         tree=_tree_from_proto(message.tree) if message.HasField("tree") else None,
@@ -679,24 +675,22 @@ def draft_spec_from_proto(message: drafter_pb2.OpenDraftSessionRequest) -> Draft
 
 def send_drafted_to_proto(command: SendDrafted) -> drafter_pb2.SendDrafted:
     """Encodes the command to send a block as far as it is drawn."""
-    return drafter_pb2.SendDrafted(
-        session_id=command.session_id, epoch=command.epoch, round=command.round, attempt=command.attempt
-    )
+    return drafter_pb2.SendDrafted(session_id=command.session_id, epoch=command.epoch, round=command.round)
 
 
 def send_drafted_from_proto(message: drafter_pb2.SendDrafted) -> SendDrafted:
     """Decodes the command to send a block as far as it is drawn."""
-    return SendDrafted(message.session_id, message.epoch, message.round, message.attempt)
+    return SendDrafted(message.session_id, message.epoch, message.round)
 
 
 def block_sent_to_proto(sent: BlockSent) -> drafter_pb2.BlockSent:
     """Encodes the reply to a command to send a block."""
-    return drafter_pb2.BlockSent(session_id=sent.session_id, epoch=sent.epoch, round=sent.round, attempt=sent.attempt)
+    return drafter_pb2.BlockSent(session_id=sent.session_id, epoch=sent.epoch, round=sent.round)
 
 
 def block_sent_from_proto(message: drafter_pb2.BlockSent) -> BlockSent:
     """Decodes the reply to a command to send a block."""
-    return BlockSent(message.session_id, message.epoch, message.round, message.attempt)
+    return BlockSent(message.session_id, message.epoch, message.round)
 
 
 def model_to_proto(model: ModelDescription) -> model_pb2.ModelDescription:

@@ -171,7 +171,6 @@ class Calibration(_message.Message):
     BASE_LEN_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
     PERMIT_FIELD_NUMBER: _builtins.int
     MAX_ROUNDS_AHEAD_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
@@ -179,8 +178,6 @@ class Calibration(_message.Message):
     """Committed tokens that the drafter has already received; `token_ids` follow them."""
     num_draft_tokens: _builtins.int
     """Tokens to draft, 1 to the session's limit; with `tree`, on each path at most."""
-    attempt: _builtins.int
-    """Increased when a discarded block of this round is drafted again."""
     max_rounds_ahead: _builtins.int
     """Rounds beyond this one to draft for before their calibrations come, under the prefixes that the drafter predicts. 0:
     none. At most 4.
@@ -208,14 +205,13 @@ class Calibration(_message.Message):
         base_len: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_draft_tokens: _builtins.int = ...,
-        attempt: _builtins.int = ...,
         permit: _session_pb2.DraftPermit | None = ...,
         max_rounds_ahead: _builtins.int = ...,
         tree: Global___DraftTree | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "permit", b"permit", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_len", b"base_len", "fence", b"fence", "max_rounds_ahead", b"max_rounds_ahead", "num_draft_tokens", b"num_draft_tokens", "permit", b"permit", "token_ids", b"token_ids", "tree", b"tree"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "fence", b"fence", "max_rounds_ahead", b"max_rounds_ahead", "num_draft_tokens", b"num_draft_tokens", "permit", b"permit", "token_ids", b"token_ids", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -232,26 +228,22 @@ class SendDrafted(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
     epoch: _builtins.int
     """Its epoch."""
     round: _builtins.int
     """The block's round."""
-    attempt: _builtins.int
-    """The block's attempt."""
     def __init__(
         self,
         *,
         session_id: _builtins.int = ...,
         epoch: _builtins.int = ...,
         round: _builtins.int = ...,
-        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "round", b"round", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "round", b"round", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -268,26 +260,22 @@ class BlockSent(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
     epoch: _builtins.int
     """Its epoch."""
     round: _builtins.int
     """The block's round."""
-    attempt: _builtins.int
-    """The block's attempt."""
     def __init__(
         self,
         *,
         session_id: _builtins.int = ...,
         epoch: _builtins.int = ...,
         round: _builtins.int = ...,
-        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "round", b"round", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "round", b"round", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

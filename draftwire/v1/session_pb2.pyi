@@ -520,7 +520,6 @@ class DraftBlock(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FENCE_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PARENT_INDICES_FIELD_NUMBER: _builtins.int
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
@@ -528,8 +527,6 @@ class DraftBlock(_message.Message):
     DRAFT_DURATION_US_FIELD_NUMBER: _builtins.int
     PERMIT_FIELD_NUMBER: _builtins.int
     IS_AHEAD_FIELD_NUMBER: _builtins.int
-    attempt: _builtins.int
-    """Increased when a discarded block of this round is drafted again, so that no random number is used twice."""
     calibration_duration_us: _builtins.int
     """Time in which the drafter read the committed tokens into its KV cache, microseconds."""
     draft_duration_us: _builtins.int
@@ -570,7 +567,6 @@ class DraftBlock(_message.Message):
         self,
         *,
         fence: Global___Fence | None = ...,
-        attempt: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         parent_indices: _abc.Iterable[_builtins.int] | None = ...,
         distributions: Global___DraftDistributions | None = ...,
@@ -581,7 +577,7 @@ class DraftBlock(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "fence", b"fence", "permit", b"permit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "calibration_duration_us", b"calibration_duration_us", "distributions", b"distributions", "draft_duration_us", b"draft_duration_us", "fence", b"fence", "is_ahead", b"is_ahead", "parent_indices", b"parent_indices", "permit", b"permit", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "distributions", b"distributions", "draft_duration_us", b"draft_duration_us", "fence", b"fence", "is_ahead", b"is_ahead", "parent_indices", b"parent_indices", "permit", b"permit", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

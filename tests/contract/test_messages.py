@@ -181,7 +181,6 @@ BLOCK = DraftBlock(
         support_sizes=(3, 1),
         wide_sizes=(2, 1),
     ),
-    attempt=2,
     timings=DraftTimings(calibration_us=10, draft_us=200),
     permit=Permit.make(bytes(range(16)), 300),
 )
@@ -200,10 +199,7 @@ GOLDEN_IDENTITY = bytes.fromhex(
 GOLDEN_BLOCK_START = (
     bytes.fromhex("0a 19")  # 1: fence, 25 bytes
     + GOLDEN_FENCE
-    + bytes.fromhex(
-        "10 02"  # 2: attempt
-        "1a 03 07ac02"  # 3: token_ids, packed
-    )
+    + bytes.fromhex("1a 03 07ac02")  # 3: token_ids, packed
 )
 GOLDEN_BLOCK_END = (
     bytes.fromhex(
@@ -345,7 +341,6 @@ GOLDEN_SEND_DRAFTED = bytes.fromhex(
     "09 8877665544332211"  # 1: session_id, fixed64 little-endian
     "10 01"  # 2: epoch
     "18 ac02"  # 3: round, varint 300
-    "20 02"  # 4: attempt
 )
 MODEL = ModelDescription(
     name="m",
@@ -491,10 +486,9 @@ def test_draft_block_travels_with_all_it_says(block: DraftBlock) -> None:
     name = session_pb2.DistributionEncoding.Name(stated.encoding)
     assert name == f"DISTRIBUTION_ENCODING_{distributions.encoding.name}"
     (got,) = received(message)
-    assert (got.fence, got.attempt, got.timings, got.permit, got.is_ahead) == (
-        *(block.fence, block.attempt),
-        *(block.timings, block.permit),
-        block.is_ahead,
+    assert (got.fence, got.timings, got.permit, got.is_ahead) == (
+        *(block.fence, block.timings),
+        *(block.permit, block.is_ahead),
     )
     assert (got.drafter_id, got.has_distributions) == (DRAFTER_ID, distributions.encoding is not Encoding.NONE)
 
@@ -573,8 +567,8 @@ SENT: dict[str, tuple[Any, str]] = {
         replace(VERDICT, draft_logprobs=[-1.0, 0.0, -math.inf]),
         GOLDEN_VERDICT.hex() + "7a" + DRAFTED,
     ),
-    "block under way": (SendDrafted(FENCE.session_id, 1, 300, attempt=2), GOLDEN_SEND_DRAFTED.hex()),
-    "block that was sent": (BlockSent(FENCE.session_id, 1, 300, attempt=2), GOLDEN_SEND_DRAFTED.hex()),
+    "block under way": (SendDrafted(FENCE.session_id, 1, 300), GOLDEN_SEND_DRAFTED.hex()),
+    "block that was sent": (BlockSent(FENCE.session_id, 1, 300), GOLDEN_SEND_DRAFTED.hex()),
     "verdict of a draft of the verifier's own": (  # 16: local_strategy
         replace(VERDICT, local_strategy="suffix"),
         GOLDEN_VERDICT.hex() + "820106" + b"suffix".hex(),
@@ -601,13 +595,13 @@ WRITTEN: dict[str, tuple[Message, str]] = {
         GOLDEN_RUN + "1a 05 0a 01 62 10 04",
     ),
     "identity": (messages.identity_to_proto(DrafterIdentity(7, bytes(range(16)))), GOLDEN_IDENTITY.hex()),
-    "wrapped block under way": (  # 3: send_drafted, 16 bytes
+    "wrapped block under way": (  # 3: send_drafted, 14 bytes
         drafter_pb2.DraftCommand(send_drafted=drafter_pb2.SendDrafted.FromString(GOLDEN_SEND_DRAFTED)),
-        "1a10" + GOLDEN_SEND_DRAFTED.hex(),
+        "1a0e" + GOLDEN_SEND_DRAFTED.hex(),
     ),
-    "wrapped reply": (  # 3: sent, 16 bytes
+    "wrapped reply": (  # 3: sent, 14 bytes
         drafter_pb2.DraftEvent(sent=drafter_pb2.BlockSent.FromString(GOLDEN_SEND_DRAFTED)),
-        "1a10" + GOLDEN_SEND_DRAFTED.hex(),
+        "1a0e" + GOLDEN_SEND_DRAFTED.hex(),
     ),
     "lease": (session_pb2.Lease(lease_id=1, instance_id=2**64 - 2), "090100000000000000 11feffffffffffffff"),
     "hello": (verifier_pb2.DrafterHello(instance_id=2**64 - 2), "11feffffffffffffff"),
@@ -659,9 +653,9 @@ def test_messages_have_their_golden_bytes_and_are_read_from_them() -> None:
 
 def test_draft_block_is_read_from_its_golden_bytes() -> None:
     (block,) = received(session_pb2.DraftBlock.FromString(GOLDEN_BLOCK))
-    assert (block.fence, block.token_ids, block.attempt, block.timings, block.permit) == (
+    assert (block.fence, block.token_ids, block.timings, block.permit) == (
         *(BLOCK.fence, BLOCK.token_ids),
-        *(BLOCK.attempt, BLOCK.timings, BLOCK.permit),
+        *(BLOCK.timings, BLOCK.permit),
     )
     assert not messages.block_to_proto(replace(BLOCK, permit=None)).HasField("permit")
     assert isinstance(block.draft, Supports)
@@ -950,9 +944,9 @@ def test_block_is_refused_for_its_fault_and_says_no_tokens_but_whose_it_is() -> 
         (tree, Violation.ENCODING, "parents"),
         (wire_block(MAX_DRAFT_TOKENS + 1, encoding=none), Violation.LENGTH, str(MAX_DRAFT_TOKENS)),
     ):
-        refused = changed(block, fence=good.fence, attempt=2)
+        refused = changed(block, fence=good.fence)
         first, second_block = received(refused, good)
         assert isinstance(first.draft, BlockViolationError)
         assert (first.draft.violation, text in str(first.draft)) == (violation, True)
-        assert (first.fence, first.attempt, first.token_ids, first.drafter_id) == (FENCE, 2, [], DRAFTER_ID)
+        assert (first.fence, first.token_ids, first.drafter_id) == (FENCE, [], DRAFTER_ID)
         assert isinstance(second_block.draft, Supports)

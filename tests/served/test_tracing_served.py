@@ -51,8 +51,8 @@ ATTRIBUTES = {
         *("round", "epoch", "num_draft_tokens", "num_accepted_tokens", "extra_token", "num_sessions"),
         *("queue_us", "verify_us"),
     },
-    "calibrate": {"round", "epoch", "attempt", "num_sessions", "num_tokens"},
-    "draft": {"round", "epoch", "attempt", "num_sessions", "num_draft_tokens", "is_ahead"},
+    "calibrate": {"round", "epoch", "num_sessions", "num_tokens"},
+    "draft": {"round", "epoch", "num_sessions", "num_draft_tokens", "is_ahead"},
 }
 """All that is ever said, by name of the span. `tokens` are numbers of tokens, never ids."""
 WORDS = re.compile(

@@ -101,6 +101,21 @@ def test_guess_takes_over_behind_a_drawn_token_that_makes_the_match_long_enough(
     assert 0 < taken < 60
 
 
+def test_block_that_is_cut_where_a_guess_takes_over_is_whole(model: CachedModel) -> None:
+    """The guess takes no time; where there is none, the block ends where it was cut."""
+    _, cascade = strategies(model, Encoding.SPARSE_UINT16)
+    seen = set()
+    for number in range(60):
+        asked = request(number, sampling=OFTEN_BACK)
+        whole = draft_of(drafted(cascade, RETURNING, asked))
+        cut = draft_of(drafted(cascade, RETURNING, replace(asked, is_cut=lambda: True)))
+        is_guessed = len(cut.token_ids) > 1
+        assert cut.token_ids == (whole.token_ids if is_guessed else whole.token_ids[:1])
+        assert (whole.is_whole, cut.is_whole) == (True, is_guessed)
+        seen.add(is_guessed)
+    assert seen == {False, True}
+
+
 def test_text_that_goes_on_already_is_read_by_the_model_and_guessed(model: CachedModel) -> None:
     _, cascade = strategies(model, Encoding.SPARSE_UINT16)
     text = [*RETURNING, STORY[LEAST_MATCH - 1]]

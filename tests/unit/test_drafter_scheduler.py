@@ -122,7 +122,7 @@ class Engine:
 
     def _block(self, calibration: Calibration) -> DraftBlock:
         tokens = [7] * calibration.num_draft_tokens
-        return DraftBlock(calibration.fence, tokens, DraftDistributions(Encoding.ONE_HOT, 100), calibration.attempt)
+        return DraftBlock(calibration.fence, tokens, DraftDistributions(Encoding.ONE_HOT, 100))
 
     def _sequence_of(self, item: StepItem) -> list[Any]:
         for sequence in self.sequences:
@@ -134,7 +134,7 @@ class Engine:
 
 def ask(scheduler: Scheduler, session: DraftSession) -> None:
     """Asks a session for another round, after one more token."""
-    calibration = make_calibration(session.committed.ids, [10], session.last_asked[0] + 1, session.spec.session_id)
+    calibration = make_calibration(session.committed.ids, [10], session.last_asked + 1, session.spec.session_id)
     scheduler.calibrate(with_fence(calibration, epoch=session.spec.epoch))
 
 
@@ -222,12 +222,12 @@ def test_tokens_that_are_committed_during_a_step_without_a_limit_were_not_read_i
 class Known:
     """What an open session should be."""
 
-    last_asked: tuple[int, int] = (-1, 0)
+    last_asked: int = -1
     calibration: Calibration | None = None
     """Whose block was not drafted yet."""
     is_reading: bool = True
     has_shown_permit: bool = False
-    cut_at: tuple[int, int] | None = None
+    cut_at: int | None = None
 
 
 class DrafterInAnyOrder(AnyOrder):
@@ -243,26 +243,22 @@ class DrafterInAnyOrder(AnyOrder):
 
     @rule(
         who=AnyOrder.WHO,
-        later=st.sampled_from([(1, 0), (1, 0), (1, 0), (3, 0), (0, 1), (0, 0), (0, 0), (-1, 5)]),
+        later=st.sampled_from([1, 1, 1, 3, 0, 0, -1]),
         num_new=st.integers(0, 6),
         num_draft_tokens=st.integers(1, 3),
         right_prefix=st.sampled_from([True, True, True, True, False]),
     )
-    def calibrate(
-        self, who: int, later: tuple[int, int], num_new: int, num_draft_tokens: int, right_prefix: bool
-    ) -> None:
+    def calibrate(self, who: int, later: int, num_new: int, num_draft_tokens: int, right_prefix: bool) -> None:
         key = self.key_of(who)
-        committed, known = self.expected.get(key, [1]), self.known.get(key, Known((0, 0)))
+        committed, known = self.expected.get(key, [1]), self.known.get(key, Known(0))
         last = known.last_asked
-        number, attempt = max(0, last[0] + later[0]), later[1] + (last[1] if later[0] == 0 else 0)
+        number = max(0, last + later)
         new = [10 + num_new * key[0]] * num_new
-        calibration = make_calibration(
-            committed, new, number, key[0], num_draft_tokens=num_draft_tokens, attempt=attempt
-        )
+        calibration = make_calibration(committed, new, number, key[0], num_draft_tokens=num_draft_tokens)
         calibration = with_fence(calibration, epoch=key[1])
         if not right_prefix:
             calibration = with_fence(calibration, prefix_hash=0)
-        if key not in self.known or (number, attempt) <= last:
+        if key not in self.known or number <= last:
             self.dropped["stale" if key in self.known else "unknown_session"] += 1
             self.scheduler.calibrate(calibration)
         elif not right_prefix or len(committed + new) + num_draft_tokens > self.scheduler.sessions[key].spec.max_len:
@@ -272,16 +268,16 @@ class DrafterInAnyOrder(AnyOrder):
         else:
             self.scheduler.calibrate(calibration)
             self.expected[key] = committed + new
-            known.last_asked, known.calibration = (number, attempt), calibration
+            known.last_asked, known.calibration = number, calibration
 
-    @rule(who=AnyOrder.WHO, off=st.sampled_from([(0, 0), (0, 0), (0, 0), (-1, 0), (1, 0), (0, -1), (0, 1)]))
-    def send_drafted(self, who: int, off: tuple[int, int]) -> None:
+    @rule(who=AnyOrder.WHO, off=st.sampled_from([0, 0, 0, -1, 1]))
+    def send_drafted(self, who: int, off: int) -> None:
         key = self.key_of(who)
         known = self.known.get(key, Known())
-        wish = known.last_asked[0] + off[0], known.last_asked[1] + off[1]
-        was_sent = self.scheduler.send_drafted(SendDrafted(*key, *wish))
-        assert was_sent == (key in self.known and known.calibration is None and off == (0, 0))
-        if known.calibration is not None and off == (0, 0):
+        wish = known.last_asked + off
+        was_sent = self.scheduler.send_drafted(SendDrafted(*key, wish))
+        assert was_sent == (key in self.known and known.calibration is None and off == 0)
+        if known.calibration is not None and off == 0:
             known.cut_at = wish
         else:
             self.dropped["stale" if key in self.known else "unknown_session"] += 1
@@ -307,10 +303,10 @@ class DrafterInAnyOrder(AnyOrder):
             else:
                 assert not known.is_reading, "a prompt is read before anything is drafted"
                 assert item.calibration is not None
-                assert (each.outcome.fence, each.outcome.attempt) == (item.calibration.fence, item.calibration.attempt)
+                assert each.outcome.fence == item.calibration.fence
                 assert each.outcome.permit == (None if known.has_shown_permit else each.session.spec.permit)
                 known.has_shown_permit = True
-                assert each.is_flushed == (known.cut_at == (each.outcome.fence.round, each.outcome.attempt))
+                assert each.is_flushed == (known.cut_at == each.outcome.fence.round)
                 if known.calibration is item.calibration:
                     known.calibration = None
             assert known.is_reading or not each.is_opened

@@ -4,6 +4,7 @@ Its model is a table, so that a block is the same to the bit however it was batc
 """
 
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from draftwire.method.rounds import (
     Fence,
     ReceivedBlock,
     RoundOutcome,
+    SendDrafted,
 )
 from draftwire.models.cached_model import Reading, appended
 from draftwire.models.kv_cache import CachedSequence
@@ -57,6 +59,10 @@ class ForkingTable(TableModel):
 
     def fork(self, sequence: CachedSequence, length: int) -> CachedSequence:
         return self.cache.fork(sequence, length)[0]
+
+    def spoil(self, token: int, value: float) -> None:
+        """Gives no distribution after a token any more: its logits are all the same value that is not finite."""
+        self._logits[token] = value
 
 
 def make_table(seed: int = 3) -> ForkingTable:
@@ -213,7 +219,6 @@ def test_block_is_the_same_whether_it_was_drafted_ahead_or_requested(name: str) 
         strict.run()
         (requested,) = strict.blocks_of(2)
         assert (block.token_ids, block.distributions) == (requested.token_ids, requested.distributions)
-        assert block.attempt == requested.attempt == 0
 
 
 def test_likeliest_endings_are_drafted_for_and_none_twice() -> None:
@@ -484,6 +489,32 @@ def test_what_is_requested_ends_what_nobody_asked_for() -> None:
     assert rig.scheduler.lookahead.outcomes["abandoned"] == BRANCHES
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("branches", [1, BRANCHES])
+def test_block_that_ends_before_a_row_that_is_no_distribution_is_sent_and_not_drafted_again(
+    value: float, branches: int
+) -> None:
+    """Time has not cut it: there is nothing to try again until the verdict."""
+    healthy, text = begun(max_branches=branches)
+    lasts = {block.fence: text_of(block, endings(healthy, text)).committed.ids[-1] for block in healthy.blocks_of(2)}
+    num_short = 0
+    for token in range(VOCAB):
+        rig = Rig(max_branches=branches)
+        rig.calibrate(text, len(PROMPT))
+        rig.run(3)  # the prompt, the block, and what may follow it
+        rig.model.spoil(token, value)
+        assert rig.run(20) == 1, "as many steps as without"
+        expected = {
+            block.fence: block.token_ids[: (*block.token_ids, token).index(token) + 1]
+            for block in healthy.blocks_of(2)
+            if lasts[block.fence] != token  # of others not even the first token can be drawn
+        }
+        assert {block.fence: block.token_ids for block in rig.blocks_of(2)} == expected
+        assert len(rig.blocks_of(2)) == len(expected)
+        num_short += sum(len(token_ids) < LENGTH for token_ids in expected.values())
+    assert num_short >= branches
+
+
 def test_branch_that_is_requested_while_it_is_drafted_is_finished() -> None:
     rig, text = Rig(), Text().commit(4)
     rig.calibrate(text, len(PROMPT))
@@ -501,6 +532,20 @@ def test_branch_that_is_requested_while_it_is_drafted_is_finished() -> None:
     assert not rig.scheduler.sessions[1, 0].queued
     rig.run()
     assert wanted.fence not in {sent.fence for sent in rig.sent}, "it is not drafted again"
+
+
+def test_branch_that_is_requested_as_far_as_it_is_drawn_is_sent_though_it_was_cut() -> None:
+    rig, text = Rig(), Text().commit(4)
+    rig.calibrate(text, len(PROMPT))
+    rig.run(3)
+    step = rig.scheduler.next_step()
+    assert step is not None
+    wanted = text_of(DraftBlock(step.ahead[1].branch.fence, [], None), endings(rig, text))  # type: ignore[arg-type]
+    rig.calibrate(wanted, len(text.committed), max_rounds_ahead=0)
+    assert not rig.scheduler.send_drafted(SendDrafted(1, 0, wanted.round)), "it is not sent yet"
+    rig.finish(step)
+    assert [(block.fence, len(block.token_ids)) for block in rig.blocks_of(2)] == [(wanted.fence, 1)]
+    assert rig.run(20) == 0, "it is not drafted again"
 
 
 def test_full_cache_leaves_branches_out() -> None:

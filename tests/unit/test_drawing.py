@@ -1,7 +1,7 @@
 """What a draft states is what its tokens were drawn from: its bytes and the same random numbers give them again."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import pytest
@@ -68,7 +68,7 @@ class Drawn:
 def start(
     number: int, num_tokens: int, vocab_size: int, *, is_coupled: bool = False, greedy: bool = False, probs: bool = True
 ) -> BlockStart:
-    key = DrawKey(derive_key(number, Role.DRAFTING), choice=1, round=number + 3, attempt=number % 2)
+    key = DrawKey(derive_key(number, Role.DRAFTING), choice=1, round=number + 3)
     sampling = GREEDY if greedy else SamplingParams()
     request = DraftRequest(num_tokens, sampling, key, TARGET, is_coupled=is_coupled, needs_probs=probs)
     return BlockStart(request, vocab_size, position=10 * number)
@@ -264,6 +264,30 @@ def test_block_states_what_it_drew_however_early_it_ends_and_is_an_error_if_noth
             assert_replays(blocks, number)
         else:
             assert isinstance(blocks.drafts[number], UnavailableError)
+
+
+@every("num_tokens", [2, 3])
+@every("cut_after", [1, 2, 3, 9])
+@every("bad", [1, 2, 9])
+def test_block_is_whole_unless_it_was_cut_where_a_token_could_follow(num_tokens: int, cut_after: int, bad: int) -> None:
+    """It is cut after some draws, and a row is no distribution: that of the first token is one."""
+    block = start(1, num_tokens, TARGET)
+    count = 0
+
+    def is_cut() -> bool:
+        return count >= cut_after
+
+    drawer = Drawer([replace(block, request=replace(block.request, is_cut=is_cut))], Quantization(), CPU)
+    goes_on = True
+    while goes_on:
+        drawer.draw([0], torch.full((1, TARGET), math.nan if count == bad else 1.0 / TARGET))
+        count += 1
+        goes_on = drawer.goes_on(0)
+    assert count == min(num_tokens, cut_after)
+    (draft,) = drawer.drafts()
+    assert isinstance(draft, Draft)
+    assert len(draft.token_ids) == min(count, bad)
+    assert draft.is_whole == (cut_after >= num_tokens or bad < count)
 
 
 def test_no_blocks_give_no_drafts() -> None:

@@ -1,5 +1,6 @@
 """Trees that a language model draws, or that it grows: what is sent of them, and what they may depend on."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -157,6 +158,7 @@ def test_tree_that_grows_is_of_the_best_chances_and_is_cut_short() -> None:
     assert chances[order[-1]] <= min(chances[parent] for parent in tree.parents if parent != ROOT)
     (cut,) = drafted(drafter, (drafter.open(PROMPT, "other"), replace(request, is_cut=lambda: True)))
     assert TokenTree.of(cut.parents, len(cut.token_ids)).depth == 1
+    assert (draft.is_whole, cut.is_whole) == (True, False)
 
 
 def test_row_without_numbers_ends_what_grows_there() -> None:
@@ -172,6 +174,12 @@ def test_row_without_numbers_ends_what_grows_there() -> None:
     (drawn_draft,) = drafted(drafter, (drafter.open(PROMPT, "other"), drawn))
     assert drawn_draft.parents == (-1,) * 4
     assert len(drawn_draft.distributions.support_sizes) == 1
+    for number, asked in enumerate((request, drawn)):
+        answers = itertools.chain([False], itertools.repeat(True))
+        late = replace(asked, is_cut=lambda answers=answers: next(answers))
+        (cut,) = drafted(drafter, (drafter.open(PROMPT, f"cut {number}"), late))
+        assert cut.token_ids == (draft, drawn_draft)[number].token_ids
+        assert cut.is_whole, "nothing could follow any more when it was cut"
 
 
 def test_shapes_by_rank_are_those_of_dynamic_programming() -> None:

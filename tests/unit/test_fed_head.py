@@ -119,6 +119,7 @@ def test_block_that_is_cut_ends_after_the_token_that_is_being_drawn() -> None:
     assert isinstance(whole, Draft)
     assert isinstance(cut, Draft)
     assert cut.token_ids == whole.token_ids[:1]
+    assert (whole.is_whole, cut.is_whole) == (True, False)
 
 
 # What is asked for, and when a block waits

@@ -81,7 +81,7 @@ LIMITS = LoopSettings(
 
 ANSWER_LOST = UnavailableError("the answer was lost")
 """Of an opening: the session is open there, and works."""
-SENT = BlockSent(1, 1, 0, 0)
+SENT = BlockSent(1, 1, 0)
 OPENINGS = [None, GONE, NoRoomError("full"), ProtocolViolationError("unknown lease"), ANSWER_LOST]
 """What an opening at a verifier is refused with."""
 

@@ -106,7 +106,6 @@ def request(
     num_tokens: int = 5,
     sampling: SamplingParams = SAMPLED[0],
     round: int = 0,
-    attempt: int = 0,
     vocab_size: int = VOCAB_SIZE,
     rule: str = "block",
 ) -> DraftRequest:
@@ -114,7 +113,7 @@ def request(
     return DraftRequest(
         num_tokens,
         sampling,
-        DrawKey(KEY, 0, round, attempt),
+        DrawKey(KEY, 0, round),
         vocab_size,
         is_coupled=RULES[rule].is_coupled,
         needs_probs=RULES[rule].needs_draft_probs,
@@ -210,10 +209,9 @@ def test_after_any_rounds_a_draft_equals_that_of_a_fresh_sequence(
         wanted = request(generator.randint(1, 5), sampling, number, vocab_size=wide, rule=rule)
         while sequence.num_unread > 3:
             assert drafter.step([Drafting(sequence, wanted, max_read=3)]).drafts == [None]
-        for attempt in range(generator.choice([1, 1, 2])):
-            if attempt:
+        for is_again in generator.choice([[False], [False], [False, True]]):
+            if is_again:
                 sequence.calibrate(len(committed), [])
-                wanted = replace(wanted, key=replace(wanted.key, attempt=attempt))
             draft = drafted(drafter, sequence, wanted)
             readable = [token if token < VOCAB_SIZE else substitute_id for token in committed]
             assert_equal(draft, fresh(drafter, readable, wanted), wide)
@@ -345,12 +343,12 @@ def test_coupled_tokens_win_the_races_of_their_places_in_the_text(
         committed += new
 
 
-def test_coupled_draft_is_the_same_in_every_round_and_attempt(drafter: LanguageModelDrafter) -> None:
+def test_coupled_draft_is_the_same_in_every_round(drafter: LanguageModelDrafter) -> None:
     expected = fresh(drafter, PROMPT, request(rule="coupled"))
-    for round_number, attempt in ((0, 1), (3, 0), (7, 2)):
-        again = fresh(drafter, PROMPT, request(round=round_number, attempt=attempt, rule="coupled"))
+    for round_number in (1, 3, 7):
+        again = fresh(drafter, PROMPT, request(round=round_number, rule="coupled"))
         assert again.token_ids == expected.token_ids
-        other = fresh(drafter, PROMPT, request(round=round_number, attempt=attempt))
+        other = fresh(drafter, PROMPT, request(round=round_number))
         assert other.token_ids != fresh(drafter, PROMPT, request()).token_ids
     another = replace(request(rule="coupled"), key=DrawKey(KEY, 1, 0))
     assert fresh(drafter, PROMPT, another).token_ids != expected.token_ids
@@ -414,7 +412,6 @@ def test_sequences_of_a_step_draft_what_each_would_draft_alone(drafter: Language
                 generator.randint(1, 6),
                 generator.choice([*GREEDY, *SAMPLED]),
                 number,
-                generator.randrange(5),
                 generator.choice([4, VOCAB_SIZE - 1, VOCAB_SIZE]),
                 generator.choice(list(RULES)),
             )
@@ -509,8 +506,8 @@ def test_committed_block_is_offered_only_when_its_last_token_will_not_be_read_ag
 ) -> None:
     prompt = [number % VOCAB_SIZE for number in range(BLOCK_SIZE)]
     sequence = drafter.open(prompt)
-    for attempt in range(3):  # each draft reads the last token again, which must not be shared by then
-        draft = drafted(drafter, sequence, request(attempt=attempt))
+    for _ in range(3):  # each draft reads the last token again, which must not be shared by then
+        draft = drafted(drafter, sequence, request())
         assert drafter.open([*prompt, 1]).num_reused == 0
         sequence.calibrate(len(prompt), [])
     sequence.calibrate(len(prompt), draft.token_ids[:2])
@@ -544,6 +541,7 @@ def test_cut_block_is_the_beginning_of_the_whole_one_and_the_others_of_the_step_
     for sequence, prompt, cut, draft in zip(sequences, prompts, cuts, step.drafts, strict=True):
         assert isinstance(draft, Draft)
         assert_equal(draft, fresh(drafter, prompt, request(min(cut, 5), sampling, rule=rule)))
+        assert draft.is_whole == (cut >= 5)
         new = [*draft.token_ids, 3]
         sequence.calibrate(len(prompt), new)
         following = request(5, sampling, 1, rule=rule)
@@ -604,6 +602,7 @@ def test_logits_that_are_not_finite_end_the_block_of_their_sequence_alone(
     else:
         assert isinstance(cut, Draft)
         assert cut.token_ids == whole.token_ids[: call - 1]
+        assert cut.is_whole, "time has not cut it"
         assert cut.distributions.data == whole.distributions.data[: len(cut.distributions.data)]
 
 

@@ -228,7 +228,7 @@ def drafter_of(
 
 
 def request(num_tokens: int, round: int, is_cut: Any = None) -> DraftRequest:
-    key = DrawKey(KEY, 0, round, 0)
+    key = DrawKey(KEY, 0, round)
     return DraftRequest(num_tokens, SamplingParams(), key, VOCAB_SIZE, is_cut=is_cut or (lambda: False))
 
 

@@ -155,7 +155,6 @@ class Decided:
     prefix_len: int
     draft_tokens: list[int]
     distributions: DraftDistributions | None
-    attempt: int
     token_ids: list[int]
     num_near_ties: int
 
@@ -177,7 +176,6 @@ class Client:
     """Ended by itself."""
     asked: int = 0
     """Draft tokens that were asked of the drafter for the current round."""
-    attempt: int = 0
     offered: DraftBlock | None = None
     """The block that the verifier took for the current round."""
     rounds: list[Decided] = field(default_factory=list)
@@ -273,8 +271,8 @@ class Stack:
         self.events: deque = deque()
         """On their way to the gateway."""
         self.seen: Counter[str] = Counter()
-        self.target_probs: dict[tuple[bytes, int, int], Tensor] = {}
-        """What the rules saw, by verifying key, round and attempt."""
+        self.target_probs: dict[tuple[bytes, int], Tensor] = {}
+        """What the rules saw, by verifying key and round."""
         self.corrupt_next_block = False
         target, drafter = (
             CachedModel(decoder_of(models.target), target_room),
@@ -381,7 +379,7 @@ class Stack:
         """Goes on on another verifier, with whatever was committed, and with a drafter that begins anew."""
         self._close(client)
         client.epoch += 1
-        client.asked = client.attempt = 0
+        client.asked = 0
         client.offered = None
         self._open_target(client, 0)
         self._open_drafter(client)
@@ -404,9 +402,7 @@ class Stack:
     def send_drafted(self, client: Client) -> None:
         """Asks for the block under way as far as it is drawn."""
         if client.asked:
-            self.drafter.scheduler.send_drafted(
-                SendDrafted(client.session_id, client.epoch, len(client.rounds), client.attempt)
-            )
+            self.drafter.scheduler.send_drafted(SendDrafted(client.session_id, client.epoch, len(client.rounds)))
 
     def lose_drafter(self, client: Client) -> None:
         """Goes on without a drafter, whose block may still be on its way."""
@@ -417,12 +413,9 @@ class Stack:
                 self.race(client)
 
     def ask_again(self, client: Client) -> None:
-        """Asks for another block for a round, though the first one may still come."""
+        """Asks for the block of a round again: a drafter that was asked before has nothing more to do for it."""
         if client.has_drafter and client.asked:
-            client.attempt += 1
-            base_len = len(client.committed)
-            calibration = Calibration(client.fence, base_len, [], client.asked, client.attempt)
-            self.drafter.scheduler.calibrate(calibration)
+            self.drafter.scheduler.calibrate(Calibration(client.fence, len(client.committed), [], client.asked))
 
     def race(self, client: Client) -> None:
         """Asks for a plain round where a block was asked for; whichever comes first is decided."""
@@ -438,7 +431,7 @@ class Stack:
                 for row, member in enumerate(decided.members):
                     judging = judgings[member]
                     key = judging.key
-                    self.target_probs[key.key, key.round, key.attempt] = rows[row, : len(judging.draft_tokens) + 1]
+                    self.target_probs[key.key, key.round] = rows[row, : len(judging.draft_tokens) + 1]
             for outcome in done.outcomes:
                 if isinstance(outcome, StillReading):
                     self.seen["read in part"] += 1
@@ -465,7 +458,7 @@ class Stack:
         is_told = block.distributions.encoding is not Encoding.NONE
         received = ReceivedBlock(
             *(block.fence, block.token_ids, draft, is_told, drafter_id),
-            *(block.attempt, block.timings, block.permit),
+            *(block.timings, block.permit),
         )
         session = self.target.scheduler.sessions.get((block.fence.session_id, block.fence.epoch))
         try:
@@ -539,13 +532,11 @@ class Stack:
         block = client.offered if verdict.num_draft_tokens else None
         drafted = block.token_ids if block else []
         assert len(drafted) == verdict.num_draft_tokens
-        distributions, attempt = (block.distributions, block.attempt) if block else (None, 0)
+        distributions = block.distributions if block else None
         prefix_len = len(client.committed)
-        client.rounds.append(
-            Decided(prefix_len, drafted, distributions, attempt, verdict.token_ids, verdict.num_near_ties)
-        )
+        client.rounds.append(Decided(prefix_len, drafted, distributions, verdict.token_ids, verdict.num_near_ties))
         client.committed.append(verdict.token_ids)
-        client.asked = client.attempt = 0
+        client.asked = 0
         client.offered = None
         assert len(client.committed) <= client.plan.max_len
         stopped = not client.plan.stop_token_ids.isdisjoint(verdict.token_ids)
@@ -590,13 +581,13 @@ class Stack:
             length, text, readable_text = len(done.draft_tokens), texts[number], readable[number].tolist()
             places = range(done.prefix_len, done.prefix_len + length + 1)
             target_probs = torch.stack([plan.probs(target_logits[number, end - 1], text[:end]) for end in places])
-            seen = self.target_probs[plan.key(Role.VERIFYING), number, done.attempt]
+            seen = self.target_probs[plan.key(Role.VERIFYING), number]
             assert (seen - target_probs).abs().max() < 1e-9, "the rule saw the target's own rows"
             draft_probs = target_probs.new_zeros(length, VOCAB_SIZE)
             if done.distributions is not None:
                 rows = [plan.probs(draft_logits[number, end - 1], readable_text[:end]) for end in places[:-1]]
                 drawn_from = torch.stack(rows).float()  # as it would be sent
-                key = DrawKey(plan.key(Role.DRAFTING), plan.choice, number, done.attempt)
+                key = DrawKey(plan.key(Role.DRAFTING), plan.choice, number)
                 if rule.is_coupled:
                     words = torch.tensor([key.text_words] * length)
                     times = exponentials(words, torch.tensor(places[:-1]), drawn_from.shape[1])
@@ -615,7 +606,7 @@ class Stack:
                 torch.tensor([done.draft_tokens], dtype=torch.int64),
                 torch.tensor([length]),
             )
-            key = DrawKey(plan.key(Role.VERIFYING), plan.choice, number, done.attempt)
+            key = DrawKey(plan.key(Role.VERIFYING), plan.choice, number)
             outcome = verify(rule, blocks, KeyedNoise([key], [done.prefix_len], device))
             accepted = done.draft_tokens[: int(outcome.num_accepted)]
             assert done.token_ids == [*accepted, int(outcome.extra_tokens)]

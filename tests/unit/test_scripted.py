@@ -227,13 +227,16 @@ def test_tree_takes_a_pass_for_each_depth_and_ends_where_it_is_cut() -> None:
     (draft,) = done.drafts
     assert draft is not None
     assert (bytes(draft.token_ids), draft.parents) == (b"fFgGgh", shape.parents)
+    assert draft.is_whole
     (draft,) = drafter.step([Drafting(drafter.open(PROMPT), cut)]).drafts
     assert draft is not None
     assert (bytes(draft.token_ids), draft.parents) == (b"fFgGg", (-1, -1, 0, 0, 1)), "two of three depths"
+    assert not draft.is_whole
     wide = replace(request, shape=TokenTree((-1,) * 14 + (0, 13)), num_tokens=16)
     (draft,) = drafter.step([Drafting(drafter.open(PROMPT), wide)]).drafts
     assert draft is not None
     assert bytes(draft.token_ids) == b"fF0123456789g", "it thinks of twelve tokens, and of none after others"
+    assert draft.is_whole
 
 
 def waited(seconds: float, expected_s: float) -> None:
@@ -290,6 +293,7 @@ def test_rejected_token_is_what_the_drafter_thinks_of_first_as_often_as_the_scri
     (draft,) = drafter.step([Drafting(fork, replace(request, num_tokens=0))]).drafts
     assert isinstance(draft, Draft)
     assert (draft.token_ids, len(draft.guesses[0]), fork.num_unread) == ([], 4, 0)
+    assert draft.is_whole
     row = target.read([Reading(target.cache.open(), [1] * 4, 1)])[0].exp()
     assert float(row[draft.guesses[0][0]]) == pytest.approx(0.5), "what it expects comes first"
 
@@ -305,6 +309,7 @@ def test_cut_block_of_the_script_ends_and_the_others_go_on() -> None:
     wanted = [DraftRequest(5, SamplingParams(), KEY, 320, is_cut=is_cut), DraftRequest(3, SamplingParams(), KEY, 320)]
     step = drafter.step([Drafting(drafter.open(PROMPT), one) for one in wanted])
     assert [draft.token_ids for draft in step.drafts] == [expected_tokens(len(PROMPT), count) for count in (2, 3)]
+    assert [draft.is_whole for draft in step.drafts] == [False, True]
     waited(step.draft_s, 3 * 0.01)
     assert len(asked) == 2, "a block that has ended asks nothing"
     alone = DraftRequest(50, SamplingParams(), KEY, 320, is_cut=lambda: True)

@@ -234,9 +234,9 @@ def test_quarantine_is_remembered_until_the_verifier_is_another_process() -> Non
 def test_reply_of_a_drafter_reaches_its_session_and_no_other() -> None:
     link, events = link_of(DrafterLink)
     for session_id in (KEY[0], 8):
-        sent = drafter_pb2.BlockSent(session_id=session_id, epoch=KEY[1], round=300, attempt=1)
+        sent = drafter_pb2.BlockSent(session_id=session_id, epoch=KEY[1], round=300)
         link._receive(drafter_pb2.DraftEvent(sent=sent))
-    assert events == [BlockSent(*KEY, 300, 1)]
+    assert events == [BlockSent(*KEY, 300)]
 
 
 def test_messages_of_peers_are_cut() -> None:

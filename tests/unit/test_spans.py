@@ -177,7 +177,7 @@ def test_closed_sessions_are_forgotten(spans_of: Any) -> None:
 def block_of(session_id: int, number: int, num_tokens: int) -> DraftBlock:
     nothing = DraftDistributions(Encoding.NONE, 320)
     timings = DraftTimings(calibration_us=2000, draft_us=5000)
-    return DraftBlock(Fence(session_id, 0, number, 3, 99), [7] * num_tokens, nothing, 1, timings)
+    return DraftBlock(Fence(session_id, 0, number, 3, 99), [7] * num_tokens, nothing, timings)
 
 
 def test_drafter_records_its_prompt_and_both_halves_of_each_block() -> None:
@@ -195,7 +195,7 @@ def test_drafter_records_its_prompt_and_both_halves_of_each_block() -> None:
     calibrate, draft = tracer.take()
     assert calibrate.where == ("calibrate", PARENT, 5.0, pytest.approx(5.002))
     assert draft.where == ("draft", PARENT, pytest.approx(5.002), pytest.approx(5.007))
-    of_both = {"round": 6, "epoch": 0, "attempt": 1, "num_sessions": 2}
+    of_both = {"round": 6, "epoch": 0, "num_sessions": 2}
     assert calibrate.says(num_tokens=2, **of_both)
     assert draft.says(num_draft_tokens=4, is_ahead=False, **of_both)
 

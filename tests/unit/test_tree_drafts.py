@@ -146,6 +146,10 @@ def test_tree_that_is_cut_has_fewer_depths_and_bad_rows_end_paths() -> None:
     (cut,) = drafted(drafter, (drafter.open(PROMPT), request(SAMPLINGS["plain"], shape, is_cut=lambda: True)))
     assert cut.token_ids == whole.token_ids[:4]
     assert cut.parents == (-1,) * 4
+    assert (whole.is_whole, cut.is_whole) == (True, False)
+    flat = TokenTree((-1,) * 4)
+    (draft,) = drafted(drafter, (drafter.open(PROMPT), request(SAMPLINGS["plain"], flat, is_cut=lambda: True)))
+    assert draft.is_whole, "it was cut behind its last depth"
 
     class Spoilt(CachedModel):
         def extend(self, sequences: Any, token_ids: Any, parents: Any = ()) -> Any:

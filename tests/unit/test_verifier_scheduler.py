@@ -491,7 +491,7 @@ def test_violation_is_raised_leaves_its_round_open_and_touches_no_other_block(
         assert (bad.block, bad.queued, bad.fence) == (None, False, first_fence(session_id))
         assert (bad.drafter_id, bad.permit_number) == (DRAFTER, 0)
     offer(scheduler, good[3])
-    better = make_block(first_fence(2), [11], attempt=1, permit=None)
+    better = make_block(first_fence(2), [11], permit=None)
     offer(scheduler, better)
     assert scheduler.run_plain(PlainRun(first_fence(4), 1)) is FenceVerdict.CURRENT
     blocks = {item.session.spec.session_id: item.block for item in next_step(scheduler).items}

@@ -163,7 +163,7 @@ class HeadDrafter(Generic[Text]):
                 for index in active
             ]
             tokens = drawer.draw(active, probabilities_of_spans(logits, spans).float())
-            going = [row for row, index in enumerate(active) if drawer.num_left(index) and not requests[index].is_cut()]
+            going = [row for row, index in enumerate(active) if drawer.goes_on(index)]
             if not going:
                 return drawer.drafts()
             if len(going) < len(active):

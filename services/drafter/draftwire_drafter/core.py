@@ -265,7 +265,7 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
     def send_drafted(self, command: SendDrafted) -> None:
         """Ends the block that is being drafted and sends it as far as it is drawn, with a reply to the gateway."""
         if self._scheduler.send_drafted(command):
-            self._reply(self._scheduler.sessions[command.session_id, command.epoch], command.round, command.attempt)
+            self._reply(self._scheduler.sessions[command.session_id, command.epoch], command.round)
 
     def _complete(self, step: Step, result: StepResult) -> list[Completed]:
         self.metrics.count_step(len(step.items), result.calibration_s + result.draft_s)
@@ -282,7 +282,7 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
                 try:
                     self._push(completed.session, outcome)
                     if completed.is_flushed:
-                        self._reply(completed.session, outcome.fence.round, outcome.attempt)
+                        self._reply(completed.session, outcome.fence.round)
                 except UnavailableError as error:
                     outcome = error
             if isinstance(outcome, DraftwireError):
@@ -305,9 +305,9 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
             raise UnavailableError(f"verifier at {session.spec.verifier_address} is not reached yet")
         return link
 
-    def _reply(self, session: DraftSession, number: int, attempt: int) -> None:
+    def _reply(self, session: DraftSession, number: int) -> None:
         """Tells the gateway that the block of a round is on its way."""
-        self._leases.send(session.lease_id, BlockSent(*session.key, number, attempt))
+        self._leases.send(session.lease_id, BlockSent(*session.key, number))
 
     def _fail(self, key: SessionKey, error: Exception) -> None:
         session = self._scheduler.sessions.get(key)

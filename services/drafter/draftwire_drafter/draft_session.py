@@ -27,10 +27,10 @@ class DraftSession(EngineSession[DraftSessionSpec]):
 
     num_known: int
     """Committed tokens that were passed to the strategy."""
-    last_calibrated: tuple[int, int] = (-1, 0)
-    """Round and attempt of the latest calibration."""
-    last_asked: tuple[int, int] = (-1, 0)
-    """Round and attempt of the block that was requested last, by a calibration or by an outcome."""
+    last_calibrated: int = -1
+    """Round of the latest calibration."""
+    last_asked: int = -1
+    """Round of the block that was requested last, by a calibration or by an outcome."""
     max_rounds_ahead: int = 0
     """Of the latest calibration."""
     num_draft_tokens: int = 0
@@ -53,9 +53,9 @@ class DraftSession(EngineSession[DraftSessionSpec]):
     """Lets it push blocks; None until the first calibration, if the session was opened without."""
     has_shown_permit: bool = False
     """Whether a block was sent; the first one carries the permit."""
-    cut_at: tuple[int, int] | None = None
-    """Round and attempt of the block that is to end after the token that is being drawn. Set on the event loop, read on
-    the torch thread during drafting."""
+    cut_at: int | None = None
+    """Round of the block that is to end after the token that is being drawn. Set on the event loop, read on the torch
+    thread during drafting."""
 
     @property
     def num_reserved(self) -> int:

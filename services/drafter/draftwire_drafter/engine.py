@@ -124,8 +124,7 @@ class DraftEngine(StepEngine[Step, StepResult]):
         passes = [0] * len(items)
         for index, draft in zip(possible, done.drafts, strict=True):
             passes[index] = max(1, len(draft.token_ids)) if isinstance(draft, Draft) else 1
-            is_short = isinstance(draft, Draft) and len(draft.token_ids) < items[index].num_wanted
-            outcomes[index] = None if is_short else draft
+            outcomes[index] = draft if _stands(draft, items[index].branch) else None
         return StepResult(
             outcomes=[],
             num_unread=[],
@@ -158,7 +157,7 @@ class DraftEngine(StepEngine[Step, StepResult]):
     def _is_cut(self, session: DraftSession, branch: Branch) -> bool:
         """Whether the block of a branch ends: it is not wanted any more, or others are; see `Branch.calibration`."""
         if branch.calibration is not None:
-            return session.cut_at == (branch.fence.round, branch.calibration.attempt)
+            return session.cut_at == branch.fence.round
         return branch.is_left or self.has_requests()
 
     def _sequence_of(self, branch: Branch, session: DraftSession) -> DraftSequence:
@@ -197,21 +196,21 @@ class DraftEngine(StepEngine[Step, StepResult]):
             sequence.calibrate(item.base_len, item.token_ids)
         if calibration is None:
             return Drafting(sequence, None, item.max_read)
-        asked = calibration.fence.round, calibration.attempt
-        request = self._request(session, calibration.fence.round, calibration.num_draft_tokens, calibration.attempt)
+        asked = calibration.fence.round
+        request = self._request(session, asked, calibration.num_draft_tokens)
         request = replace(request, num_guesses=session.num_guesses, is_cut=lambda: session.cut_at == asked)
         if calibration.tree is not None:
             can_draw = isinstance(self.strategy, TreeStrategy) and self.strategy.draws_trees
             request = tree_request(request, calibration.tree, can_draw=can_draw)
         return Drafting(sequence, request, item.max_read)
 
-    def _request(self, session: DraftSession, number: int, num_tokens: int, attempt: int = 0) -> DraftRequest:
+    def _request(self, session: DraftSession, number: int, num_tokens: int) -> DraftRequest:
         """Returns the request for a block of a round, with guesses, which nothing cuts."""
         spec, parameters = session.spec, session.spec.parameters
         return DraftRequest(
             num_tokens,
             parameters.sampling,
-            DrawKey(spec.drafting_key, parameters.choice, number, attempt),
+            DrawKey(spec.drafting_key, parameters.choice, number),
             spec.target_vocab_size,
             is_coupled=parameters.rule.is_coupled,
             needs_probs=parameters.rule.needs_draft_probs,
@@ -222,8 +221,14 @@ class DraftEngine(StepEngine[Step, StepResult]):
         )
 
 
+def _stands(draft: Draft | DraftwireError | None, branch: Branch) -> bool:
+    """Whether the outcome of a branch is final. A block that time has cut short is not: it is drafted anew if it is
+    requested; but one that is requested while it is drafted is sent as it is.
+    """
+    return not isinstance(draft, Draft) or draft.is_whole or branch.calibration is not None
+
+
 def _outcome(item: StepItem, draft: Draft | DraftwireError | None, timings: DraftTimings) -> DraftOutcome:
     if item.calibration is None or not isinstance(draft, Draft):
         return draft if isinstance(draft, DraftwireError) else None
-    fence, attempt = item.calibration.fence, item.calibration.attempt
-    return DraftBlock(fence, draft.token_ids, draft.distributions, attempt, timings, parents=draft.parents)
+    return DraftBlock(item.calibration.fence, draft.token_ids, draft.distributions, timings, parents=draft.parents)

@@ -53,15 +53,6 @@ class AheadItem:
         """Whether nothing is drafted."""
         return self.parent is None
 
-    @property
-    def num_wanted(self) -> int:
-        """Tokens that its block has to have, so that it is sent: one that was cut short is drafted anew if it is
-        requested, but one that is requested while it is drafted is sent as it is.
-        """
-        if self.reads_on:
-            return 0
-        return 1 if self.branch.calibration is not None else self.branch.num_draft_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -171,9 +162,9 @@ class Scheduler(SessionBook[DraftSession, Step]):
         Raises:
             ProtocolViolationError: the message does not continue the committed tokens. The session must be closed.
         """
-        fence, asked = calibration.fence, (calibration.fence.round, calibration.attempt)
+        fence = calibration.fence
         session = self.sessions.get((fence.session_id, fence.epoch))
-        if session is None or asked <= session.last_calibrated:
+        if session is None or fence.round <= session.last_calibrated:
             self.dropped["unknown_session" if session is None else "stale"] += 1
             return
         new_ids = self._new_ids(session, calibration)
@@ -183,11 +174,11 @@ class Scheduler(SessionBook[DraftSession, Step]):
         if fence.prefix_len + calibration.num_draft_tokens > session.spec.max_len:
             raise ProtocolViolationError("calibration beyond the session's max_len")
         check_tree(calibration, session.spec)
-        session.last_calibrated = asked
+        session.last_calibrated = fence.round
         session.max_rounds_ahead = calibration.max_rounds_ahead
         session.num_draft_tokens = calibration.num_draft_tokens
         session.permit = calibration.permit or session.permit
-        is_known = asked <= session.last_asked  # by the outcome of the round before
+        is_known = fence.round <= session.last_asked  # by the outcome of the round before
         if new_ids or not is_known:
             self._commit(session, fence, new_ids)
         if not is_known:
@@ -212,7 +203,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
             return
         self._commit(session, fence, outcome.token_ids)
         length = session.length_at(fence.prefix_len)
-        if length >= 1 and fence.round <= session.last_calibrated[0] + session.max_rounds_ahead:
+        if length >= 1 and fence.round <= session.last_calibrated + session.max_rounds_ahead:
             self._ask(session, Calibration(fence, base_len, outcome.token_ids, length))
 
     def send_drafted(self, command: SendDrafted) -> bool:
@@ -222,11 +213,10 @@ class Scheduler(SessionBook[DraftSession, Step]):
             Whether that block was sent before, so that the reply is due at once.
         """
         session = self.sessions.get((command.session_id, command.epoch))
-        asked_for = (command.round, command.attempt)
-        if session is None or session.calibration is None or session.last_asked != asked_for:
+        if session is None or session.calibration is None or session.last_asked != command.round:
             self.dropped["unknown_session" if session is None else "stale"] += 1
-            return session is not None and session.last_asked == asked_for
-        session.cut_at = asked_for
+            return session is not None and session.last_asked == command.round
+        session.cut_at = command.round
         return False
 
     def next_step(self) -> Step | None:
@@ -303,7 +293,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
         return replace(block, permit=session.permit)
 
     def _is_flushed(self, session: DraftSession, outcome: DraftOutcome) -> bool:
-        return isinstance(outcome, DraftBlock) and session.cut_at == (outcome.fence.round, outcome.attempt)
+        return isinstance(outcome, DraftBlock) and session.cut_at == outcome.fence.round
 
     def _new_ids(self, session: DraftSession, calibration: Calibration) -> list[int]:
         """Returns the tokens of a calibration that no outcome has brought before.
@@ -349,11 +339,11 @@ class Scheduler(SessionBook[DraftSession, Step]):
         """Schedules a session's next block, unless it was drafted ahead or is being drafted."""
         root = session.root
         assert root is not None, "its text was committed"
-        session.last_asked = calibration.fence.round, calibration.attempt
-        if calibration.attempt == 0 and root.block is not None:
+        session.last_asked = calibration.fence.round
+        if root.block is not None:
             return
         session.calibration = calibration  # replaces an older one, whose block is obsolete
-        if root.in_step and not root.calibration and calibration.attempt == 0:
+        if root.in_step and not root.calibration:
             root.calibration = calibration
             session.queued = True
         if not session.queued and not self._awaits_features(session):
@@ -419,7 +409,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
         node = session.root
         if node is None or session.queued or session.last_asked < session.last_calibrated:
             return []
-        last_round = session.last_calibrated[0] + session.max_rounds_ahead
+        last_round = session.last_calibrated + session.max_rounds_ahead
         while node.block is not None and node.fence.round < last_round:
             if node.next_guesses is None:
                 return [AheadItem(session, node, None)]

@@ -34,7 +34,6 @@ class DrafterSpans(TracedSessions):
         common = {
             PREFIX + "round": block.fence.round,
             PREFIX + "epoch": block.fence.epoch,
-            PREFIX + "attempt": block.attempt,
             PREFIX + "num_sessions": num_sessions,
         }
         calibrated_at = started_at + block.timings.calibration_us / 1e6

@@ -151,7 +151,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
             draft=_rows_of(block) if block else None,
             sampling=parameters.sampling,
             rule=session.rule,
-            key=DrawKey(spec.verifying_key, parameters.choice, session.round, block.attempt if block else 0),
+            key=DrawKey(spec.verifying_key, parameters.choice, session.round),
             prompt_len=parameters.prompt_len,
             stop_token_ids=parameters.stop_token_ids,
             max_read=item.max_read,

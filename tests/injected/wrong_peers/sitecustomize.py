@@ -72,7 +72,7 @@ def withhold_blocks() -> None:
     def say_it_is_sent(self: DrafterCore, command: Any) -> None:
         session = self._scheduler.sessions.get((command.session_id, command.epoch))
         if session is not None:
-            self._reply(session, command.round, command.attempt)
+            self._reply(session, command.round)
             asyncio.get_running_loop().call_later(REPLY_SECONDS, say_it_is_sent, self, command)
 
     DrafterCore._push = withholding  # type: ignore[method-assign]

@@ -349,7 +349,7 @@ def _item_of(part: StepItem) -> RoundItem:
         sampling=parameters.sampling,
         rule=session.rule.name,
         is_used=block is None or block.is_used,
-        key=DrawKey(spec.verifying_key, parameters.choice, session.round, block.attempt if block else 0),
+        key=DrawKey(spec.verifying_key, parameters.choice, session.round),
         num_committed=len(committed),
         max_read=part.max_read,
         prompt_len=parameters.prompt_len,
