@@ -88,7 +88,7 @@ for bridge, rounds_ahead in ((1, 1), (2, 1), (1, 2), (2, 2)):
             rounds_ahead=rounds_ahead,
             max_branches=4 * rounds_ahead,
             network={
-                "times": replace(slow_after(first + 1, 0.050), from_drafter_s=0.100),
+                "times": replace(slow_after(first, 0.050), from_drafter_s=0.100),
                 "settings": LoopSettings(bridge_rounds=bridge),
                 "frozen": (0.0195, 0.385),
             },

@@ -3,7 +3,7 @@
 Where a table's rows are certain, nothing is enumerated: so a text can be led to the round in question.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,14 +43,13 @@ class Speed:
 
     pass_s: float
     slow: frozenset[tuple[int, int]] = frozenset()
-    """Positions and tokens after which a pass takes longer."""
+    """Positions and drawn tokens after which a pass takes longer."""
     slow_s: float = 0.0
     """By so much."""
 
-    def seconds(self, positions: Sequence[int], token_ids: Sequence[int]) -> float:
-        """Returns the time of a pass that reads tokens at positions."""
-        is_slow = not self.slow.isdisjoint(zip(positions, token_ids, strict=True))
-        return self.pass_s + self.slow_s * is_slow
+    def seconds(self, drawn: Collection[tuple[int, int]]) -> float:
+        """Returns the time of a pass that reads drawn tokens at positions, among others."""
+        return self.pass_s + self.slow_s * (not self.slow.isdisjoint(drawn))
 
 
 class PlacedTable(ExtendsByReading):
@@ -71,18 +70,28 @@ class PlacedTable(ExtendsByReading):
         for position, token in bad:
             self._logits[position + 1, token] = torch.nan
         self._speed, self._wait = speed, wait
+        self._is_extending = False
 
     def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
-        kept, seconds = [], 0.0
+        kept, drawn = [], set()
         with appended(self.cache, [reading.segment for reading in readings]):
             for reading in readings:
-                positions = list(positions_of(reading.segment))
-                seconds = max(seconds, self._speed.seconds(positions, reading.token_ids))
-                first = len(reading.token_ids) - reading.keep
-                for position, token in zip(positions[first:], reading.token_ids[first:], strict=True):
-                    kept.append(self._logits[position + 1, token])
-        self._wait(seconds)
+                places = list(zip(positions_of(reading.segment), reading.token_ids, strict=True))
+                drawn.update(places if self._is_extending else ())
+                kept += [
+                    self._logits[position + 1, token] for position, token in places[len(places) - reading.keep :]
+                ]
+        self._wait(self._speed.seconds(drawn))
         return torch.stack(kept) if kept else self._logits.new_zeros(0, self.vocab_size)
+
+    def extend(
+        self, sequences: Sequence[CachedSequence], token_ids: Tensor, parents: Sequence[tuple[int, ...]] = ()
+    ) -> Tensor:
+        self._is_extending = True
+        try:
+            return super().extend(sequences, token_ids, parents)
+        finally:
+            self._is_extending = False
 
     def features(self, spans: Sequence[FeatureSpan[CachedSequence]]) -> Tensor:
         """Returns what a head reads of each token: its position alone."""
