@@ -27,6 +27,8 @@ from draftwire.cli.up_command import embedded_model
 from draftwire.client import Client
 
 WAYS = ("grpc", "http", "http with details")
+DRAFT_LENGTH = 4
+"""Fixed, so that both ways have the same rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,12 @@ class Measurement:
 def over_grpc(client: Client, ask: Ask) -> tuple[str, int]:
     """Streams a completion; returns its text and the number of its tokens."""
     stream = client.stream(
-        ask.prompt, max_tokens=ask.max_tokens, seed=ask.seed, rejection_sample_method="coupled", ignore_eos=True
+        ask.prompt,
+        max_tokens=ask.max_tokens,
+        seed=ask.seed,
+        num_speculative_tokens=DRAFT_LENGTH,
+        rejection_sample_method="coupled",
+        ignore_eos=True,
     )
     text = "".join([piece.text for piece in stream])
     assert stream.completion is not None
@@ -69,6 +76,7 @@ def over_http(port: int, model: str, ask: Ask, details: bool) -> tuple[str, int]
         "prompt": ask.prompt,
         "max_tokens": ask.max_tokens,
         "seed": ask.seed,
+        "num_speculative_tokens": DRAFT_LENGTH,
         "rejection_sample_method": "coupled",
         "ignore_eos": True,
         "token_details": details,

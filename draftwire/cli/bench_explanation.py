@@ -32,7 +32,11 @@ def print_explanation(console: "Console", explanation: Any, concurrency: int) ->
     if not explanation.is_adaptive:
         console.print("the server does not choose lengths: it is configured with speculation=fixed", soft_wrap=True)
     elif not explanation.choices:
-        console.print("nothing was chosen yet: requests with a number or a seed are not chosen for", soft_wrap=True)
+        console.print(
+            "nothing was chosen yet: requests with a number are not chosen for, nor those whose text depends on a seed "
+            "and on drafts",
+            soft_wrap=True,
+        )
     for choice, load in _at_load(explanation, concurrency):
         _print_choice(console, choice, load)
 
@@ -48,8 +52,11 @@ def why_slower(options: Mapping[str, Any], explanation: Any, concurrency: int) -
     if options["num_speculative_tokens"] is not None:
         rounds = f"{options['num_speculative_tokens']} draft tokens a round cost more here than they save"
         return f"{rounds}: without --num-speculative-tokens the server chooses how many"
-    if options["seed"] is not None:
-        return "requests with a seed have drafts of a fixed length: without --seed the server chooses how long"
+    if options["seed"] is not None and options["temperature"] != 0 and options["rejection_sample_method"] != "coupled":
+        return (
+            "above temperature 0, and under other rules than coupled, requests with a seed have drafts of a fixed "
+            "length: without --seed the server chooses how long"
+        )
     if not explanation.is_adaptive:
         return (
             "drafts cost more here than they save, and the server does not choose: start it with speculation=adaptive"

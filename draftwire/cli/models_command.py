@@ -93,7 +93,8 @@ def models(
     lossy = server.lossy_rejection_sample_methods
     rules = [name + (" (lossy)" if name in lossy else "") for name in server.rejection_sample_methods]
     fixed = str(server.num_speculative_tokens)
-    default = f"chosen by measurement, with a seed {fixed}" if server.chooses_draft_lengths else fixed
+    chosen = f"chosen by measurement, {fixed} where a text depends on its seed and on drafts"
+    default = chosen if server.chooses_draft_lengths else fixed
     typer.echo(f"draft tokens per round: {default}, at most {server.max_speculative_tokens}")
     if server.drafter_names:
         typer.echo(f"may draft, by name: {visible(', '.join(server.drafter_names))}")

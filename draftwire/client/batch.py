@@ -10,7 +10,7 @@ from draftwire.client.completion import Completion
 from draftwire.client.prompts import Prompt, is_several
 from draftwire.client.request_maker import Options, check_number, check_seconds, naming
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
-from draftwire.method.keys import MAX_SEED, new_seed
+from draftwire.method.keys import MAX_SEED
 
 CONCURRENCY = 16
 ROOM_TIMEOUT_S = 300.0
@@ -88,19 +88,21 @@ class Batch:
             raise InvalidRequestError(f"concurrency must be at least 1, not {concurrency}")
         seed = options.get("seed")
         with naming("seed"):
-            self._seed = new_seed() if seed is None else index(seed)
+            self._seed = None if seed is None else index(seed)
         self._options = options
         self._returns_exceptions = return_exceptions
         self._room_timeout_s = room_timeout_s
         self._outcomes: list[Completion | DraftwireError | None] = []
-        seed_of(self._seed, 0)
+        if self._seed is not None:
+            seed_of(self._seed, 0)
 
     def job(self, prompt: Prompt) -> Job:
         """Returns the job of the next prompt."""
         number = len(self._outcomes)
         self._outcomes.append(None)
+        seed = None if self._seed is None else seed_of(self._seed, number)
         # The batch waits for the server once, before the first prompt.
-        options: Options = {**self._options, "seed": seed_of(self._seed, number), "wait_for_server_s": None}
+        options: Options = {**self._options, "seed": seed, "wait_for_server_s": None}
         return Job(number, prompt, options, self._room_timeout_s)
 
     def finish(self, job: Job, outcome: Completion | DraftwireError) -> None:

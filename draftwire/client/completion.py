@@ -53,7 +53,8 @@ class Completion:
     finish_reason: str
     """"stop" or "length"."""
     seed: int
-    """The seed that was used."""
+    """The seed that was used: the one that was given, or the one that the server drew. A completion that was resumed
+    without a given one has several, of which this is the last part's."""
     rejection_sample_method: str
     """The verification rule that was used."""
     is_lossy: bool

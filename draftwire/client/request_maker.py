@@ -12,7 +12,6 @@ from draftwire.client.completion import Completion
 from draftwire.client.prompts import Prompt, Prompts, is_several, prompt_fields
 from draftwire.client.retry_policy import RetryPolicy
 from draftwire.errors import InvalidRequestError
-from draftwire.method.keys import new_seed
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire.runtime.form_messages import form_to_proto
 from draftwire.v1 import gateway_pb2
@@ -59,7 +58,7 @@ class TextOptions(TypedDict, total=False):
     ignore_eos: bool | None
     """Continue after the model's own stop tokens."""
     seed: int | None
-    """Makes the run repeatable, 0 to 2**64 - 1; by default it is drawn, and reported in the completion."""
+    """Makes the run repeatable, 0 to 2**64 - 1; by default the server draws one and reports it in the completion."""
     num_speculative_tokens: int | None
     """Draft tokens per round; 0 is plain decoding."""
     num_draft_nodes: int | None
@@ -123,15 +122,12 @@ def make_request(prompt: Prompt | Prompts, options: Options) -> gateway_pb2.Gene
         raise TypeError(f"there is no option {unknown[0]!r}; see draftwire.Options")
     check_seconds(options)
     text = _given(options, TextOptions)
-    has_random_seed = "seed" not in text
-    text.setdefault("seed", new_seed())  # drawn here, so that a resumed request has the same
     for name in ("stop", "drafter"):
         if isinstance(text.get(name), str):
             text[name] = [text[name]]
     with naming("prompt"):
         request = gateway_pb2.GenerateRequest(**prompt_fields(prompt, **_given(options, ChatOptions)))
     _set_fields(request, text)
-    request.has_random_seed = has_random_seed
     _set_fields(request.sampling, _given(options, SamplingOptions))
     if options.get("allowed_token_ids") is not None and not request.sampling.allowed_token_ids:
         raise InvalidRequestError("allowed_token_ids is empty: no token is possible")

@@ -68,7 +68,7 @@ class RequestProgress:
         return pieces
 
     def resume(self, interruption: Interruption) -> float | None:
-        """Prepares `request` to resume from the received tokens.
+        """Prepares `request` to resume from the received tokens; without a seed of its own, under another one.
 
         Returns:
             After how many seconds to send it; None if the interruption is permanent or was retried for too long.
@@ -78,7 +78,6 @@ class RequestProgress:
             generated = [completion.resume() for completion in self._collected]
             del self.request.generated_choices[:]
             self.request.generated_choices.extend(choice for choice in generated if choice is not None)
-            self.request.has_random_seed = False  # its numbers may have been drawn, whatever was received
         return pause_s
 
     @property

@@ -168,8 +168,8 @@ class Client:
     ) -> list[Completion] | list[Completion | DraftwireError]:
         """Returns one completion for each of any number of prompts, in their order, each with a request of its own.
 
-        If the server is full, the request is retried after the pause that the server asks for. A prompt's seed is
-        `seed_of(seed, index)`: see `draftwire.client.batch`.
+        If the server is full, the request is retried after the pause that the server asks for. With a seed, a prompt's
+        is `seed_of(seed, index)`: see `draftwire.client.batch`. Without one the server draws them.
 
         Args:
             prompts: read one by one, on this thread, when a request can start for the next.

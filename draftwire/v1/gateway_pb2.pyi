@@ -376,11 +376,12 @@ class GenerateRequest(_message.Message):
     """Most tokens to generate, 0 to the rest of the context. Absent: the rest of the context."""
     seed: _builtins.int
     """Makes a run repeatable as far as numerics and block boundaries allow; under "coupled", whatever the block
-    boundaries. Absent: drawn by the gateway.
+    boundaries. Absent: drawn by the gateway, for each call anew.
     """
     num_speculative_tokens: _builtins.int
-    """Draft tokens per round, 0 to the server's limit; 0 is plain decoding. Absent: with a seed, the server's default;
-    without one, the server chooses the length of each draft from what it measures, unless it is configured not to.
+    """Draft tokens per round, 0 to the server's limit; 0 is plain decoding. Absent: the server chooses the length of each
+    draft from what it measures, unless it is configured not to. With a seed it does so at temperature 0 and under
+    "coupled" only, and else takes its default.
     """
     rejection_sample_method: _builtins.str
     """Verification rule: "block", "token", "coupled" or "typical". Absent: the server's default, which is never a lossy
@@ -419,10 +420,7 @@ class GenerateRequest(_message.Message):
     token_details: _builtins.bool
     """Reports `text_lengths` and `draft_logprobs` in the deltas. Costs the gateway some time for each token."""
     has_random_seed: _builtins.bool
-    """The seed was drawn at random for this request, and is sent only so that a resumed request has the same: lengths of
-    drafts are chosen as without a seed. Must not be set for a seed that is used again, and so not on a resume, nor when
-    the request is repeated after a failure.
-    """
+    """Accepted for clients of earlier versions; has no effect. A seed that is sent may have been used before."""
     num_draft_nodes: _builtins.int
     """Most tokens of a token tree to draft in each round, in the place of a chain; its paths have at most
     num_speculative_tokens. 0 to 64; 0 drafts chains, and so do drafters and verifiers that know no trees. Refused under a
@@ -457,7 +455,8 @@ class GenerateRequest(_message.Message):
     def generated_choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedChoice]:
         """Resumes interrupted completions, each listed at most once; completions that are not listed start from the
         beginning. All other fields are as in the first request, including max_tokens and min_tokens, which count these
-        tokens too. Deltas continue after them.
+        tokens too. Deltas continue after them. Without a seed the gateway draws another one for what is still to come: the
+        text keeps its distribution.
         """
 
     @_builtins.property
@@ -857,7 +856,9 @@ class GenerateFinish(_message.Message):
     reason: Global___FinishReason.ValueType
     """Reason for the end."""
     seed: _builtins.int
-    """The seed that was used."""
+    """The seed that was used by this call. The tokens of a completion that was resumed without a seed were drawn under
+    several, of which this is the last.
+    """
     rejection_sample_method: _builtins.str
     """The rule that was used."""
     drafter_error: _builtins.str
@@ -967,7 +968,9 @@ class GetServerResponse(_message.Message):
     max_speculative_tokens: _builtins.int
     """Upper limit of GenerateRequest.num_speculative_tokens."""
     chooses_draft_lengths: _builtins.bool
-    """Whether the length of each draft is chosen where a request names neither a number nor a seed."""
+    """Whether the length of each draft is chosen where a request names none, unless its text depends on its seed and on
+    drafts: see GenerateRequest.num_speculative_tokens.
+    """
     @_builtins.property
     def target(self) -> _model_pb2.ModelDescription:
         """The verifier's model."""

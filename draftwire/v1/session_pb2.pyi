@@ -443,7 +443,8 @@ class SessionParameters(_message.Message):
     """
     shares_text: _builtins.bool
     """Whether drafts without a model may go on as generated texts of other sessions with the same salt did, and theirs as
-    this text, where the receiver shares texts. Not set if the session's random numbers may be drawn again.
+    this text, where the receiver shares texts. Not set if random numbers that decide the text may have been drawn
+    before.
     """
     @_builtins.property
     def sampling(self) -> Global___SamplingParameters:

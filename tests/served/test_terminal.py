@@ -16,7 +16,7 @@ from draftwire.method.token_source import TokenSource
 from tests.in_process import InProcessStack
 
 PROMPT = "def merge_sorted(a, b):"
-GREEDY = ["--temperature", "0", "--max-tokens", "64", "--seed", "3", "--ignore-eos"]
+GREEDY = ["--temperature", "0", "--max-tokens", "64", "--seed", "3", "--num-speculative-tokens", "4", "--ignore-eos"]
 STATISTICS = (
     r"\d+ tokens · [\d.]+ tokens/s · block efficiency [\d.]+ · acceptance rate 0\.\d+ · \d+ rounds · rule block"
 )

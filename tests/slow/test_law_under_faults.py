@@ -361,8 +361,14 @@ def draw_and_cut(rig: Rig, client: Client, seed: int, cuts: bool) -> Completion:
 @pytest.mark.parametrize(
     "rule", [LOSSLESS[0], *(pytest.param(rule, marks=pytest.mark.evidence) for rule in LOSSLESS[1:])]
 )
-def test_law_holds_when_completions_are_resumed_under_the_same_seed(rig: Rig, law: Tensor, rule: str) -> None:
-    """200 completions, cut by the client after 3 tokens. False alarm: 1e-6, by chi-square."""
+@pytest.mark.parametrize("has_seed", [True, False])
+def test_law_holds_when_completions_are_resumed_under_the_same_seed_or_another_one(
+    rig: Rig, law: Tensor, rule: str, has_seed: bool
+) -> None:
+    """200 completions, cut by the client after 3 tokens; without a seed the gateway draws one for each call.
+
+    False alarm: 1e-6, by chi-square.
+    """
     with grpc.insecure_channel(rig.address) as channel, ThreadPoolExecutor(24) as pool:
         generate = gateway_pb2_grpc.GatewayServiceStub(channel).Generate
 
@@ -371,7 +377,7 @@ def test_law_holds_when_completions_are_resumed_under_the_same_seed(rig: Rig, la
                 token_ids=gateway_pb2.TokenIds(ids=PROMPT),
                 max_tokens=LENGTH,
                 sampling=session_pb2.SamplingParameters(temperature=TEMPERATURE),
-                seed=seed,
+                seed=seed if has_seed else None,
                 num_speculative_tokens=BLOCK_LENGTH,
                 rejection_sample_method=rule,
             )

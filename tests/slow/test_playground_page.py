@@ -235,7 +235,7 @@ def test_numbers_count_what_the_chunks_say_and_end_with_the_gateways(gateway: Sc
         ({}, "same", "Two draws from the same law"),
     ],
 )
-def test_plain_run_comes_after_with_the_same_seed_and_is_compared(
+def test_plain_run_comes_after_with_the_same_parameters_and_is_compared(
     gateway: ScriptedGateway, fields: dict[str, Any], plain: str, expected: str
 ) -> None:
     gateway.answers = [
@@ -251,6 +251,7 @@ def test_plain_run_comes_after_with_the_same_seed_and_is_compared(
     assert {key: first[key] for key in first if key not in differ} == {
         key: second[key] for key in second if key not in differ
     }
+    assert ("seed" in first) is (fields.get("rejection_sample_method") == "coupled"), "the gateway draws the others"
     assert first["model"] == "large"
     assert watched.text_of("#ratio")[:-1] == "2.50"
     assert watched.text_of("#equality").startswith(expected)
@@ -277,11 +278,12 @@ def test_lengths_are_the_gateways_to_choose_without_a_number_and_shown(gateway: 
     watched.run(compare=False)
     (body,) = gateway.bodies
     assert "num_speculative_tokens" not in body
-    assert body["has_random_seed"] is True
+    assert "seed" not in body
     assert watched.text_of("#lengths") == "0: 7, 4: 12"
     gateway.answers.append(stream(chunk(4, token("x")), last()))
     watched.run(compare=False, seed=5)
-    assert gateway.bodies[1]["has_random_seed"] is False, "a seed that was given may be used again"
+    assert gateway.bodies[1]["seed"] == 5
+    assert "has_random_seed" not in gateway.bodies[1], "it has no effect"
 
 
 @pytest.mark.parametrize("fields", [{"compare": False}, {"num_speculative_tokens": 0}])

@@ -1,6 +1,7 @@
 """A session whose lengths are chosen: what it asks its drafter for, what it costs, and whom it teaches."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from gateway_fakes import (
 )
 from gateway_fakes import make_loop as make_fake_loop
 
-from draftwire.client.request_maker import Options, make_request
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.parameters import SamplingParams
 from draftwire_gateway.config import GatewayConfig
@@ -35,27 +35,24 @@ def requested(**changes: Any) -> RequestedGeneration:
     return RequestedGeneration([list(PROMPT)], SamplingParams(), "", max_tokens=20, **changes)
 
 
-def completed(defaults: SpeculationDefaults = DEFAULTS, **changes: Any) -> tuple[bool, int]:
+def completed(defaults: SpeculationDefaults = DEFAULTS, temperature: float = 1.0, **changes: Any) -> tuple[bool, int]:
     """Returns whether lengths are chosen, and the fixed or largest one."""
-    (generation,) = complete_request(requested(**changes), describe("target"), defaults)
+    request = replace(requested(**changes), sampling=SamplingParams(temperature))
+    (generation,) = complete_request(request, describe("target"), defaults)
     return generation.adapts_length, generation.num_speculative_tokens
 
 
-def test_lengths_are_chosen_without_a_number_and_a_seed_of_ones_own_and_else_are_exactly_those() -> None:
+def test_lengths_are_chosen_without_a_number_where_random_numbers_are_fresh_and_else_are_exactly_those() -> None:
     assert completed() == (True, 8)
-    assert completed(seed=5, has_random_seed=True) == (True, 8)
-    assert completed(seed=5) == (False, 4), "a seed is repeatable"
+    assert completed(seed=5) == (False, 4), "equal requests draw equal numbers"
+    assert completed(seed=5, temperature=0.0) == (True, 8), "it draws none"
+    assert completed(seed=5, rule="coupled") == (True, 8), "its tokens do not depend on what is drafted"
+    assert completed(seed=5, temperature=0.0, num_speculative_tokens=6) == (False, 6)
     assert completed(num_speculative_tokens=6) == (False, 6)
     assert completed(num_speculative_tokens=0) == (False, 0)
     assert completed(SpeculationDefaults(4, 16, "block")) == (False, 4), "speculation: fixed"
     assert completed(SpeculationDefaults(0, 16, "block", adapts_length=True)) == (False, 0), "none by default"
     assert completed(SpeculationDefaults(2, 3, "block", adapts_length=True)) == (True, 3)
-
-
-def test_clients_say_that_the_seed_they_drew_is_random_and_that_one_that_was_given_is_not() -> None:
-    drawn, given = make_request("a", Options()), make_request("a", Options(seed=0))
-    assert (drawn.HasField("seed"), drawn.has_random_seed) == (True, True)
-    assert (given.seed, given.has_random_seed) == (0, False)
 
 
 def test_only_known_ways_of_speculation_are_configured() -> None:

@@ -1,6 +1,7 @@
 """`draftwire bench --explain`: its sentences and break-even points, on loads whose answer is known."""
 
 from io import StringIO
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -167,12 +168,15 @@ def test_server_that_chooses_nothing_says_so() -> None:
 
 
 def test_benchmark_below_one_says_why_and_what_to_try() -> None:
-    def why(number: int | None, *loads: LoadChoice, is_adaptive: bool = True, seed: int | None = None) -> str:
+    def why(number: int | None, *loads: LoadChoice, is_adaptive: bool = True, **given: Any) -> str:
         explanation = ExplainSpeculationResponse(is_adaptive=is_adaptive, choices=[choice_of(*loads)])
-        return why_slower({"num_speculative_tokens": number, "seed": seed}, explanation, 4)
+        options = {"seed": None, "temperature": None, "rejection_sample_method": None, **given}
+        return why_slower({"num_speculative_tokens": number, **options}, explanation, 4)
 
     assert why(8, load_of(0.3, 0)).endswith("without --num-speculative-tokens the server chooses how many")
     assert why(None, seed=5).endswith("without --seed the server chooses how long")
+    for given in ({"temperature": 0.0}, {"rejection_sample_method": "coupled"}):
+        assert "still have been finding out" in why(None, seed=5, **given), "lengths are chosen there"
     assert why(None, is_adaptive=False).endswith("start it with speculation=adaptive")
     assert "drafts do not pay here" in why(None, load_of(0.3, 0))
     assert "still have been finding out" in why(None, load_of(0.8, 2))

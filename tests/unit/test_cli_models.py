@@ -60,7 +60,7 @@ def test_gateway_that_chooses_lengths_says_so(client: FakeClient) -> None:
     client.answer = gateway_pb2.GetServerResponse.FromString(SERVER.SerializeToString())
     client.answer.chooses_draft_lengths = True
     assert (
-        "draft tokens per round: chosen by measurement, with a seed 4, at most 16"
+        "draft tokens per round: chosen by measurement, 4 where a text depends on its seed and on drafts, at most 16"
         in CliRunner().invoke(app, ["models"]).stdout
     )
     assert json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)["chooses_draft_lengths"] is True

@@ -330,6 +330,16 @@ def test_prompt_is_given_up_when_the_server_was_full_for_too_long(monkeypatch: p
     assert [job.pause_after(NoRoomError("full", seconds)) for seconds in (2.0, 2.5)] == [2.0, None]
 
 
+@pytest.mark.parametrize("seed", [None, 5])
+def test_prompt_is_sent_again_with_its_seed_and_without_one_if_the_batch_has_none(run: Run, seed: int | None) -> None:
+    """At a full server each prompt is refused some times; without a seed the server draws one for each attempt."""
+    server = Server(room=1)
+    run(server, numbers(4), {"seed": seed})
+    assert server.num_refused > 0
+    sent = {(request.text, request.seed if request.HasField("seed") else None) for request in server.requests}
+    assert sent == {(str(number), None if seed is None else seed_of(seed, number)) for number in range(4)}
+
+
 def test_full_server_is_asked_again_and_no_prompt_is_lost(run: Run) -> None:
     server = Server(room=2)
     assert ids_of(run(server, numbers(12), concurrency=6)) == [[number] for number in range(12)]
@@ -376,6 +386,6 @@ def test_seeds_are_those_that_are_documented_stay_in_range_and_apart() -> None:
 def test_prompt_has_the_options_of_the_batch_but_for_its_seed_and_the_wait_for_the_server() -> None:
     jobs = [Batch([], {"wait_for_server_s": 5.0, "top_k": 3}, 1, False, 1.0).job("a") for _ in range(2)]
     assert [(job.options["wait_for_server_s"], job.options["top_k"]) for job in jobs] == [(None, 3)] * 2
-    assert jobs[0].options["seed"] != jobs[1].options["seed"], "batches without a seed differ"
+    assert [job.options["seed"] for job in jobs] == [None, None], "the server draws one for each prompt"
     batch = Batch([], {"seed": np.int64(3)}, np.int64(2), False, 1.0)  # type: ignore[typeddict-item, arg-type]
     assert (batch.job("a").options["seed"], batch.concurrency) == (seed_of(3, 0), 2)

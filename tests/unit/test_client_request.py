@@ -69,7 +69,7 @@ def test_every_option_is_in_the_request_under_its_name() -> None:
 
 
 def test_every_field_of_a_request_has_an_option() -> None:
-    """But for the prompts, which are no options, and what the client says of itself."""
+    """But for the prompts, which are no options, what the client says of itself, and what has no effect."""
     fields = [*gateway_pb2.GenerateRequest.DESCRIPTOR.fields, *session_pb2.SamplingParameters.DESCRIPTOR.fields]
     others = {"text", "token_ids", "chat", "prompts", "sampling", "generated_choices", "has_random_seed"}
     assert {field.name for field in fields} - others <= set(Options.__annotations__)
@@ -83,8 +83,8 @@ def test_every_option_is_explained() -> None:
 
 
 def test_none_is_as_if_nothing_were_said_and_false_and_zero_are_said() -> None:
-    for name in VALUES.keys() - {"seed"}:
-        assert make_request("a", Options(seed=1, **{name: None})) == make_request("a", Options(seed=1)), name
+    for name in VALUES:
+        assert make_request("a", Options(**{name: None})) == make_request("a", Options()), name  # type: ignore[misc]
     request = make_request("a", Options(temperature=0.0, max_tokens=0, num_speculative_tokens=0, logprobs=0, seed=0))
     assert request.sampling.HasField("temperature")
     assert all(request.HasField(name) for name in ("max_tokens", "num_speculative_tokens", "logprobs", "seed"))
@@ -145,9 +145,13 @@ def test_token_id_that_is_none_is_not_quoted() -> None:
         assert "77" not in str(refused.value)
 
 
-def test_without_a_seed_every_request_has_its_own() -> None:
-    seeds = {make_request("a", {}).seed for _ in range(20)}
-    assert len(seeds) == 20
+def test_seed_is_sent_where_the_caller_gave_one_and_nowhere_else() -> None:
+    """The server draws the others, and knows then that nobody has drawn with them before."""
+    options: list[Options] = [{}, {"seed": None}, {"seed": 0}, {"seed": 2**64 - 1}]
+    requests = [make_request("a", one) for one in options]
+    assert [request.HasField("seed") for request in requests] == [False, False, True, True]
+    assert [request.seed for request in requests] == [0, 0, 0, 2**64 - 1]
+    assert not any(request.has_random_seed for request in requests)
 
 
 def test_seconds_that_are_no_number_are_refused_and_an_endless_time_is_a_long_one() -> None:

@@ -65,9 +65,7 @@ class Clock:
         timeout_s: float | None = None,
         **asks: Any,
     ) -> Stream:
-        request = gateway_pb2.GenerateRequest(
-            **({"text": "prompt", "max_tokens": 9, "seed": 5, "has_random_seed": True} | asks)
-        )
+        request = gateway_pb2.GenerateRequest(**({"text": "prompt", "max_tokens": 9, "seed": 5} | asks))
         progress = RequestProgress(request, RetryPolicy(num_gateways, resume_s, timeout_s))
         if self.runner is None:
             return CompletionStream(gateways.start, progress)
@@ -95,10 +93,8 @@ def came_before(request: gateway_pb2.GenerateRequest) -> dict[int, list[int] | N
 
 
 def check_the_rest_is_the_same(requests: list[gateway_pb2.GenerateRequest]) -> None:
-    assert [request.has_random_seed for request in requests] == [True] + [False] * (len(requests) - 1), "drawn once"
     for request in requests:
         del request.generated_choices[:]
-        request.has_random_seed = False
     assert requests == requests[:1] * len(requests)
 
 
@@ -413,6 +409,30 @@ CASES = {
 def test_stream_brings_or_raises_what_its_gateways_leave_it_and_takes_as_long_as_it_may(clock: Clock) -> None:
     for name, case in CASES.items():
         case(clock=clock, name=name)
+
+
+@pytest.mark.parametrize("seed", [None, 0, 7])
+def test_seed_is_sent_again_if_the_caller_gave_one_and_else_none_is(clock: Clock, seed: int | None) -> None:
+    """At first, where nothing came yet, and when resuming. What is reported is the seed of each choice's last part."""
+
+    def finish_under(seed: int, choice: int) -> gateway_pb2.GenerateResponse:
+        finish = finish_of(choice)
+        finish.finish.seed = seed
+        return finish
+
+    gateways = Gateways(
+        [LOST],
+        [delta(0), delta(1, choice=1), finish_under(3, 1), LOST],
+        [LOST],
+        [delta(2), finish_under(9, 0)],
+    )
+    stream = clock.stream(gateways, 2, seed=seed, num_choices=2)
+    assert read(stream) == [0, 1, 2]
+    assert len(gateways.requests) == 4
+    sent = [request.seed if request.HasField("seed") else None for request in gateways.requests]
+    assert sent == [seed] * 4
+    assert not any(request.has_random_seed for request in gateways.requests)
+    assert [one.seed for one in stream.completions] == [9, 3]
 
 
 def test_completion_says_what_was_asked_for_alone_and_its_statistics_have_the_names_of_other_servers(

@@ -188,8 +188,7 @@ async def test_sessions_carry_what_their_form_costs_and_the_caller_pays(monkeypa
     form = StructuredOutput.regex("a")
     wanted = [make_generation(sampling=SamplingParams(structured_output=form), choice=choice) for choice in range(3)]
     costs = [
-        one.session_parameters("", is_first=True).form_memory_bytes
-        for one in await core.check_form(wanted, "token alice")
+        one.session_parameters("", epoch=0).form_memory_bytes for one in await core.check_form(wanted, "token alice")
     ]
     assert costs == [77] * 3
     assert paid == [(form, "token alice")], "once for all choices"

@@ -60,11 +60,16 @@ async def test_verifier_bridges_the_time_until_a_drafter_is_ready() -> None:
 
 
 @in_virtual_time
-async def test_text_of_a_repeatable_seed_is_not_drafted_for_while_the_drafter_warms_up() -> None:
-    one = seated(num_drafters=1, has_repeatable_seed=True)
+async def test_text_whose_numbers_are_not_fresh_is_not_drafted_for_while_the_drafter_warms_up() -> None:
+    for changes in ({"has_own_seed": True}, {"is_retried": True}):
+        one = seated(num_drafters=1, **changes)
+        one.seat.seek(one.target)
+        assert one.seat.run(32, 2) == RunRequest(WhyPlain.WARMING_UP, 2)
+    one = seated(num_drafters=1)
+    one.session.epoch = 1
     one.seat.seek(one.target)
-    assert one.seat.run(32, 2) == RunRequest(WhyPlain.WARMING_UP, 2)
-    one = seated(num_drafters=0, has_repeatable_seed=True)
+    assert one.seat.run(32, 2) == RunRequest(WhyPlain.WARMING_UP, 2), "the verifier before may have drawn them"
+    one = seated(num_drafters=0, has_own_seed=True)
     one.seat.seek(one.target)
     assert one.seat.run(32, 2).draft == LocalDraft("suffix", 4), "without one it always is"
 

@@ -172,7 +172,7 @@ def test_defaults_are_filled_in() -> None:
         seed=11,
         num_speculative_tokens=3,
         rule=FACTS["token"],
-        has_repeatable_seed=True,
+        has_own_seed=True,
     )
     assert only(sampling=sampling, seed=11) == expected
 

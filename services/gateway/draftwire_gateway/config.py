@@ -142,15 +142,15 @@ class GatewayConfig:
     """The same of each drafter; by default 127.0.0.1:50053; "none" serves plain decoding only."""
     discovery: DiscoverySettings = field(default_factory=DiscoverySettings)
     speculation: str = "adaptive"
-    """How many tokens to draft where a request names neither a number nor a seed: "adaptive", from 0 to 8 as measured
-    rounds say, or "fixed", num_speculative_tokens."""
+    """How many tokens to draft where a request names no number: "adaptive", from 0 to 8 as measured rounds say, except
+    where the text depends on a seed that was given and on drafts; or "fixed", num_speculative_tokens."""
     local_drafts: str = AUTO_LOCAL_DRAFTS
     """How a verifier drafts by itself where no drafter does: "suffix" or "lookup", from earlier places of each text,
     "retrieval", from files, or several joined by "+"; "eagle3", "eagle", "medusa", "hydra" or "mtp", by its head;
     "auto", by its head if it has one, else suffix and retrieval as far as it can; or "none"."""
     num_speculative_tokens: int = 4
-    """Draft tokens per round where a request names a seed but no number, and the first length that is tried; 0 is
-    plain decoding."""
+    """Draft tokens per round where a request names no number and none is chosen, and the first length that is tried;
+    0 is plain decoding."""
     max_speculative_tokens: int = 16
     """Most that a request may ask for."""
     num_draft_nodes: int = 0

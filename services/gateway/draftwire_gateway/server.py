@@ -206,7 +206,6 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             stop_token_ids=tuple(request.stop_token_ids),
             ignore_eos=request.ignore_eos,
             seed=request.seed if request.HasField("seed") else None,
-            has_random_seed=request.has_random_seed,
             num_speculative_tokens=(
                 request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None
             ),

@@ -243,8 +243,9 @@ class GenerateBody(SamplingNumbers, Strict):
     stream_options: StreamOptions | None = None
     user: str | None = None
     """Has no effect here."""
-    # Not in OpenAI's API; named as in gRPC.
     has_random_seed: bool = False
+    """Has no effect: clients of earlier versions send it."""
+    # Not in OpenAI's API; named as in gRPC.
     num_speculative_tokens: int | None = None
     num_draft_nodes: int | None = None
     drafter: Annotated[list[str], FirstFault(), at_most(MAX_DRAFTERS), BeforeValidator(_as_list, str | list[str])] = []

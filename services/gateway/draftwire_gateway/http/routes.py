@@ -213,7 +213,6 @@ def _common(body: GenerateBody) -> dict[str, Any]:
         "stop_token_ids": tuple(body.stop_token_ids),
         "ignore_eos": body.ignore_eos,
         "seed": body.seed,
-        "has_random_seed": body.has_random_seed,
         "num_speculative_tokens": body.num_speculative_tokens,
         "num_draft_nodes": body.num_draft_nodes,
         "drafter": tuple(body.drafter),

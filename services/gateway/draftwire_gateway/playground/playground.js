@@ -68,17 +68,27 @@ function readForm() {
 }
 
 /**
+ * A seed where the user gave none: under `coupled` alone, where the plain run must have the same text, and lengths are
+ * chosen all the same. Elsewhere the gateway draws one, since a seed that is sent may have been used before.
+ *
+ * @param {Record<string, unknown>} body
+ * @returns {{ seed?: number }}
+ */
+function seedOf(body) {
+  const isDrawn = !("seed" in body) && body.rejection_sample_method === "coupled";
+  input("seed").placeholder = isDrawn ? String(crypto.getRandomValues(new Uint32Array(1))[0]) : "random";
+  return isDrawn ? { seed: Number(input("seed").placeholder) } : {};
+}
+
+/**
  * Adds what the page needs to show the run.
  *
  * @param {CompletionRequest} request
  * @returns {CompletionRequest}
  */
 function detailed({ prompt, isChat, body }) {
-  // The seed is drawn here so that the plain run can use the same. Larger integers are not exact in JavaScript.
-  if (!("seed" in body)) input("seed").placeholder = String(crypto.getRandomValues(new Uint32Array(1))[0]);
   const details = {
-    seed: body.seed ?? Number(input("seed").placeholder),
-    has_random_seed: !("seed" in body),
+    ...seedOf(body),
     ...(isChat ? { logprobs: true, top_logprobs: 0 } : { logprobs: 0 }),
     logprobs_mode: "processed",
     token_details: true,

@@ -185,7 +185,7 @@ class DrafterSeat:
             return RunRequest(WhyPlain.WARMING_UP, bridge)
         if self.is_ready:
             return self._local_run(WhyPlain.NO_ROOM, most)
-        if self._session.generation.has_repeatable_seed:  # how long warming up takes shows no more than it must
+        if not self._session.numbers_are_fresh:  # how long warming up takes shows no more than it must
             return RunRequest(WhyPlain.WARMING_UP, bridge)
         return self._local_run(WhyPlain.WARMING_UP, bridge)
 

@@ -37,7 +37,7 @@ class SpeculationDefaults:
     max_speculative_tokens: int
     rule: str
     adapts_length: bool = False
-    """Whether lengths are chosen where neither a length nor a seed is requested."""
+    """Whether lengths are chosen where none is requested and the random numbers are fresh."""
     local_strategies: tuple[str, ...] = ()
     """By which a verifier drafts by itself where no drafter does, if it can."""
     drafter_names: Callable[[], tuple[str, ...]] = tuple
@@ -76,8 +76,6 @@ class RequestedGeneration:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
-    has_random_seed: bool = False
-    """Whether the seed was drawn for this request alone."""
     num_speculative_tokens: int | None = None
     num_draft_nodes: int | None = None
     drafter: tuple[str, ...] = ()
@@ -142,24 +140,38 @@ class Generation:
     num_draft_nodes: int = 0
     """Draft tokens of a token tree, in the place of a chain, where drafter and verifier know trees; with
     `adapts_length`, the most of them. 0 drafts chains."""
-    has_repeatable_seed: bool = False
-    """Whether equal requests draw equal numbers, and the text depends on what is drafted."""
+    has_own_seed: bool = False
+    """Whether the request named the seed, and so may be one of several with equal numbers. See `numbers_are_fresh`."""
     shown_tokens: frozenset[str] = frozenset()
     """Special tokens that have text."""
     is_retried: bool = False
     """Whether an attempt before, of which nothing came, may have drawn some of its random numbers."""
+
+    def numbers_are_fresh(self, epoch: int = 0) -> bool:
+        """Returns whether no random number that decides the text can have been drawn before.
+
+        Only then may what other texts show draft, or choose how much is drafted, for this one, and what this one shows
+        for others: a guess made of what equal numbers drew is right too often, and a length that was chosen by it
+        depends on the very numbers that decide. True also where none is drawn that could be biased: at temperature 0,
+        and under a coupled rule, whose tokens do not depend on what is drafted.
+
+        Args:
+            epoch: of the session. After its first one the round that was open is repeated under its own numbers.
+        """
+        is_sampled = not (self.sampling.greedy or self.rule.is_coupled)
+        return not (is_sampled and (self.has_own_seed or self.is_retried or epoch > 0))
 
     @property
     def is_lossy(self) -> bool:
         """Whether the rule changes the distribution of the text."""
         return not self.rule.is_lossless
 
-    def session_parameters(self, traceparent: str, *, is_first: bool) -> SessionParameters:
+    def session_parameters(self, traceparent: str, *, epoch: int) -> SessionParameters:
         """Returns the parameters that both services need.
 
         Args:
             traceparent: parent of the services' spans; empty if nothing is traced.
-            is_first: whether no other session may have drawn some of the generation's random numbers.
+            epoch: of the session.
         """
         return SessionParameters(
             prompt_len=len(self.prompt_ids),
@@ -171,7 +183,7 @@ class Generation:
             cache_salt=self.cache_salt,
             traceparent=traceparent,
             form_memory_bytes=self.form_memory_bytes,
-            shares_text=is_first and not (self.has_repeatable_seed or self.generated_ids or self.is_retried),
+            shares_text=self.numbers_are_fresh(epoch),
         )
 
     def local_strategy(self, target: ModelDescription) -> str:
@@ -219,15 +231,9 @@ def complete_request(
         raise InvalidRequestError(f"seed must be in 0..{MAX_SEED}")
     check_salt(request.cache_salt)
     num_speculative_tokens = _num_speculative_tokens(request, defaults)
-    # Equal seeds draw equal numbers: what a request with a seed of its own produced must not choose for another one.
-    is_free = request.num_speculative_tokens is None and (request.seed is None or request.has_random_seed)
     rule = target.rule_named(request.rule if request.rule is not None else defaults.rule)
     num_draft_nodes = _num_draft_nodes(request, defaults, rule, target) if num_speculative_tokens else 0
-    adapts_length = defaults.adapts_length and is_free and num_speculative_tokens > 0 and not num_draft_nodes
     rounds_ahead = 0 if num_draft_nodes else defaults.rounds_ahead
-    if adapts_length and request.num_draft_nodes is None and not rounds_ahead and _takes_trees(request, rule):
-        num_draft_nodes = min(MAX_CHOSEN_NODES, target.max_tree_nodes)
-    is_sampled = not (request.sampling.greedy or rule.is_coupled)
     draft_models, strategies = _drafters(request, defaults)
     template = Generation(
         prompt_ids=[],
@@ -236,22 +242,21 @@ def complete_request(
         stop=request.stop,
         stop_token_ids=stop_token_ids,
         seed=seed,
-        num_speculative_tokens=min(MAX_CHOSEN_LENGTH, defaults.max_speculative_tokens)
-        if adapts_length
-        else num_speculative_tokens,
-        adapts_length=adapts_length,
+        has_own_seed=request.seed is not None,
+        num_speculative_tokens=num_speculative_tokens,
         draft_models=draft_models,
         local_strategies=strategies,
         rounds_ahead=rounds_ahead,
         max_branches=defaults.max_branches if rounds_ahead else 0,
         num_draft_nodes=num_draft_nodes,
-        has_repeatable_seed=is_sampled and not (request.seed is None or request.has_random_seed),
         rule=rule,
         cache_salt=_salt_of(request),
         logprobs=_wanted_logprobs(request),
         token_details=request.token_details,
         shown_tokens=request.shown_tokens,
     )
+    if defaults.adapts_length and request.num_speculative_tokens is None:
+        template = _adapting(template, request, defaults, target)
     before = _generated_by_choice(request, len(request.prompts) * num_choices)
     generations: list[Generation] = []
     for index, prompt_ids in enumerate(request.prompts):
@@ -385,6 +390,21 @@ def _num_draft_nodes(
     if wanted and not takes_trees:
         raise InvalidRequestError(f"num_draft_nodes: rule {rule.name} takes no token trees but at temperature 0")
     return wanted if target.max_tree_nodes else 0
+
+
+def _adapting(
+    generation: Generation, request: RequestedGeneration, defaults: SpeculationDefaults, target: ModelDescription
+) -> Generation:
+    """Returns a generation whose lengths are chosen, and trees if nobody said; as it is where nothing may be chosen."""
+    # Decided once, for the first epoch of the first attempt: what a later one repeats was drawn by a verifier whose
+    # verdict did not come, so that nothing that chooses has seen it.
+    if not generation.num_speculative_tokens or generation.num_draft_nodes or not generation.numbers_are_fresh():
+        return generation
+    num_draft_nodes = 0
+    if request.num_draft_nodes is None and not generation.rounds_ahead and _takes_trees(request, generation.rule):
+        num_draft_nodes = min(MAX_CHOSEN_NODES, target.max_tree_nodes)
+    most = min(MAX_CHOSEN_LENGTH, defaults.max_speculative_tokens)
+    return replace(generation, adapts_length=True, num_speculative_tokens=most, num_draft_nodes=num_draft_nodes)
 
 
 def _takes_trees(request: RequestedGeneration, rule: RuleFacts) -> bool:

@@ -102,10 +102,15 @@ class SessionState:
             peer.close(self.session_id, self.epoch)
 
     @property
+    def numbers_are_fresh(self) -> bool:
+        """`Generation.numbers_are_fresh` in the session's epoch."""
+        return self.generation.numbers_are_fresh(self.epoch)
+
+    @property
     def parameters(self) -> SessionParameters:
         """Parameters of the request that both services need."""
         traceparent = "" if self._spans is None else self._spans.traceparent
-        return self.generation.session_parameters(traceparent, is_first=self.epoch == 0)
+        return self.generation.session_parameters(traceparent, epoch=self.epoch)
 
     def add_event(self, event: str, **attributes: int | str) -> None:
         """Adds an event to the choice's span, if the request is traced."""
