@@ -378,6 +378,7 @@ class VirtualDrafter(_OwnLoading, DrafterCore):
     def _make_scheduler(self, room: Any, pacer: PrefillPacer) -> Any:
         scheduler = super()._make_scheduler(room, pacer)
         scheduler.lookahead.clock = lambda: time.perf_counter()
+        scheduler.lookahead.endings.acceptance = self.network.acceptance
         return scheduler
 
     async def begin(self) -> None:
@@ -513,6 +514,8 @@ class Network:
     """Positions and tokens after which there are no finite logits."""
     frozen: tuple[float, float] = (-1.0, -1.0)
     """From when to when the drafters do nothing."""
+    acceptance: float = 0.7
+    """Of each draft token, as far as the drafters know when they start."""
     text_drafters: TextDrafters = field(default_factory=TextDrafters)
     head: Callable[[PlacedTable], Any] = lambda _: None
     """Makes what drafts inside the verifier."""
