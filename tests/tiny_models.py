@@ -30,6 +30,7 @@ from transformers import (
 from draftwire.models import kv_storage, packing
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import CachedSequence, KvCache
+from draftwire.requests.automaton import FormCompiler, FormVocabulary
 
 ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt2", "qwen2", "qwen3", "granite")
 """What `tiny_network` makes: grouped key heads, sliding windows, bounded or scaled scores, learned positions."""
@@ -295,3 +296,10 @@ class ExtendsByReading:
                 for sequence, part, own in zip(sequences, parts, nodes, strict=True)
             ]
         )
+
+
+def tiny_compiler(tokens: list[str], vocab_size: int, stops: list[int]) -> FormCompiler:
+    """Returns a compiler of forms for a tokenizer that cuts nothing into bytes."""
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return FormCompiler(FormVocabulary.of(PreTrainedTokenizerFast(tokenizer_object=tokenizer), vocab_size, stops))

@@ -1,14 +1,27 @@
 """The cases. Texts are certain up to the round in question, so that each has a few hundred runs at most."""
 
+import asyncio
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
-from tests.enumerated.network import Times
-from tests.enumerated.scenes import Chosen, Scene, ahead
+from tests.enumerated.network import Ids, Network, Times
+from tests.enumerated.scenes import PROMPT, Chosen, Scene, ahead
 from tests.enumerated.tables import POSITIONS, Speed, certain_at, random_rows
+from tiny_models import tiny_compiler
+from toy_heads import ToyHead
 
+from draftwire.drafting.heads.head_drafter import HeadDrafter
+from draftwire.drafting.model_free.registry import TextDrafters
+from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.structured_output import StructuredOutput
 from draftwire_gateway.config import LoopSettings
+from draftwire_gateway.session import generation
+from draftwire_gateway.session.generation import RequestedGeneration, SpeculationDefaults, complete_request
+from draftwire_gateway.session.statistics import Statistics
 
 VOCAB = 3
 LATE = 5
@@ -95,5 +108,161 @@ for bridge, rounds_ahead in ((1, 1), (2, 1), (1, 2), (2, 2)):
                 "acceptance": 0.05,
             },
             happens=frozenset({"plain: late", "long run", "block ahead"}),
+        )
+    )
+for bridge, rounds_ahead in ((1, 1), (2, 2)):
+    # As before, but the gateway loses the drafter, which does not hear of it, and another one takes over.
+    first = LATE + rounds_ahead
+    CASES.append(
+        Scene(
+            name=f"lost with a block under way, and replaced, bridge {bridge}, {rounds_ahead} ahead",
+            **tables(first, first + 1, wrong=range(LATE, first), num_drafters=2),
+            length=first + 2,
+            num_draft_tokens=2,
+            rounds_ahead=rounds_ahead,
+            max_branches=2 * rounds_ahead,
+            network={
+                "times": slow_after(first, 0.050),
+                "settings": LoopSettings(bridge_rounds=bridge),
+                "frozen": (0.0195, 0.049),
+                "acceptance": 0.05,
+            },
+            plot=lambda network: network.after(0.045, network.drafters[0].lose),
+            happens=frozenset({"drafter lost", "plain: warming_up", "long run", "block ahead"}),
+        )
+    )
+CASES += [
+    Scene(
+        name="a verifier lost in a run",
+        **tables(2, 3, 4, num_drafters=0),
+        length=5,
+        network={"num_verifiers": 2},
+        plot=lambda network: network.after(0.027, network.verifiers[0].lose),
+        happens=frozenset({"verifier lost"}),
+    ),
+    Scene(
+        name="a verifier lost with a block ahead",
+        **tables(5, 6),
+        length=7,
+        num_draft_tokens=2,
+        rounds_ahead=1,
+        max_branches=2,
+        network={"num_verifiers": 2, "times": slow_after(5, 0.050)},
+        plot=lambda network: network.after(0.033, network.verifiers[0].lose),
+        happens=frozenset({"verifier lost", "block ahead"}),
+    ),
+    Scene(
+        name="overflow on both sides",
+        **tables(2, 3),
+        length=4,
+        num_draft_tokens=2,
+        network={"bad_targets": frozenset({(2, 1)}), "bad_drafts": frozenset({(2, 2), (2, 1)})},
+        happens=frozenset({"failure", "whole block", "rejection"}),
+    ),
+    Scene(
+        name="overflow on both sides, 1 ahead",
+        **tables(5, 6),
+        length=7,
+        num_draft_tokens=2,
+        rounds_ahead=1,
+        max_branches=2,
+        network={"bad_targets": frozenset({(5, 1)}), "bad_drafts": frozenset({(5, 2), (5, 1)})},
+        happens=frozenset({"failure", "hit", "rejection"}),
+    ),
+    Scene(
+        name="penalties",
+        **tables(2, 3, 4),
+        length=5,
+        num_draft_tokens=2,
+        sampling=SamplingParams(0.8, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3),
+        happens=frozenset({"whole block", "rejection"}),
+    ),
+    Scene(
+        name="trees that are drawn",
+        **tables(2, 3),
+        length=4,
+        num_draft_tokens=2,
+        num_draft_nodes=3,
+        happens=frozenset({"tree", "rejection"}),
+    ),
+    Scene(
+        name="trees that are walked",
+        **tables(2, 3, 4, vocab_size=2),
+        length=5,
+        num_draft_tokens=2,
+        num_draft_nodes=3,
+        rule="coupled",
+        happens=frozenset({"tree", "rejection"}),
+    ),
+    Scene(
+        name="chains, coupled",
+        **tables(2, 3, 4, 5, vocab_size=2),
+        length=6,
+        num_draft_tokens=2,
+        rule="coupled",
+        happens=frozenset({"whole block", "rejection"}),
+    ),
+    Scene(
+        name="a head in the verifier",
+        **tables(2, 3, num_drafters=0),
+        length=4,
+        num_draft_tokens=2,
+        network={"head": lambda model: HeadDrafter(ToyHead(VOCAB), model), "head_names": ("eagle3",)},
+        fields={"local_strategies": ("eagle3",)},
+        happens=frozenset({"guess", "whole block", "rejection"}),
+    ),
+]
+FORM = StructuredOutput.regex("[ab]{2}c?")
+STOP = 3
+
+
+def in_form(text: list[int]) -> tuple[int, ...]:
+    """Returns what may follow in a text of `FORM`."""
+    return {0: (0, 1), 1: (0, 1), 2: (2, STOP)}.get(len(text), (STOP,))
+
+
+CASES.append(
+    Scene(
+        name="a form, whose drafter is slow after a token",
+        target=random_rows(4, 3),
+        drafts=(random_rows(4, 4),),
+        length=4,
+        num_draft_tokens=2,
+        sampling=SamplingParams(structured_output=FORM),
+        stop_token_ids=frozenset({STOP}),
+        possible=in_form,
+        network={"compiler": tiny_compiler(["a", "b", "c", "."], 4, [STOP]), "times": slow_after(2, 1.5)},
+        happens=frozenset({"whole block", "rejection"}),
+    )
+)
+
+
+async def again(scene: Scene, network: Network, seeds: tuple[int | None, int | None]) -> tuple[Ids, Statistics]:
+    """Returns the second of two texts of equal requests, but for their seeds, whose texts may be guessed from others."""
+    defaults = SpeculationDefaults(scene.num_draft_tokens, 8, scene.rule, local_strategies=("suffix",))
+    ids, statistics = (), Statistics()
+    with mock.patch.object(generation, "new_seed", itertools.count(100).__next__):
+        for seed in seeds:
+            request = RequestedGeneration([PROMPT], scene.sampling, "", max_tokens=scene.length, seed=seed)
+            (one,) = complete_request(request, network.verifiers[0].description, defaults)
+            ids, statistics = await network.generate(one)
+            await asyncio.sleep(1.0)
+    return ids, statistics
+
+
+for name, seeds, happens in (
+    ("texts guessed from others", (None, None), {"guess", "whole block"}),
+    ("a text of a seed guessed from others", (None, 7), {}),
+    ("a request sent again with its seed", (7, 7), {}),
+):
+    CASES.append(
+        Scene(
+            name=name,
+            **tables(3, 4, num_drafters=0),
+            length=5,
+            num_draft_tokens=2,
+            network={"make_texts": partial(TextDrafters, max_shared_tokens=1000)},
+            work=partial(again, seeds=seeds),
+            happens=frozenset(happens),
         )
     )

@@ -68,4 +68,9 @@ MISTAKES = (
         "asleep, and awake in a run, bridge 2, 2 ahead",
         ((GenerationLoop._run, "max(request.num_rounds, self._drafter.num_begun)", "request.num_rounds"),),
     ),
+    Mistake(
+        "a run in the place of a drafter ends before what that may have begun (3)",
+        "lost with a block under way, and replaced, bridge 1, 1 ahead",
+        ((GenerationLoop._run, "max(request.num_rounds, self._drafter.num_begun)", "request.num_rounds"),),
+    ),
 )

@@ -7,7 +7,7 @@ alone, and all of them can be enumerated: see `tests.enumerated.intervals`.
 """
 
 import asyncio
-import itertools
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -164,18 +164,20 @@ class Link:
     def __init__(self, seen: Counter[str], delay_s: float, until: Callable[[float], float]) -> None:
         self._seen, self._delay_s, self._until = seen, delay_s, until
         self._last_at = 0.0
-        self.is_cut = False
+        self._cut_at = math.inf
 
     def send(self, name: str, message: Any, decode: Callable[[bytes], Any], deliver: Callable[[Any], Any]) -> None:
         """Sends a message as bytes; it is decoded where it is delivered."""
-        if self.is_cut:
-            return
-        self._seen[name] += 1
         loop = asyncio.get_running_loop()
-        at = self._until(loop.time() + self._delay_s)
-        self._last_at = max(at, self._last_at + SMALLEST_STEP_S)
+        arrives_at = loop.time() + self._delay_s
+        self._last_at = max(self._until(arrives_at), self._last_at + SMALLEST_STEP_S)
+        self._seen[name] += self._cut_at == math.inf
         data = message.SerializeToString()
-        loop.call_at(self._last_at, lambda: None if self.is_cut else deliver(decode(data)))
+        loop.call_at(self._last_at, lambda: deliver(decode(data)) if arrives_at <= self._cut_at else None)
+
+    def cut(self) -> None:
+        """Loses what is on the way, and all that is sent from now on. What a frozen receiver has got stays."""
+        self._cut_at = asyncio.get_running_loop().time()
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +253,7 @@ class VirtualVerifier(_OwnLoading, VerifierCore):
 
     def _load_engine(self) -> Any:
         network = self.network
-        self._rules, self._text_drafters = dict(RULES), network.text_drafters
+        self._rules, self._text_drafters = dict(RULES), network.make_texts()
         model = PlacedTable(network.target, network.times.target, self._torch.wait, network.bad_targets)
         engine = TargetEngine(model, POSITIONS - 1, network.head(model))  # type: ignore[arg-type]
         self._head_names = network.head_names
@@ -259,7 +261,7 @@ class VirtualVerifier(_OwnLoading, VerifierCore):
         facts = {
             "capabilities": frozenset({"held_blocks", "issued_identities"}),
             "rules": tuple(map(facts_of, RULES.values())),
-            "local_strategies": (*self._head_names, *network.text_drafters.names),
+            "local_strategies": (*self._head_names, *self._text_drafters.names),
             "max_tree_nodes": SETTINGS.max_tree_nodes,
         }
         return SimpleNamespace(description=replace(described, **facts)), engine
@@ -335,7 +337,8 @@ class VirtualVerifier(_OwnLoading, VerifierCore):
     def lose(self) -> None:
         """Ends it for all its peers."""
         self.connected = False
-        self.to_gateway.is_cut = self.from_gateway.is_cut = True
+        self.to_gateway.cut()
+        self.from_gateway.cut()
         inboxes, self.inboxes = self.inboxes, {}
         for inbox in inboxes.values():
             inbox.put_nowait(TargetLost(UnavailableError("lost")))
@@ -359,7 +362,7 @@ class VirtualDrafter(_OwnLoading, DrafterCore):
     def awake_at(self, now: float) -> float:
         """Returns when it goes on that would do something now."""
         start, end = self.network.frozen
-        return end if start <= now < end else now
+        return end if self.number == 0 and start <= now < end else now
 
     def _load_engine(self) -> Any:
         network = self.network
@@ -451,7 +454,8 @@ class VirtualDrafter(_OwnLoading, DrafterCore):
     def lose(self) -> None:
         """Ends it for the gateway. It does not hear of that, and goes on with what it was asked for."""
         self.connected = False
-        self.to_gateway.is_cut = self.from_gateway.is_cut = True
+        self.to_gateway.cut()
+        self.from_gateway.cut()
         inboxes, self.inboxes = self.inboxes, {}
         for inbox in inboxes.values():
             inbox.put_nowait(DrafterLost(UnavailableError("lost")))
@@ -466,7 +470,7 @@ class VirtualBlockLink:
         self._drafter, self._verifier, self._on_lost = drafter, verifier, on_lost
         self._to_verifier = network.link(network.times.to_verifier_s)
         self._to_drafter = network.link(network.times.to_verifier_s, drafter.awake_at)
-        greeting = Greeting("drafter", f"host {drafter.number}", drafter.instance_id)
+        greeting = Greeting("drafter", "host", drafter.instance_id)
         self._record = verifier.welcome_drafter(greeting, drafter.description)
         self._stream = verifier.open_stream(self._record, drafter.description)
         network.spawn(self._tell())
@@ -494,7 +498,9 @@ class VirtualBlockLink:
         self._drafter.learn(self._verifier.address, outcomes)
 
     def end(self) -> None:
-        self.broken = self._to_verifier.is_cut = self._to_drafter.is_cut = True
+        self.broken = True
+        self._to_verifier.cut()
+        self._to_drafter.cut()
         self._on_lost()
 
 
@@ -513,10 +519,11 @@ class Network:
     bad_drafts: frozenset[tuple[int, int]] = frozenset()
     """Positions and tokens after which there are no finite logits."""
     frozen: tuple[float, float] = (-1.0, -1.0)
-    """From when to when the drafters do nothing."""
+    """From when to when the first drafter does nothing."""
     acceptance: float = 0.7
     """Of each draft token, as far as the drafters know when they start."""
-    text_drafters: TextDrafters = field(default_factory=TextDrafters)
+    make_texts: Callable[[], TextDrafters] = TextDrafters
+    """Makes what the verifiers draft with by themselves."""
     head: Callable[[PlacedTable], Any] = lambda _: None
     """Makes what drafts inside the verifier."""
     head_names: tuple[str, ...] = ()

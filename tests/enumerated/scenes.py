@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,7 +63,11 @@ class Scene:
     plot: Callable[[Network], None] = lambda network: None
     """Arranges what happens, when the services have started."""
     work: "Callable[[Scene, Network], Coroutine[Any, Any, tuple[Ids, Statistics]]] | None" = None
-    """Generates the text; None: as one request."""
+    """Generates the text; None: as one request. It may generate others before."""
+    possible: Callable[[list[int]], tuple[int, ...]] | None = None
+    """Returns the tokens after a text that its form allows; None if it has no form."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the generation."""
     is_slow: bool = False
     """Whether it takes long."""
 
@@ -82,7 +86,7 @@ class Scene:
             "num_draft_nodes": self.num_draft_nodes,
             "adapts_length": self.chooser is not None,
         }
-        return Generation(**(given | changes))
+        return Generation(**(given | self.fields | changes))
 
     def run(self) -> Run:
         return run_virtually(self._run)
@@ -133,8 +137,10 @@ class Scene:
 
     def row_after(self, text: list[int]) -> list[float]:
         """Returns the law of the token after a text."""
-        logits = self.target[len(text), text[-1]].log().tolist()
-        return defined_law(logits, self.sampling, text, len(PROMPT), self.stop_token_ids)
+        logits, sampling = self.target[len(text), text[-1]].log().tolist(), self.sampling
+        if self.possible is not None:
+            sampling = replace(sampling, structured_output=None, allowed_token_ids=self.possible(text[len(PROMPT) :]))
+        return defined_law(logits, sampling, text, len(PROMPT), self.stop_token_ids)
 
 
 def total_variation(law: Law, expected: Law) -> float:

@@ -16,6 +16,8 @@ from draftwire.models.packing import positions_of
 
 POSITIONS = 16
 CACHE_TOKENS = 4096
+FEATURES = 6
+"""Numbers that a head reads of a token."""
 
 Wait = Callable[[float], None]
 """Lets so many seconds pass on the thread that calls it."""
@@ -96,7 +98,9 @@ class PlacedTable(ExtendsByReading):
     def features(self, spans: Sequence[FeatureSpan[CachedSequence]]) -> Tensor:
         """Returns what a head reads of each token: its position alone."""
         positions = [position for span in spans for position in range(span.start, span.stop)]
-        return torch.tensor(positions, dtype=torch.float64).unsqueeze(1)
+        features = torch.zeros(len(positions), FEATURES, dtype=torch.float64)
+        features[:, 0] = torch.tensor(positions, dtype=torch.float64)
+        return features
 
     def fork(self, sequence: CachedSequence, length: int) -> CachedSequence:
         return self.cache.fork(sequence, length)[0]

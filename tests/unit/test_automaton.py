@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from cases import every
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tiny_models import tiny_compiler
+from transformers import AutoTokenizer
 
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.automaton import Automaton, FormCompiler, FormVocabulary, num_alike
@@ -52,13 +52,6 @@ FORMS = {
 @pytest.fixture(scope="module")
 def compiler() -> FormCompiler:
     return FormCompiler(FormVocabulary.of(AutoTokenizer.from_pretrained(EMBEDDED), 4096, [STOP]))
-
-
-def tiny_compiler(tokens: list[str], vocab_size: int, stops: list[int]) -> FormCompiler:
-    """Returns one for a tokenizer that cuts nothing into bytes."""
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    return FormCompiler(FormVocabulary.of(PreTrainedTokenizerFast(tokenizer_object=tokenizer), vocab_size, stops))
 
 
 def ids_of(mask: NDArray[np.uint8]) -> list[int]:

@@ -13,8 +13,7 @@ from cases import every
 from definitions import defined_law
 from enumeration import Law, largest_deviation, law_of_judged_rounds
 from numpy.typing import NDArray
-from test_automaton import tiny_compiler
-from tiny_models import tiny_network, with_exact_norms
+from tiny_models import tiny_compiler, tiny_network, with_exact_norms
 from torch import Tensor
 from transformers import PreTrainedModel
 
