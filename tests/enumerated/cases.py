@@ -14,6 +14,7 @@ from tests.enumerated.tables import POSITIONS, Speed, certain_at, random_rows
 from tiny_models import tiny_compiler
 from toy_heads import ToyHead
 
+from benchmarks.pair_simulation import round_times
 from draftwire.drafting.heads.head_drafter import HeadDrafter
 from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.requests.parameters import SamplingParams
@@ -22,6 +23,8 @@ from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session import generation
 from draftwire_gateway.session.generation import RequestedGeneration, SpeculationDefaults, complete_request
 from draftwire_gateway.session.statistics import Statistics
+from draftwire_gateway.speculation.arms import DraftSource
+from draftwire_gateway.speculation.pairs import PairName, Pairs
 
 VOCAB = 3
 LATE = 5
@@ -78,6 +81,17 @@ for rounds_ahead, branches in ((1, 1), (1, 4), (2, 2), (2, 4)):
             happens=frozenset({"asked as begun", "hit", "late ahead"}),
         )
     )
+CASES += [
+    Scene(
+        name="1 ahead, a guess that is right or wrong",
+        **tables(4, 5),
+        length=6,
+        num_draft_tokens=2,
+        rounds_ahead=1,
+        max_branches=1,
+        happens=frozenset({"hit", "miss", "rejection"}),
+    ),
+]
 CASES.append(
     Scene(
         name="a drafter slow after a token",
@@ -266,3 +280,32 @@ for name, seeds, happens in (
             happens=frozenset(happens),
         )
     )
+
+
+def taught(num_rounds: int) -> Pairs:
+    """Returns the shipped choosers after rounds of another session, in which drafting ahead was the fastest."""
+    pairs, now = Pairs(2, 2), -4.0 * num_rounds
+    other = pairs.session_length(PairName("verifier0:1", "drafter", can_go_ahead=True))
+    for number in range(num_rounds):
+        arm = other.next_draft(number, 4, now)
+        ended_at = now + (3.5 if arm.source is DraftSource.AHEAD else 4.0)
+        other.observe(round_times(number, now, ended_at, arm.length, arm.length, 0.1, 0.1))
+        now = ended_at
+    other.close()
+    return pairs
+
+
+CASES += [
+    Scene(
+        name=f"the shipped chooser, after {num_rounds} rounds",
+        **tables(8, 9),
+        length=12,
+        num_draft_tokens=2,
+        rounds_ahead=1,
+        max_branches=2,
+        network={"times": slow_after(8, 0.050)},
+        chooser=partial(taught, num_rounds),
+        happens=frozenset({"asked as begun", "hit", "late ahead"}),
+    )
+    for num_rounds in (4, 9)
+]

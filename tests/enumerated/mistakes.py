@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from draftwire.verification.deciding import _Scored
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.scheduler import Scheduler as DraftScheduler
 from draftwire_gateway.session.begun_rounds import BegunRounds
-from draftwire_gateway.session.drafter_seat import DrafterSeat
+from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.loop import GenerationLoop
+from draftwire_verifier import head_drafts
+from draftwire_verifier.held_blocks import HeldBlocks
 
 Edit = tuple[Any, str, str]
 """A function, a part of its source, and what stands there instead."""
@@ -72,5 +75,64 @@ MISTAKES = (
         "a run in the place of a drafter ends before what that may have begun (3)",
         "lost with a block under way, and replaced, bridge 1, 1 ahead",
         ((GenerationLoop._run, "max(request.num_rounds, self._drafter.num_begun)", "request.num_rounds"),),
+    ),
+    Mistake(
+        "a guess is drawn with the numbers of the round that is drafted for",
+        "1 ahead, a guess that is right or wrong",
+        (
+            (DraftEngine._drafting_ahead, "session, branch.fence.round, 0)", "session, branch.fence.round + 1, 1)"),
+            (
+                DraftScheduler._end_ahead,
+                "draft.guesses[0] if isinstance(draft, Draft)",
+                "draft.token_ids if isinstance(draft, Draft)",
+            ),
+        ),
+    ),
+    Mistake(
+        "a held block is dropped for its first token",
+        "1 ahead, 4 branches, turning to plain",
+        (
+            (
+                HeldBlocks.take,
+                "is_wanted and place == _place_of(fence)",
+                "is_wanted and place == _place_of(fence) and self._blocks[place].token_ids[0] != 1",
+            ),
+        ),
+    ),
+    Mistake(
+        "a late drafter is not asked for what it has drawn",
+        "a drafter slow after a token",
+        ((GenerationLoop._handle_timeout, "elif not self._drafter.can_flush:", "elif True:"),),
+    ),
+    Mistake(
+        "a block is dropped for the row behind one of its tokens",
+        "overflow on both sides",
+        (
+            (
+                _Scored.num_judged.fget,
+                "min(self.num_good, len(self.case.draft_tokens))",
+                "len(self.case.draft_tokens) if not self.bad_rows else 0",
+            ),
+        ),
+    ),
+    Mistake(
+        "a head drafts with the numbers that the rule decides with",
+        "a head in the verifier",
+        ((head_drafts._request, "local_drafting_key(spec.verifying_key)", "spec.verifying_key"),),
+    ),
+    Mistake(
+        "a seed that was sent is taken for fresh",
+        "a request sent again with its seed",
+        ((Generation.numbers_are_fresh, "self.has_own_seed or ", ""),),
+    ),
+    Mistake(
+        "the shipped chooser turns away from what may have begun (4)",
+        "the shipped chooser, after 4 rounds",
+        ((BegunRounds.arm, "if not self.num_from(round_number):", "if True:"),),
+    ),
+    Mistake(
+        "the shipped chooser turns away from what may have begun (9)",
+        "the shipped chooser, after 9 rounds",
+        ((BegunRounds.arm, "if not self.num_from(round_number):", "if True:"),),
     ),
 )
