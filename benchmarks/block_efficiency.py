@@ -8,9 +8,14 @@ one process, and the expected number of accepted tokens of each drafted block is
 
     token: sum over i of prod over j <= i of min(1, r_j)        block: sum over i of a_i
 
-with r_j the ratio of target to draft probability of draft token j and a_i the block weights. The prediction is paired:
-both sums come from the same blocks. Drafts are as `draftwire up` makes them, with up to 512 tokens a position.
-Intervals are 95 %, by bootstrap over the prompts.
+with r_j the ratio of target to draft probability of draft token j and a_i the block weights: term i is the probability
+that draft token i is accepted, given the draft tokens up to it. The prediction is paired: both sums come from the same
+blocks, drafted along texts that `block` continues. Drafts are as `draftwire up` makes them, with up to 512 tokens a
+position. Intervals are 95 %, by bootstrap over the prompts.
+
+    python -m benchmarks.block_efficiency --paired --prompts 60 --block-length 4
+
+predicts alone, at temperatures 0, 0.6 and 1, and also by position in the block.
 
     python -m benchmarks.block_efficiency --trees --prompts 24 --max-tokens 64
 
@@ -31,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.prompts import load_prompts
@@ -47,14 +53,32 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.models.loading import load_model
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification import RULES, LawRule
-from draftwire.verification.block import BlockRule
-from draftwire.verification.token import TokenRule
+from draftwire.verification import RULES
+from draftwire.verification.block import block_weights
+from draftwire.verification.blocks import BlockBatch
 
 Counts = NDArray[np.float64]
 """`[prompts, 3]`: draft tokens accepted (or expected to be), blocks, and draft tokens, per prompt."""
 
-PREDICTED: dict[str, LawRule] = {rule.name: rule for rule in (BlockRule(), TokenRule())}
+Positions = NDArray[np.float64]
+"""`[prompts, 2, block_length]`: draft tokens that are expected to be accepted, and draft tokens, at each position."""
+
+
+def reached_by_token(blocks: BlockBatch) -> Tensor:
+    """Returns the probability that `token` accepts each draft token, `[batch, max_len] float64`; 0 in the padding."""
+    return blocks.ratios().clamp(max=1.0).cumprod(dim=1)
+
+
+def reached_by_block(blocks: BlockBatch) -> Tensor:
+    """Returns the probability that `block` accepts each draft token, given those up to it, `[batch, max_len] float64`.
+
+    Given the whole block it is another one, of the same mean over what is drafted later, but not always at least that
+    of `token`.
+    """
+    return block_weights(blocks)[:, 1:]
+
+
+PREDICTED = {"block": reached_by_block, "token": reached_by_token}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +121,24 @@ def _gain(counts: Counts, baseline: Counts) -> float:
     return (block_efficiency(counts) / block_efficiency(baseline) - 1.0) * 100.0
 
 
+def accepted_per_block(counts: Counts) -> float:
+    """Returns accepted draft tokens for each block."""
+    return block_efficiency(counts) - 1.0
+
+
+def counts_of(positions: Positions) -> Counts:
+    """Returns the sums over positions; every block has a first one."""
+    accepted, drafted = positions.sum(axis=2).T
+    return np.stack([accepted, positions[:, 1, 0], drafted], axis=1)
+
+
+def by_position(positions: Positions) -> list[float]:
+    """Returns accepted draft tokens over draft tokens at each position of the blocks."""
+    accepted, drafted = positions.sum(axis=0)
+    shares: list[float] = (accepted / drafted).tolist()
+    return shares
+
+
 def _resamples(count: int, repeats: int = 2_000) -> NDArray[np.int64]:
     return np.random.default_rng(0).integers(0, count, (repeats, count))
 
@@ -121,15 +163,18 @@ def measure(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Coun
     return {rule: np.array(rows, dtype=np.float64) for rule, rows in counts.items()}
 
 
-def predict(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Counts]:
+def predict(prompts: list[str], arguments: argparse.Namespace, temperature: float) -> dict[str, Positions]:
     """Continues every prompt in this process and asks each block what either rule would accept."""
-    return _expected(prompts, arguments, LanguageModelDrafter, "block", PREDICTED)
+    return _expected(prompts, arguments, temperature, LanguageModelDrafter, "block", PREDICTED)
 
 
 def predict_ids(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Counts]:
     """Continues every prompt in this process: drafted by `block`, and by the likeliest tokens without distributions."""
-    by_block = _expected(prompts, arguments, LanguageModelDrafter, "block", {"block": BlockRule()})
-    return by_block | _expected(prompts, arguments, LikeliestTokens, "token", {"ids": TokenRule()})
+    ways = {"block": (LanguageModelDrafter, reached_by_block), "token": (LikeliestTokens, reached_by_token)}
+    found: dict[str, Positions] = {}
+    for (rule, (drafter, reached)), name in zip(ways.items(), ("block", "ids"), strict=True):
+        found |= _expected(prompts, arguments, arguments.temperature, drafter, rule, {name: reached})
+    return {name: counts_of(own) for name, own in found.items()}
 
 
 class LikeliestTokens(LanguageModelDrafter):
@@ -148,32 +193,46 @@ class LikeliestTokens(LanguageModelDrafter):
 def _expected(
     prompts: list[str],
     arguments: argparse.Namespace,
+    temperature: float,
     drafter: type[LanguageModelDrafter],
     rule: str,
-    judged_by: Mapping[str, LawRule],
-) -> dict[str, Counts]:
+    reached_by: Mapping[str, Callable[[BlockBatch], Tensor]],
+) -> dict[str, Positions]:
     """Continues every prompt with a rule, and returns what each of some rules accepts of its blocks on average."""
     models = _models(arguments)
     cached_target, cached_drafter, context_length, quantization = _loaded(arguments)
     strategy = drafter(cached_drafter, context_length, quantization=quantization)
     tokenizer = AutoTokenizer.from_pretrained(models[0]["model"])
-    counts: dict[str, list[tuple[float, int, int]]] = {name: [] for name in judged_by}
-    sampling = SamplingParams(arguments.temperature)
-    for seed, prompt in progress(list(enumerate(prompts)), "prediction"):
-        expected = dict.fromkeys(judged_by, 0.0)
-        blocks = drafted = 0
+    found = {name: np.zeros((len(prompts), 2, arguments.block_length)) for name in reached_by}
+    sampling = SamplingParams(temperature)
+    for seed, prompt in progress(list(enumerate(prompts)), f"prediction, temperature {temperature:g}"):
         run = LocalRun(sampling, arguments.max_tokens, arguments.block_length, rule, seed)
         prompt_ids = tokenizer(prompt)["input_ids"]
         for done in speculate(cached_target, strategy, prompt_ids, run):
-            if done.blocks.lengths[0] == 0:
-                continue
-            blocks += 1
-            drafted += int(done.blocks.lengths[0])
-            for name, judge in judged_by.items():
-                expected[name] += float(judge.stop_law(done.blocks).expected_accepted()[0])
-        for name in judged_by:
-            counts[name].append((expected[name], blocks, drafted))
-    return {name: np.array(rows, dtype=np.float64) for name, rows in counts.items()}
+            length = int(done.blocks.lengths[0])
+            for name, reached in reached_by.items():
+                found[name][seed, 0, :length] += reached(done.blocks)[0, :length].numpy()
+                found[name][seed, 1, :length] += 1.0
+    return found
+
+
+def compare_paired(prompts: list[str], arguments: argparse.Namespace) -> None:
+    """Prints what both rules are expected to accept of the same blocks at each temperature, and writes the report."""
+    report: dict[str, object] = {}
+    for temperature in arguments.temperatures:
+        found = predict(prompts, arguments, temperature)
+        counts = {rule: counts_of(own) for rule, own in found.items()}
+        for rule, own in counts.items():
+            measures = (accepted_per_block, acceptance_rate, block_efficiency)
+            values = {measure.__name__: estimate(measure, own) for measure in measures}
+            shares = by_position(found[rule])
+            report[f"temperature_{temperature:g}_{rule}"] = {**values, "by_position": shares}
+            shown = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+            print(f"T = {temperature:3g} {rule}: {shown}, by position {' '.join(f'{share:.3f}' for share in shares)}")
+        gained = gain(counts["block"], counts["token"])
+        report[f"temperature_{temperature:g}_gain_percent_block_over_token"] = gained
+        print(f"T = {temperature:3g} block over token: {gained} %")
+    write_report(arguments, report)
 
 
 def compare_trees(prompts: list[str], arguments: argparse.Namespace) -> dict[str, object]:
@@ -229,9 +288,10 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--block-length", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--paired", action="store_true", help="predict alone, at each of --temperatures")
     parser.add_argument("--trees", action="store_true", help="compare token trees with a chain instead")
     parser.add_argument("--ids", action="store_true", help="compare with the likeliest tokens by ids alone instead")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0], help="of --trees")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0], help="of --paired, --trees")
     parser.add_argument("--arms", nargs="+", default=[], help="of --trees, beside the chain; default all")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -240,12 +300,20 @@ def main() -> None:
         torch.set_num_threads(1)
         write_report(arguments, compare_trees(prompts, arguments))
         return
+    if arguments.paired:
+        torch.set_num_threads(1)
+        compare_paired(prompts, arguments)
+        return
     if arguments.ids:
         torch.set_num_threads(1)
         compare_ids(prompts, arguments)
         return
     torch.set_num_threads(2)
-    results = {"measured": measure(prompts, arguments), "predicted": predict(prompts, arguments)}
+    predicted = predict(prompts, arguments, arguments.temperature)
+    results = {
+        "measured": measure(prompts, arguments),
+        "predicted": {rule: counts_of(own) for rule, own in predicted.items()},
+    }
     report: dict[str, object] = {}
     for kind, counts in results.items():
         for rule, own in counts.items():

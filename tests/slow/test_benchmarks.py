@@ -396,3 +396,23 @@ def test_token_trees_are_compared_with_a_chain_at_each_temperature(tmp_path: Pat
         found = report[name]["block_efficiency"]
         assert 1.0 <= found["low"] <= found["value"] <= found["high"] <= 11.0
         assert name.removeprefix("temperature_")[2:] in table
+
+
+def test_block_is_expected_to_accept_no_less_than_token_of_the_same_blocks(tmp_path: Path) -> None:
+    sizes = ("--prompts", "2", "--max-tokens", "24", "--block-length", "3", "--temperatures", "0", "1")
+    report, table = report_of(tmp_path, "benchmarks.block_efficiency", "--paired", *sizes)
+    for temperature in (0, 1):
+        by_block, by_token = (report[f"temperature_{temperature}_{rule}"] for rule in ("block", "token"))
+        assert f"T = {temperature:3} block over token" in table
+        assert len(by_block["by_position"]) == 3
+        # The first token is judged alike; each later one is accepted by `block` at least as often.
+        assert by_block["by_position"][0] == by_token["by_position"][0]
+        pairs = zip(by_block["by_position"], by_token["by_position"], strict=True)
+        assert all(1.0 >= own >= other > 0.0 for own, other in pairs)
+        for found in (by_block, by_token):
+            assert 1.0 + found["accepted_per_block"]["value"] == pytest.approx(
+                found["block_efficiency"]["value"], rel=1e-3
+            )
+        gained = report[f"temperature_{temperature}_gain_percent_block_over_token"]
+        assert 0.0 <= gained["low"] <= gained["value"] <= gained["high"]
+        assert (gained["value"] == 0.0) is (temperature == 0)
