@@ -8,9 +8,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from tests.enumerated.network import Ids, Network, Times
-from tests.enumerated.scenes import PROMPT, Chosen, Scene, ahead
-from tests.enumerated.tables import POSITIONS, Speed, certain_at, random_rows
 from tiny_models import tiny_compiler
 from toy_heads import ToyHead
 
@@ -25,10 +22,16 @@ from draftwire_gateway.session.generation import RequestedGeneration, Speculatio
 from draftwire_gateway.session.statistics import Statistics
 from draftwire_gateway.speculation.arms import DraftSource
 from draftwire_gateway.speculation.pairs import PairName, Pairs
+from tests.enumerated.network import Ids, Network, Times
+from tests.enumerated.scenes import PROMPT, Chosen, Scene, ahead
+from tests.enumerated.tables import POSITIONS, Speed, certain_at, random_rows
 
 VOCAB = 3
 LATE = 5
-"""Position of the round that is late, of cases in which a drafter falls asleep."""
+"""Position of the round that is late, of cases in which a drafter falls asleep or is lost."""
+FORM = StructuredOutput.regex("[ab]{2}c?")
+STOP = 3
+"""The token that ends a text of the form."""
 
 
 def tables(
@@ -48,40 +51,157 @@ def tables(
     return {"target": target, "drafts": tuple(drafts)}
 
 
-def slow_after(position: int, seconds: float, tokens: tuple[int, ...] = (1,)) -> Times:
-    """Times of a drafter whose pass takes longer after some tokens at a position."""
-    return Times(drafter=Speed(0.001, frozenset((position, token) for token in tokens), seconds))
+def slow_after(position: int, seconds: float = 0.050) -> Times:
+    """Times of a drafter whose pass takes longer after one of the tokens that it may draw at a position."""
+    return Times(drafter=Speed(0.001, frozenset({(position, 1)}), seconds))
 
 
-
-CASES: list[Scene] = []
-for rule in ("block", "token"):
-    CASES.append(
-        Scene(
-            name=f"chains, {rule}",
-            **tables(2, 3, 4),
-            length=5,
-            num_draft_tokens=2,
-            rule=rule,
-            happens=frozenset({"whole block", "rejection"}),
-        )
+async def together(scene: Scene, network: Network) -> tuple[Ids, Statistics]:
+    """Returns two texts that are generated at the same time, one after the other."""
+    (one, statistics), (other, _) = await asyncio.gather(
+        *(network.generate(scene.generation(seed=seed)) for seed in (5, 6))
     )
-for rounds_ahead, branches in ((1, 1), (1, 4), (2, 2), (2, 4)):
-    first = 5 if rounds_ahead == 1 else 8
-    CASES.append(
-        Scene(
-            name=f"{rounds_ahead} ahead, {branches} branches, turning to plain",
-            **tables(first, first + 1),
-            length=first + 2,
-            num_draft_tokens=2,
-            rounds_ahead=rounds_ahead,
-            max_branches=branches,
-            network={"times": slow_after(first, 0.050)},
-            chooser=lambda: Chosen({1: ahead(2)}),
-            happens=frozenset({"asked as begun", "hit", "late ahead"}),
-        )
+    return (*one, *other), statistics
+
+
+def turning(rounds_ahead: int, max_branches: int) -> Scene:
+    """A chooser wants one round drafted for ahead of the verdict, and all later ones plain."""
+    first = 5 if rounds_ahead == 1 else 8  # of the last round that the drafter may begin
+    return Scene(
+        name=f"{rounds_ahead} ahead, {max_branches} branches, turning to plain",
+        **tables(first, first + 1),
+        length=first + 2,
+        num_draft_tokens=2,
+        rounds_ahead=rounds_ahead,
+        max_branches=max_branches,
+        network={"times": slow_after(first)},
+        chooser=lambda: Chosen({1: ahead(2)}),
+        happens=frozenset({"asked as begun", "hit", "late ahead"}),
     )
-CASES += [
+
+
+def asleep(bridge: int, rounds_ahead: int) -> Scene:
+    """The drafter is frozen when it has sent the first block, and wakes while the run goes on that takes its place. The
+    gateway hears of that later. Each round of the run commits a token that the drafter has guessed in the place of its
+    own: so it drafts for the text of the round after the last that it may begin, if its tokens are fast.
+    """
+    first = LATE + rounds_ahead
+    return Scene(
+        name=f"asleep, and awake in a run, bridge {bridge}, {rounds_ahead} ahead",
+        **tables(first, wrong=range(LATE, first)),
+        length=first + 3,
+        num_draft_tokens=2,
+        rounds_ahead=rounds_ahead,
+        max_branches=2 * rounds_ahead,
+        network={
+            "times": replace(slow_after(first), from_drafter_s=0.100),
+            "settings": LoopSettings(bridge_rounds=bridge),
+            "frozen": (0.0195, 0.385),
+            "acceptance": 0.05,
+        },
+        happens=frozenset({"plain: late", "long run", "block ahead"}),
+    )
+
+
+def replaced(bridge: int, rounds_ahead: int) -> Scene:
+    """As `asleep`, but the gateway loses the drafter, which does not hear of it, and another one takes over."""
+    first = LATE + rounds_ahead
+    return Scene(
+        name=f"lost with a block under way, and replaced, bridge {bridge}, {rounds_ahead} ahead",
+        **tables(first, wrong=range(LATE, first), num_drafters=2),
+        length=first + 2,
+        num_draft_tokens=2,
+        rounds_ahead=rounds_ahead,
+        max_branches=2 * rounds_ahead,
+        network={
+            "times": slow_after(first),
+            "settings": LoopSettings(bridge_rounds=bridge),
+            "frozen": (0.0195, 0.049),
+            "acceptance": 0.05,
+        },
+        plot=lambda network: network.after(0.045, network.drafters[0].lose),
+        happens=frozenset({"drafter lost", "plain: warming_up", "long run", "block ahead"}),
+    )
+
+
+def in_form(text: list[int]) -> tuple[int, ...]:
+    """Returns what may follow in a text of `FORM`."""
+    return {0: (0, 1), 1: (0, 1), 2: (2, STOP)}.get(len(text), (STOP,))
+
+
+async def again(scene: Scene, network: Network, seeds: tuple[int | None, int | None]) -> tuple[Ids, Statistics]:
+    """Returns the last texts of two requests that are equal, but for their seeds, and may be guessed from others."""
+    defaults = SpeculationDefaults(scene.num_draft_tokens, 8, scene.rule, local_strategies=("suffix",))
+    texts: list[Ids] = []
+    with mock.patch.object(generation, "new_seed", itertools.count(100).__next__):
+        for seed in seeds:
+            request = RequestedGeneration([PROMPT], scene.sampling, "", max_tokens=scene.length, seed=seed)
+            (one,) = complete_request(request, network.verifiers[0].description, defaults)
+            ids, statistics = await network.generate(one)
+            texts.append(ids)
+            await asyncio.sleep(1.0)  # until the verifier has closed the session
+    return tuple(itertools.chain(*texts[-scene.num_texts :])), statistics
+
+
+def guessed(name: str, seeds: tuple[int | None, int | None], *happens: str) -> Scene:
+    """A text after another one, of whose tokens the verifier guesses, unless its numbers may have been drawn before."""
+    return Scene(
+        name=name,
+        **tables(3, 4, num_drafters=0),
+        length=5,
+        num_texts=1 if seeds[0] is not None else 2,  # equal numbers make equal texts
+        num_draft_tokens=2,
+        network={"make_texts": partial(TextDrafters, max_shared_tokens=1000)},
+        work=partial(again, seeds=seeds),
+        happens=frozenset(happens),
+    )
+
+
+def taught(num_rounds: int, seconds: dict[DraftSource | None, float]) -> Pairs:
+    """Returns the shipped choosers after rounds of another session, which took as long as given, by who drafted."""
+    pairs, now = Pairs(2, 2), -20.0
+    other = pairs.session_length(PairName("verifier0:1", "drafter", can_go_ahead=True))
+    for number in range(num_rounds):
+        arm = other.next_draft(number, 4, now)
+        ended_at = now + seconds[arm.source]
+        other.observe(round_times(number, now, ended_at, arm.length, arm.length, 0.1, 0.1))
+        now = ended_at
+    other.close()
+    return pairs
+
+
+CASES: list[Scene] = [
+    Scene(
+        name="chains, block",
+        **tables(2, 3, 4),
+        length=5,
+        num_draft_tokens=2,
+        happens=frozenset({"whole block", "rejection"}),
+    ),
+    Scene(
+        name="chains, token",
+        **tables(2, 3),
+        length=4,
+        num_draft_tokens=2,
+        rule="token",
+        happens=frozenset({"whole block", "rejection"}),
+    ),
+    Scene(
+        name="chains, coupled",
+        **tables(2, 3, 4, vocab_size=2),
+        length=5,
+        num_draft_tokens=2,
+        rule="coupled",
+        happens=frozenset({"whole block", "rejection"}),
+    ),
+    Scene(
+        name="a drafter slow after a token",
+        **tables(2, 3),
+        length=5,
+        num_draft_tokens=3,
+        network={"times": slow_after(2, 1.5)},
+        happens=frozenset({"flush", "reply", "whole block", "rejection"}),
+    ),
     Scene(
         name="1 ahead, a guess that is right or wrong",
         **tables(4, 5),
@@ -91,61 +211,16 @@ CASES += [
         max_branches=1,
         happens=frozenset({"hit", "miss", "rejection"}),
     ),
-]
-CASES.append(
-    Scene(
-        name="a drafter slow after a token",
-        **tables(2, 3),
-        length=5,
-        num_draft_tokens=3,
-        network={"times": slow_after(2, 1.5)},
-        happens=frozenset({"flush", "reply", "whole block", "rejection"}),
-    )
-)
-for bridge, rounds_ahead in ((1, 1), (2, 1), (1, 2), (2, 2)):
-    # The drafter is frozen when it has sent the first block, and wakes while the run goes on that takes its place. The
-    # gateway hears of that later. Each round of the run commits a token that the drafter has guessed in the place of its
-    # own: so it has drafted for the text of the round after the last that it may begin, if its tokens are fast.
-    first = LATE + rounds_ahead
-    CASES.append(
-        Scene(
-            name=f"asleep, and awake in a run, bridge {bridge}, {rounds_ahead} ahead",
-            **tables(first, first + 1, wrong=range(LATE, first)),
-            length=first + 3,
-            num_draft_tokens=2,
-            rounds_ahead=rounds_ahead,
-            max_branches=2 * rounds_ahead,
-            network={
-                "times": replace(slow_after(first, 0.050), from_drafter_s=0.100),
-                "settings": LoopSettings(bridge_rounds=bridge),
-                "frozen": (0.0195, 0.385),
-                "acceptance": 0.05,
-            },
-            happens=frozenset({"plain: late", "long run", "block ahead"}),
-        )
-    )
-for bridge, rounds_ahead in ((1, 1), (2, 2)):
-    # As before, but the gateway loses the drafter, which does not hear of it, and another one takes over.
-    first = LATE + rounds_ahead
-    CASES.append(
-        Scene(
-            name=f"lost with a block under way, and replaced, bridge {bridge}, {rounds_ahead} ahead",
-            **tables(first, first + 1, wrong=range(LATE, first), num_drafters=2),
-            length=first + 2,
-            num_draft_tokens=2,
-            rounds_ahead=rounds_ahead,
-            max_branches=2 * rounds_ahead,
-            network={
-                "times": slow_after(first, 0.050),
-                "settings": LoopSettings(bridge_rounds=bridge),
-                "frozen": (0.0195, 0.049),
-                "acceptance": 0.05,
-            },
-            plot=lambda network: network.after(0.045, network.drafters[0].lose),
-            happens=frozenset({"drafter lost", "plain: warming_up", "long run", "block ahead"}),
-        )
-    )
-CASES += [
+    turning(1, 1),
+    turning(1, 4),
+    turning(2, 2),
+    turning(2, 4),
+    asleep(1, 1),
+    replace(asleep(2, 1), is_slow=True),
+    replace(asleep(1, 2), is_slow=True),
+    replace(asleep(2, 2), is_slow=True),
+    replaced(1, 1),
+    replaced(2, 2),
     Scene(
         name="a verifier lost in a run",
         **tables(2, 3, 4, num_drafters=0),
@@ -161,9 +236,10 @@ CASES += [
         num_draft_tokens=2,
         rounds_ahead=1,
         max_branches=2,
-        network={"num_verifiers": 2, "times": slow_after(5, 0.050)},
+        network={"num_verifiers": 2, "times": slow_after(5)},
         plot=lambda network: network.after(0.033, network.verifiers[0].lose),
         happens=frozenset({"verifier lost", "block ahead"}),
+        is_slow=True,
     ),
     Scene(
         name="overflow on both sides",
@@ -190,6 +266,19 @@ CASES += [
         num_draft_tokens=2,
         sampling=SamplingParams(0.8, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3),
         happens=frozenset({"whole block", "rejection"}),
+        is_slow=True,
+    ),
+    Scene(
+        name="a form, whose drafter is slow after a token",
+        target=random_rows(4, 3),
+        drafts=(random_rows(4, 4),),
+        length=4,
+        num_draft_tokens=2,
+        sampling=SamplingParams(structured_output=FORM),
+        stop_token_ids=frozenset({STOP}),
+        possible=in_form,
+        network={"compiler": tiny_compiler(["a", "b", "c", "."], 4, [STOP]), "times": slow_after(2, 1.5)},
+        happens=frozenset({"flush", "whole block", "rejection"}),
     ),
     Scene(
         name="trees that are drawn",
@@ -209,14 +298,6 @@ CASES += [
         happens=frozenset({"tree", "rejection"}),
     ),
     Scene(
-        name="chains, coupled",
-        **tables(2, 3, 4, 5, vocab_size=2),
-        length=6,
-        num_draft_tokens=2,
-        rule="coupled",
-        happens=frozenset({"whole block", "rejection"}),
-    ),
-    Scene(
         name="a head in the verifier",
         **tables(2, 3, num_drafters=0),
         length=4,
@@ -225,87 +306,66 @@ CASES += [
         fields={"local_strategies": ("eagle3",)},
         happens=frozenset({"guess", "whole block", "rejection"}),
     ),
-]
-FORM = StructuredOutput.regex("[ab]{2}c?")
-STOP = 3
-
-
-def in_form(text: list[int]) -> tuple[int, ...]:
-    """Returns what may follow in a text of `FORM`."""
-    return {0: (0, 1), 1: (0, 1), 2: (2, STOP)}.get(len(text), (STOP,))
-
-
-CASES.append(
     Scene(
-        name="a form, whose drafter is slow after a token",
-        target=random_rows(4, 3),
-        drafts=(random_rows(4, 4),),
-        length=4,
+        name="two texts at once, 1 ahead",
+        **tables(5),
+        length=7,
+        num_texts=2,
         num_draft_tokens=2,
-        sampling=SamplingParams(structured_output=FORM),
-        stop_token_ids=frozenset({STOP}),
-        possible=in_form,
-        network={"compiler": tiny_compiler(["a", "b", "c", "."], 4, [STOP]), "times": slow_after(2, 1.5)},
-        happens=frozenset({"whole block", "rejection"}),
-    )
-)
-
-
-async def again(scene: Scene, network: Network, seeds: tuple[int | None, int | None]) -> tuple[Ids, Statistics]:
-    """Returns the second of two texts of equal requests, but for their seeds, whose texts may be guessed from others."""
-    defaults = SpeculationDefaults(scene.num_draft_tokens, 8, scene.rule, local_strategies=("suffix",))
-    ids, statistics = (), Statistics()
-    with mock.patch.object(generation, "new_seed", itertools.count(100).__next__):
-        for seed in seeds:
-            request = RequestedGeneration([PROMPT], scene.sampling, "", max_tokens=scene.length, seed=seed)
-            (one,) = complete_request(request, network.verifiers[0].description, defaults)
-            ids, statistics = await network.generate(one)
-            await asyncio.sleep(1.0)
-    return ids, statistics
-
-
-for name, seeds, happens in (
-    ("texts guessed from others", (None, None), {"guess", "whole block"}),
-    ("a text of a seed guessed from others", (None, 7), {}),
-    ("a request sent again with its seed", (7, 7), {}),
-):
-    CASES.append(
-        Scene(
-            name=name,
-            **tables(3, 4, num_drafters=0),
-            length=5,
-            num_draft_tokens=2,
-            network={"make_texts": partial(TextDrafters, max_shared_tokens=1000)},
-            work=partial(again, seeds=seeds),
-            happens=frozenset(happens),
-        )
-    )
-
-
-def taught(num_rounds: int) -> Pairs:
-    """Returns the shipped choosers after rounds of another session, in which drafting ahead was the fastest."""
-    pairs, now = Pairs(2, 2), -4.0 * num_rounds
-    other = pairs.session_length(PairName("verifier0:1", "drafter", can_go_ahead=True))
-    for number in range(num_rounds):
-        arm = other.next_draft(number, 4, now)
-        ended_at = now + (3.5 if arm.source is DraftSource.AHEAD else 4.0)
-        other.observe(round_times(number, now, ended_at, arm.length, arm.length, 0.1, 0.1))
-        now = ended_at
-    other.close()
-    return pairs
-
-
-CASES += [
+        rounds_ahead=1,
+        max_branches=2,
+        network={"times": slow_after(5)},
+        work=together,
+        happens=frozenset({"hit", "late ahead", "rejection"}),
+        is_slow=True,
+    ),
     Scene(
-        name=f"the shipped chooser, after {num_rounds} rounds",
+        name="1 ahead, coupled",
+        **tables(4, 5, 6, vocab_size=2),
+        length=7,
+        num_draft_tokens=2,
+        rounds_ahead=1,
+        max_branches=2,
+        rule="coupled",
+        network={"times": slow_after(5)},
+        happens=frozenset({"hit", "miss", "rejection"}),
+        is_slow=True,
+    ),
+    replace(turning(1, 4), name="1 ahead, 4 branches, turning to plain, token", rule="token", is_slow=True),
+    replace(
+        turning(1, 4),
+        name="1 ahead, 4 branches, three tokens",
+        **tables(6, 7),
+        length=9,
+        num_draft_tokens=3,
+        network={"times": slow_after(7)},
+        chooser=lambda: Chosen({1: ahead(3)}),
+        is_slow=True,
+    ),
+    guessed("texts guessed from others", (None, None), "guess", "whole block", "rejection"),
+    guessed("a text of a seed beside others", (None, 7), "plain: no_guess"),
+    guessed("a request sent again with its seed", (7, 7), "plain: no_guess"),
+    Scene(
+        name="the shipped chooser, which turns to another length",
         **tables(8, 9),
         length=12,
         num_draft_tokens=2,
         rounds_ahead=1,
         max_branches=2,
-        network={"times": slow_after(8, 0.050)},
-        chooser=partial(taught, num_rounds),
+        network={"times": slow_after(8)},
+        chooser=partial(taught, 4, {None: 4.0, DraftSource.DRAFTER: 4.0, DraftSource.AHEAD: 3.5}),
         happens=frozenset({"asked as begun", "hit", "late ahead"}),
-    )
-    for num_rounds in (4, 9)
+    ),
+    # Drafts were slow, and good; here they are not.
+    Scene(
+        name="the shipped chooser, which turns to plain",
+        **tables(5, wrong=(2, 4)),
+        length=7,
+        num_draft_tokens=2,
+        rounds_ahead=1,
+        max_branches=1,
+        network={"times": replace(slow_after(5), to_gateway_s=0.003)},
+        chooser=partial(taught, 5, {None: 3.2, DraftSource.DRAFTER: 6.0, DraftSource.AHEAD: 5.0}),
+        happens=frozenset({"asked as begun", "plain: does_not_pay", "rejection"}),
+    ),
 ]

@@ -103,9 +103,7 @@ class Numbers:
         """Stands for `distributions._drawn_places`, of integer weights."""
         places, totals = DRAWN_PLACES(weights, uniforms)
         ends = (weights.cumsum(dim=1) / totals.unsqueeze(1).clamp(min=1)).tolist()
-        for (place,), total, row, value in zip(
-            places.tolist(), totals.tolist(), ends, uniforms.tolist(), strict=True
-        ):
+        for (place,), total, row, value in zip(places.tolist(), totals.tolist(), ends, uniforms.tolist(), strict=True):
             if total and value in self._names:  # else no token is left, or none was to be drawn
                 self._cut_to(place, row, value)
         return places, totals

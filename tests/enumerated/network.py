@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import SimpleNamespace
@@ -20,13 +20,11 @@ from typing import Any
 from unittest import mock
 
 from enumeration import FAILED
-from tests.enumerated.tables import CACHE_TOKENS, POSITIONS, PlacedTable, Speed
 from torch import Tensor
 from virtual_time import VirtualTimeLoop
 
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.model_free.registry import TextDrafters
-from draftwire.drafting.strategies import LoadedStrategy
 from draftwire.engine import engine_service
 from draftwire.engine.leases import SessionFailed
 from draftwire.engine.prefill import PrefillPacer
@@ -70,7 +68,7 @@ from draftwire_verifier.core import BlockRefused, VerifierCore
 from draftwire_verifier.drafters import Greeting
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.metrics import VerifierMetrics
-from draftwire_verifier.scheduler import StepItem as TargetItem
+from tests.enumerated.tables import CACHE_TOKENS, POSITIONS, PlacedTable, Speed
 
 LETTERS = "abcd"
 SETTINGS = EngineSettings(kv_cache_tokens=CACHE_TOKENS, max_draft_tokens=8, max_tree_nodes=8)
@@ -159,7 +157,7 @@ class StepThread:
 
 
 class Link:
-    """One direction of a connection: delivers messages in order, after a delay, and while its receiver is not frozen."""
+    """One direction of a connection: delivers messages in order, after a delay, once its receiver is not frozen."""
 
     def __init__(self, seen: Counter[str], delay_s: float, until: Callable[[float], float]) -> None:
         self._seen, self._delay_s, self._until = seen, delay_s, until
@@ -184,8 +182,8 @@ class Link:
 class Times:
     """What takes time, seconds."""
 
-    target: Speed = Speed(0.010)
-    drafter: Speed = Speed(0.001)
+    target: Speed = field(default_factory=lambda: Speed(0.010))
+    drafter: Speed = field(default_factory=lambda: Speed(0.001))
     to_gateway_s: float = 0.002
     """Between the gateway and any service, one way."""
     to_verifier_s: float = 0.001
@@ -287,7 +285,11 @@ class VirtualVerifier(_OwnLoading, VerifierCore):
                 self._tell_event(event)
 
     def _tell_event(self, event: Any) -> None:
-        key = (event.fence.session_id, event.fence.epoch) if isinstance(event, Verdict) else (event.session_id, event.epoch)
+        key = (
+            (event.fence.session_id, event.fence.epoch)
+            if isinstance(event, Verdict)
+            else (event.session_id, event.epoch)
+        )
         if isinstance(event, Verdict):
             name, message, decode = "verdict", messages.verdict_to_proto(event), _verdict
         elif isinstance(event, PromptRead):
@@ -373,9 +375,7 @@ class VirtualDrafter(_OwnLoading, DrafterCore):
         if engine.drafts_ahead:
             capabilities.add("draft_ahead")
         described = describe("drafter", model.vocab_size)
-        description = replace(
-            described, capabilities=frozenset(capabilities), max_tree_nodes=SETTINGS.max_tree_nodes
-        )
+        description = replace(described, capabilities=frozenset(capabilities), max_tree_nodes=SETTINGS.max_tree_nodes)
         return SimpleNamespace(description=description), engine
 
     def _make_scheduler(self, room: Any, pacer: PrefillPacer) -> Any:
@@ -608,8 +608,8 @@ def run_virtually(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         for name in ("perf_counter", "monotonic"):
             stack.enter_context(mock.patch.object(time, name, clock))
         stack.enter_context(mock.patch.object(engine_service, "TorchThread", StepThread))
-        stack.enter_context(mock.patch.object(verifier_core, "VerifierMetrics", lambda _: _metrics(VerifierMetrics)))
-        stack.enter_context(mock.patch.object(drafter_core, "DrafterMetrics", lambda: _metrics(DrafterMetrics)))
+        stack.enter_context(mock.patch.object(verifier_core, "VerifierMetrics", return_value=_metrics(VerifierMetrics)))
+        stack.enter_context(mock.patch.object(drafter_core, "DrafterMetrics", return_value=_metrics(DrafterMetrics)))
         return runner.run(work())
 
 

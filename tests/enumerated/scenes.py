@@ -1,24 +1,22 @@
 """What is enumerated: a network, what happens in it, and the law that the texts must have."""
 
 import itertools
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from definitions import defined_law
 from enumeration import FAILED, Law
-from tests.enumerated.intervals import all_runs
-from tests.enumerated.network import Ids, Network, Times, run_virtually
 from torch import Tensor
 
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 from draftwire.verification.rule import facts_of
-from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.statistics import Statistics
 from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
+from tests.enumerated.intervals import all_runs
+from tests.enumerated.network import Ids, Network, run_virtually
 
 PROMPT = [0]
 BOUND = 1e-9
@@ -47,6 +45,8 @@ class Scene:
     drafts: tuple[Tensor, ...]
     length: int
     """Tokens of the text."""
+    num_texts: int = 1
+    """Texts whose joint law is that of independent ones, one after the other."""
     happens: frozenset[str]
     """What has to be seen in some run, of `seen_in`: else the case shows nothing."""
     num_draft_tokens: int = 1
@@ -115,7 +115,13 @@ class Scene:
         return Enumerated(num_runs, total_variation(law, self.law()), frozenset(shown))
 
     def law(self) -> Law:
-        """Returns the law of the text that plain decoding defines."""
+        """Returns the law of the texts, one after the other, that plain decoding defines."""
+        law, one = {(): 1.0}, self._law_of_one()
+        for _ in range(self.num_texts):
+            law = {(*before, *text): mass * more for before, mass in law.items() for text, more in one.items()}
+        return law
+
+    def _law_of_one(self) -> Law:
         law: Law = {}
         growing: Law = {(): 1.0}
         bad = self.network.get("bad_targets", frozenset())

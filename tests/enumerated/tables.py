@@ -80,9 +80,7 @@ class PlacedTable(ExtendsByReading):
             for reading in readings:
                 places = list(zip(positions_of(reading.segment), reading.token_ids, strict=True))
                 drawn.update(places if self._is_extending else ())
-                kept += [
-                    self._logits[position + 1, token] for position, token in places[len(places) - reading.keep :]
-                ]
+                kept += [self._logits[position + 1, token] for position, token in places[len(places) - reading.keep :]]
         self._wait(self._speed.seconds(drawn))
         return torch.stack(kept) if kept else self._logits.new_zeros(0, self.vocab_size)
 
