@@ -10,6 +10,7 @@ MOST_VIRTUAL_SECONDS = 100_000.0
 
 Value = TypeVar("Value")
 
+
 class JumpingSelector(selectors.SelectSelector):
     """Lets time pass instead of waiting. Nothing that the tests wait for comes from outside the process."""
 

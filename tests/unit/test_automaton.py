@@ -13,7 +13,8 @@ import pytest
 from cases import every
 from numpy.typing import NDArray
 from tiny_models import tiny_compiler
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.automaton import Automaton, FormCompiler, FormVocabulary, num_alike

@@ -60,59 +60,30 @@ def hashed(past: Rounds, text: Text) -> int:
     return hash((past, text)) % 4
 
 
-def of_the_product(past: Rounds, text: Text) -> int | TokenTree:
-    """What the gateway's chooser says, with windows so short that it tries everything, drafts of the verifier too: what
-    it guesses in place of a draft is a length as well here.
-    """
-    return chosen_by_the_product(PairChooser(3, 2, (DraftSource.DRAFTER, DraftSource.VERIFIER)), past, text)
-
-
-def of_the_product_with_trees(past: Rounds, text: Text) -> int | TokenTree:
-    """The same where a drafter may draft trees. As much of them is drafted as can be enumerated."""
-    return after_rounds_of_another(past)
-
-
 @cache
-def after_rounds_of_another(past: Rounds) -> int | TokenTree:
-    """What the chooser says after rounds of another session, by which chains and trees are about as good. Each round is
-    a window.
+def of_the_product_with_trees(past: Rounds, text: Text) -> int | TokenTree:
+    """What the gateway's chooser says, where a drafter may draft trees, after rounds of another session, by which
+    chains and trees are about as good. Each round is a window. As much of trees is drafted as can be enumerated.
     """
-    pair = PairChooser(4, 2, (DraftSource.DRAFTER, DraftSource.TREES))
-    other, now = SessionLength(pair), 0.0
+    pair, now = PairChooser(4, 2, (DraftSource.DRAFTER, DraftSource.TREES)), 0.0
+    other = SessionLength(pair)
     for number in range(14):
-        now = observed(other, number, other.next_draft(number, 4, now), 2, now)
+        now = observed(other, number, other.next_draft(number, 4, now), (4, 2), now)
     other.close()
-    return chosen_by_the_product(pair, past, (), now, round_s=4.0)
-
-
-def observed(session: SessionLength, number: int, arm: Arm, accepted: int, now: float, round_s: float = 4.0) -> float:
-    """Has a session observe a round; returns its end."""
-    depth, accepted = arm.length if arm.num_nodes else 0, min(accepted, arm.length)
-    session.observe(round_times(number, now, now + round_s, arm.num_rows, accepted, 0.1, 0.1, draft_depth=depth))
-    return now + round_s
-
-
-def chosen_by_the_product(
-    pair: PairChooser, past: Rounds, text: Text, now: float = 0.0, round_s: float = 0.5
-) -> int | TokenTree:
     session = SessionLength(pair)
-
-    def next_arm(number: int) -> Arm:
-        arm = session.next_draft(number, 3, now)
-        if arm.length or DraftSource.VERIFIER not in pair.acceptance.chains:
-            return arm
-        return Arm(DraftSource.VERIFIER, session.next_own_length(number, 3, now))
-
-    begun = 0
-    arm = next_arm(0)
-    for number, (drafted, accepted) in enumerate(past):
-        took, tokens = round_s + 0.1 * accepted, text[begun : begun + accepted + 1]
-        watched = watched_after(text[:begun], tokens) if DraftSource.VERIFIER in pair.acceptance.chains else None
-        told = {"watched": watched, "draft_depth": arm.length if arm.num_nodes else 0}
-        session.observe(round_times(number, now, now + took, drafted, accepted, 0.1 * drafted, 0.1, **told))
-        now, begun = now + took, begun + len(tokens)
-        arm = next_arm(number + 1)
+    arm = session.next_draft(0, 3, now)
+    for number, drafted_and_accepted in enumerate(past):
+        now = observed(session, number, arm, drafted_and_accepted, now)
+        arm = session.next_draft(number + 1, 3, now)
     return shape_by_rank((0.6, 0.3), NODES, arm.length) if arm.num_nodes else arm.length
+
+
+def observed(session: SessionLength, number: int, arm: Arm, drafted_and_accepted: tuple[int, int], now: float) -> float:
+    """Has a session observe a round; returns its end."""
+    accepted = min(arm.length, drafted_and_accepted[1])
+    depth, ended_at = arm.length if arm.num_nodes else 0, now + 4.0 + 0.1 * accepted
+    session.observe(round_times(number, now, ended_at, arm.num_rows, accepted, 0.1, 0.1, draft_depth=depth))
+    return ended_at
 
 
 def tree_after_a_failure(past: Rounds, text: Text) -> int | TokenTree:
@@ -141,7 +112,7 @@ def watched_after(text: Text, tokens: Text) -> WatchedGuess:
     return WatchedGuess(True, int(text[places[-1]] == tokens[0]))
 
 
-CHOICES = (alternating, after_successes, after_failures, hashed, of_the_product, by_a_watched_guess)
+CHOICES = (alternating, after_successes, after_failures, hashed, by_a_watched_guess)
 TREE_CHOICES = (tree_after_a_failure, hashed_shapes, of_the_product_with_trees)
 NODES = 4
 """Of the trees that are enumerated, at most."""

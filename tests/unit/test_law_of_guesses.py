@@ -1,8 +1,8 @@
 """Texts that are guessed from other tokens follow the target's law, whatever function of committed ones guesses.
 
 Enumerated in float64 over all verdicts and histories: with the product's own ways to guess, alone, joined and beside
-texts of others, and with functions that no text drafter is. What must not be read is planted: what equal random numbers
-have drawn before.
+texts of others, and with functions that no text drafter is. What must not be read, what equal random numbers have drawn
+before, is planted in `test_law_of_services.py`.
 """
 
 from collections import defaultdict
@@ -16,11 +16,7 @@ import torch
 from enumeration import Law, largest_deviation, law_of_target, outcome_law
 from torch import Tensor
 
-from draftwire.checking.cube import integrate
-from draftwire.checking.emissions import Emissions, completed_law, num_codes
-from draftwire.checking.emissions import largest_deviation as deviation_of
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
-from draftwire.checking.whole_round import Round
 from draftwire.drafting.model_free.longest_match import LongestMatch
 from draftwire.drafting.model_free.prompt_lookup import PromptLookup
 from draftwire.drafting.model_free.retrieval import RetrievalDrafter
@@ -186,40 +182,3 @@ def test_guess_that_takes_over_from_a_model_is_exact_and_one_that_is_compared_wi
 
     assert worst(as_drawn) < BOUND
     assert worst(certain_if_equal) > 1e-3
-
-
-def certain_of(pair: Pair, token: int) -> Pair:
-    rows = torch.zeros_like(pair.drafter)
-    rows[:, token] = 1.0
-    return Pair(f"{pair.name}, {token}", pair.target, rows)
-
-
-def deviation_after_another_text(pair: Pair, *, is_equal: bool) -> float:
-    """Returns by how much the first token of a text is off whose guess is the first token of another one, which was
-    drawn without a draft: with the same random numbers if `is_equal`, else with others.
-    """
-    plain = Round(RULES["block"], pair, 0)
-    rounds = [Round(RULES["block"], certain_of(pair, token), 1) for token in range(pair.vocab_size)]
-    codes, num_verifying = num_codes(pair.vocab_size, 2), Round.num_verifying
-    num_uniforms = num_verifying if is_equal else 2 * num_verifying
-
-    def decision(cases: Tensor, uniforms: Tensor) -> Tensor:
-        first = plain.run(cases, uniforms[:, :num_verifying]).codes
-        own = torch.cat([uniforms[:, :1] * 0 + 0.5, uniforms[:, -num_verifying:]], dim=1)  # a guess draws nothing
-        outcomes = torch.stack([each.run(cases, own).codes for each in rounds], dim=1)
-        return outcomes.gather(1, first.unsqueeze(1)).squeeze(1) + codes * (
-            first + pair.vocab_size * (outcomes * codes ** torch.arange(pair.vocab_size)).sum(dim=1)
-        )
-
-    most = codes * pair.vocab_size * codes**pair.vocab_size
-    measure = integrate(decision, pair.vocab_size + 1, num_uniforms, most)
-    probs = measure.probs.reshape(pair.vocab_size + 1, -1, codes).sum(dim=1)
-    reference = rounds[0].reference()
-    return float(deviation_of(completed_law(Emissions.from_codes(probs, pair.vocab_size), reference), reference))
-
-
-def test_guess_made_of_what_equal_random_numbers_drew_is_seen() -> None:
-    """Which is why texts with a seed of their own are shared with nobody."""
-    pair = random_pairs(2)[1]
-    assert deviation_after_another_text(pair, is_equal=False) < BOUND
-    assert deviation_after_another_text(pair, is_equal=True) > 1e-2

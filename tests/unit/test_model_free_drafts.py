@@ -5,9 +5,9 @@ import time
 from itertools import pairwise
 
 import pytest
-from tiny_models import tiny_compiler
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import tiny_compiler
 
 from draftwire.drafting.model_free.possible import following
 from draftwire.drafting.model_free.prompt_lookup import PromptLookup

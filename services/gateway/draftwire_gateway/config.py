@@ -83,7 +83,7 @@ class LoopSettings:
     plain_run_rounds: int = 32
     """Rounds asked for at once where there is no drafter."""
     bridge_rounds: int = 2
-    """Rounds asked for at once while the drafter still reads the prompt."""
+    """Rounds asked for at once while the drafter still reads the prompt or is late; more, if it may have begun more."""
     block_timeout_s: float = 5.0
     """A drafter that is slower than its blocks usually are is asked for what it has drawn, at the latest after this
     time. If it does not reply soon, at the latest after this time again, the session goes on without it until it does;
