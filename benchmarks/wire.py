@@ -50,6 +50,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.models.loading import load_model
 from draftwire.requests.parameters import SamplingParams
+from draftwire.verification import RULES, LawRule
 from tests.tiny_models import save_tiny_model
 
 PARTS = ("codec", "settings", "rules", "socket")
@@ -209,7 +210,8 @@ class Pair:
     def acceptance(self, prompt: str, run: LocalRun, quantization: Quantization) -> tuple[float, float, int]:
         """Continues a prompt; returns draft tokens accepted, expected to be accepted given the blocks, and drafted."""
         accepted, expected, drafted = 0, 0.0, 0
-        rule = PREDICTED[run.rule]
+        rule = RULES[run.rule]
+        assert isinstance(rule, LawRule), "only such rules are predicted"
         for done in speculate(self._target, self.drafter(quantization), self.tokenizer(prompt)["input_ids"], run):
             if length := int(done.blocks.lengths[0]):
                 accepted += done.num_accepted

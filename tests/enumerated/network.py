@@ -86,6 +86,7 @@ class StepThread:
         self._is_running = False
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self._seconds = 0.0
+        self._is_over = False
         self.until: Callable[[float], float] = lambda now: now
         """Returns until when the process is frozen; now if it is not."""
 
@@ -102,9 +103,13 @@ class StepThread:
         self._seconds = seconds
         self._paused.release()
         self._go.acquire()
+        if self._is_over:
+            raise SystemExit
 
     def stop(self) -> None:
-        """Ends nothing: no function outlives its run."""
+        """Ends the function that lets time pass, if one does."""
+        self._is_over = True
+        self._go.release()
 
     def busy_s(self) -> float:
         return 0.0
@@ -559,6 +564,8 @@ class Network:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            for service in (*self.verifiers, *self.drafters):
+                service.stop()
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         self._tasks.append(asyncio.create_task(work))
