@@ -179,8 +179,7 @@ class LocalStack:
             # It waits for models that load, which is timed here.
             longest_s = LONGEST_START_S if self._start_timeout_s is None else self._start_timeout_s
             defaults["startup_timeout_s"] = os.environ.get(variable(name, "startup_timeout_s"), longest_s)
-        options = {**defaults, **peers, **self._options[name]}
-        return [_argument(key.replace("_", "-"), value) for key, value in options.items()]
+        return arguments_of({**defaults, **peers, **self._options[name]})
 
     def _run(self, name: str, arguments: Sequence[str], launched: Future[None]) -> None:
         """Starts a service and reads its log until it ends."""
@@ -256,6 +255,11 @@ class LocalStack:
             if "tls" in line:
                 service.has_tls, service.is_serving = bool(line["tls"]), True
             self._events.put(service)
+
+
+def arguments_of(options: Mapping[str, object]) -> list[str]:
+    """Returns a service's options, by name, as its command line has them."""
+    return [_argument(key.replace("_", "-"), value) for key, value in options.items()]
 
 
 def _argument(name: str, value: object) -> str:

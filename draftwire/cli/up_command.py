@@ -20,6 +20,7 @@ from draftwire.drafting.model_free.names import are_text_drafters
 from draftwire.errors import InvalidRequestError
 from draftwire.models.folder import check_model
 from draftwire.runtime.addresses import is_taken
+from draftwire.runtime.log_stream import guard_stderr
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -127,6 +128,7 @@ def up(
     Everything else is set by environment variables, such as DRAFTWIRE_VERIFIER_DEVICE=cuda:0; see `draftwire serve
     verifier --help`.
     """
+    guard_stderr(ends_with_reader=True)  # the services outlive a full disk, and so does this
     options = stack_options(target, drafter, num_speculative_tokens, draft_head)
     ports = {"gateway": port, "verifier": verifier_port, "drafter": drafter_port}
     taken = [f"--{name} {one}" for name, one in _port_options(options, ports, http_port) if not is_free(one)]

@@ -1,6 +1,7 @@
 """`draftwire up`: what it starts the services with, and what it says."""
 
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from draftwire.cli.__main__ import app
 from draftwire.cli.local_stack import ServiceProcess
 from draftwire.cli.options import SERVICES, meant, settings_of, variable
 from draftwire.cli.up_command import Interrupts
+from draftwire.runtime.log_stream import LogSink
 
 REAL_IS_FREE = up_module.is_free
 FREE = ["--port", "0", "--verifier-port", "0", "--drafter-port", "0", "--http-port", "0"]
@@ -34,6 +36,7 @@ class FakeStack:
         self.services = {
             "gateway": ServiceProcess("gateway", None, metrics_port=3, http_port=http_port)  # type: ignore[arg-type]
         }
+        self.is_guarded = isinstance(sys.stderr.buffer, LogSink)
         on_log("verifier", {"event": "a\x1b[2J", "level": "output", "text": "[/x] \x9b1m"})
         FakeStack.made = self
 
@@ -169,6 +172,11 @@ def test_what_still_runs_after_an_interrupt_is_said_with_its_limit(monkeypatch: 
 def test_broken_folder_is_named_before_anything_starts(name: str, tmp_path: Path) -> None:
     result = up(name, str(tmp_path))
     assert (result.exit_code, str(result.exception)) == (1, f"{tmp_path} is empty")
+
+
+def test_full_disk_of_its_log_ends_nothing() -> None:
+    options()
+    assert FakeStack.made.is_guarded
 
 
 def test_port_is_free_unless_something_listens_there() -> None:

@@ -128,13 +128,13 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
             finally:
                 lost_lease, self._lease_id = self._lease_id, None
                 self._outbox.close()
+            for key in list(self._inboxes):
+                self._lose(key, UnavailableError(f"lost {self.address}: {reason}"))
             if lost_lease is not None:
                 log.warning("gateway.peer_lost", address=self.address, reason=reason)
             elif self.fault is not None and reason != logged:
                 log.error("gateway.peer_unfit", address=self.address, reason=reason)
             logged = reason
-            for key in list(self._inboxes):
-                self._lose(key, UnavailableError(f"lost {self.address}: {reason}"))
             await asyncio.sleep(RECONNECT_SECONDS)
 
     def close(self, session_id: int, epoch: int) -> None:
