@@ -1,7 +1,9 @@
 """What only processes can show: they are killed, stopped and asked to end."""
 
 import signal
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from test_services import PROMPT, greedy_ids
 
 from benchmarks.law import stack_options
 from draftwire.cli.local_stack import LocalStack
+from draftwire.cli.supervisor import Loss, Supervisor
 from draftwire.client import Client
 from draftwire.errors import UnavailableError
 from tests.in_process import InProcessStack
@@ -79,6 +82,29 @@ def test_killed_drafter_costs_speed_only_and_a_killed_verifier_its_request(pair:
 
         with InProcessStack({"verifier": {**stack_options(*pair)["verifier"], "port": verifier.port}}):
             wait_until(lambda: ids_again() == ids, "the gateway finds the next verifier at the same address")
+
+
+def test_drafter_that_is_killed_starts_again_where_the_gateway_looks_for_it() -> None:
+    """As `draftwire up` does it; the text that runs meanwhile is whole."""
+    script = {"model": "scripted:acceptance=1,verify_ms=5,draft_ms=1,context_length=4096"}
+    losses: list[Loss] = []
+
+    def supervise() -> None:
+        with suppress(UnavailableError):  # once the stack stops, no service starts any more
+            Supervisor(processes, losses.append).run()
+
+    with LocalStack({"drafter": script}) as processes:
+        threading.Thread(target=supervise, daemon=True).start()
+        gateway = {"drafter": f"127.0.0.1:{processes.services['drafter'].port}"}
+        with InProcessStack({"verifier": script, "gateway": gateway}) as stack, Client(stack.address) as client:
+            stream = client.stream("a", max_tokens=300, ignore_eos=True)
+            num_tokens = len(next(stream).token_ids)
+            processes.services["drafter"].process.kill()
+            assert num_tokens + sum(len(piece.token_ids) for piece in stream) == 300
+            wait_until(lambda: losses, "the loss is noticed")
+            assert str(losses[0]) == "the drafter was killed by SIGKILL"
+            wait_until(lambda: not client.server().drafters, "the gateway notices it too")
+            wait_until(lambda: client.server().drafters, "the drafter is back", 60.0)
 
 
 def test_sigterm_lets_running_requests_finish_and_ends_with_status_0(pair: tuple[Path, Path]) -> None:
