@@ -45,6 +45,8 @@ fuzz: $(INSTALLED)  ## feed a million broken draft blocks to the decoder
 
 chaos: $(INSTALLED)  ## break services and links at random under load, and check every token
 	$(BIN)/python -m tests.chaos --seconds 60 --concurrency 16
+	$(BIN)/python -m tests.chaos --seconds 15 --concurrency 16 --log full
+	$(BIN)/python -m tests.chaos --seconds 15 --concurrency 16 --log closed
 
 attacks: $(INSTALLED)  ## attack running services beside honest users, five minutes
 	$(BIN)/python -m tests.attacks

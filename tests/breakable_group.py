@@ -79,7 +79,9 @@ class Group:
     def wait_for_end(self, seconds: float) -> float:
         """Waits until no process is left and all that they said is read, and returns how long that took."""
         started, service = time.monotonic(), self.stack.services[self.service]
-        wait_until(lambda: service.has_ended and not is_alive(self.follower), "the group's processes end", seconds)
+        wait_until(
+            lambda: service.ending is not None and not is_alive(self.follower), "the group's processes end", seconds
+        )
         return time.monotonic() - started
 
 

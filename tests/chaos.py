@@ -1,6 +1,6 @@
 """Breaks whatever can break, at random, while completions run, and checks every token that comes out.
 
-    python -m tests.chaos [--seconds 60] [--concurrency 16] [--seed 0] [--rolling-restart]
+    python -m tests.chaos [--seconds 60] [--concurrency 16] [--seed 0] [--rolling-restart] [--log full|closed]
 
 Two verifiers, two drafters and two gateways of the embedded pair run on this machine. The gateways reach the others,
 and the drafters the verifiers, through relays. Services are killed, paused and drained; links are partitioned, where
@@ -8,13 +8,15 @@ both ends see nothing but silence, and cut. Everything comes back after a while.
 
 Every completion must end with its whole text or with an error that the protocol documents. At temperature 0 the tokens
 must be those that the target gives undisturbed, but for near-ties; at other temperatures there must be as many as were
-asked for. The text must be that of the tokens. In the end no session and no cache row may be left.
+asked for. The text must be that of the tokens. In the end no session and no cache row may be left. With `--log` no
+service can write its log: to a full disk, or to a pipe whose reader is gone.
 """
 
 import argparse
 import json
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -37,6 +39,7 @@ from draftwire.cli.up_command import embedded_model
 from draftwire.client import Client
 from draftwire.errors import DraftwireError, NoRoomError, UnavailableError
 from draftwire.verification.deciding import NEAR_TIE
+from tests.unwritable_logs import SilentService, Unwritable
 
 REPLICAS = 2
 """Of each service."""
@@ -54,41 +57,54 @@ GATEWAY_OPTIONS = {**KEEPALIVE, "block_timeout_s": 1.0, "drain_seconds": 3.0, "f
 class Server:
     """One service, which can be broken and comes back on the same port."""
 
-    def __init__(self, kind: str, options: dict[str, Any]) -> None:
+    def __init__(self, kind: str, options: dict[str, Any], log: Unwritable | None) -> None:
         self.kind = kind
         self.port = free_port()
         self.is_broken = False
         self._options = {**options, "port": self.port}
+        self._log = log
         self._stack = LocalStack({})
+        self._silent: SilentService | None = None
 
     @property
     def metrics_port(self) -> int:
-        return self._stack.services[self.kind].metrics_port
+        return self._stack.services[self.kind].metrics_port if self._silent is None else self._silent.metrics_port
 
     def start(self) -> None:
-        self._stack = LocalStack({self.kind: self._options})
-        self._stack.start()
+        if self._log is None:
+            self._stack = LocalStack({self.kind: self._options})
+            self._stack.start()
+        else:
+            self._silent = SilentService(self.kind, self._options, self._log)
+            self._silent.begin()
+            self._silent.wait_until_ready()
 
     def send(self, number: int) -> None:
-        self._stack.services[self.kind].process.send_signal(number)
+        self._process.send_signal(number)
 
     def wait_for_end(self) -> int:
-        return self._stack.services[self.kind].process.wait(60.0)
+        return self._process.wait(60.0)
 
     def stop(self) -> None:
-        if self.kind in self._stack.services:
+        if self._silent is not None:
+            self._silent.stop()
+        elif self.kind in self._stack.services:
             self.send(signal.SIGCONT)
         self._stack.stop()
+
+    @property
+    def _process(self) -> subprocess.Popen[Any]:
+        return self._stack.services[self.kind].process if self._silent is None else self._silent.process
 
 
 class World:
     """All services and links. A context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: Unwritable | None = None) -> None:
         self._exits = ExitStack()
         models = {"verifier": embedded_model("target"), "drafter": embedded_model("drafter")}
         self.servers = [
-            Server(kind, {**MODEL_OPTIONS, "model": models[kind]}) for kind in models for _ in range(REPLICAS)
+            Server(kind, {**MODEL_OPTIONS, "model": models[kind]}, log) for kind in models for _ in range(REPLICAS)
         ]
         self.relays = [Relay(server.port) for server in self.servers]
         behind = {
@@ -102,7 +118,7 @@ class World:
         # Every other gateway has blocks drafted before their text is known.
         rounds = [index % 2 * ROUNDS_AHEAD for index in range(REPLICAS)]
         self.gateways = [
-            Server("gateway", {**GATEWAY_OPTIONS, **behind, "draft_ahead_rounds": each}) for each in rounds
+            Server("gateway", {**GATEWAY_OPTIONS, **behind, "draft_ahead_rounds": each}, log) for each in rounds
         ]
         self.servers += self.gateways
 
@@ -435,12 +451,17 @@ class Outcome:
 
 
 def run(
-    work: Callable[[Chaos], None], concurrency: int, seed: int, num_prompts: int = 24, max_tokens: int = 64
+    work: Callable[[Chaos], None],
+    concurrency: int,
+    seed: int,
+    num_prompts: int = 24,
+    max_tokens: int = 64,
+    log: Unwritable | None = None,
 ) -> Outcome:
-    """Runs everything for as long as `work` breaks things."""
+    """Runs everything for as long as `work` breaks things. With `log` no service can write its log."""
     prompts = load_prompts()[:num_prompts]
     expected = references(prompts, max_tokens)
-    with World() as world:
+    with World(log) as world:
         chaos = Chaos(world, random.Random(seed))
         load = Load(world.addresses, prompts, expected, max_tokens)
         started = time.monotonic()
@@ -456,6 +477,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rolling-restart", action="store_true", help="only drain and restart all services, in turn")
+    parser.add_argument("--log", type=Unwritable, metavar="full|closed", help="why no service can write its log")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -465,7 +487,7 @@ def main() -> None:
         else:
             chaos.run(arguments.seconds)
 
-    outcome = run(work, arguments.concurrency, arguments.seed)
+    outcome = run(work, arguments.concurrency, arguments.seed, log=arguments.log)
     print(outcome.shown())
     sys.exit(0 if outcome.is_clean else 1)
 

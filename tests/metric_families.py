@@ -52,6 +52,7 @@ UNITS = {
     "messages": "messages",
     "peers": "services",
     "failures$": "times",
+    "log_write_errors$": "lines",
 }
 """What names that a pattern is found in count. The first that is found says it."""
 IDLE = SimpleNamespace(

@@ -14,12 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.service_metrics import History, fetch
+from draftwire.cli.process_end import ProcessEnd
+from draftwire.cli.service_metrics import History, Samples, fetch
 
 REFRESHES_PER_SECOND = 2
 NUM_LOG_LINES = 8
 NUM_OTHER_LINES = 10
 """Lines of the table, a notice of two lines, the empty lines between them, and the cursor."""
+MAX_UNANSWERED = 2
+"""So many requests for metrics, a second each, that are not answered show a service as silent."""
 STATE_WIDTH = 11
 """Width of the longest state, so that the table does not move when a state changes."""
 HEADINGS = (
@@ -56,7 +59,11 @@ class Row:
     since: float = field(default_factory=time.monotonic)
     """When the service began to start, by `time.monotonic`."""
     is_serving: bool = False
+    num_unanswered: int = 0
+    """Requests for metrics since the last one that was answered."""
     history: History = field(default_factory=History)
+    _is_gone: bool = False
+    """Whether the process had ended when it was last looked at."""
 
     def take(self, line: Mapping[str, Any]) -> None:
         """Updates the state from a line of the service's log."""
@@ -70,10 +77,32 @@ class Row:
             case "server_stopped":
                 self.state, self.is_serving = "stopped", False
 
+    def look(self, ending: ProcessEnd | None) -> None:
+        """Updates the state from the process: one that was killed has logged nothing."""
+        if ending is None:
+            if self._is_gone and not self.is_serving:  # it was started again, and has not said more yet
+                self.state, self.since = "starting", time.monotonic()
+        else:
+            if self.state not in ("stopped", "failed"):  # in its own words
+                self.state = "killed" if ending.was_killed else "ended"
+            self.is_serving, self.history, self.num_unanswered = False, History(), 0
+        self._is_gone = ending is not None
+
+    def add(self, samples: Samples | None) -> None:
+        """Takes metrics that were read just now; None if the service did not answer."""
+        self.num_unanswered = self.num_unanswered + 1 if samples is None else 0
+        if samples is not None:
+            self.history.add(samples)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the service says nothing although it serves, as a frozen one."""
+        return self.is_serving and self.num_unanswered >= MAX_UNANSWERED
+
     def cells(self) -> list[str]:
         """Returns the cells of the service's row; empty where the service does not export the metric."""
         history = self.history
-        state = self.state
+        state = "no answer" if self.is_silent else self.state
         if state == "starting":
             state += f" {time.monotonic() - self.since:.0f} s"
         return [
@@ -118,6 +147,7 @@ class LiveTable:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_over.set()
+        self._look()
         self._live.stop()
 
     def take_log(self, service: str, line: Mapping[str, Any], shown: Text) -> None:
@@ -157,7 +187,7 @@ class LiveTable:
             table.add_column(heading, justify="left" if is_text else "right", no_wrap=True, min_width=width)
         for row in self._rows.values():
             name, state, *numbers = row.cells()
-            style = "green" if row.is_serving else "yellow"
+            style = "green" if row.is_serving and not row.is_silent else "yellow"
             cells: list[Text | str] = [Text(name, self._colors[name]), Text(state, style), *numbers]
             table.add_row(*(cell for heading, cell in zip(HEADINGS, cells, strict=True) if heading in shown))
         return table
@@ -165,7 +195,11 @@ class LiveTable:
     def _read(self) -> None:
         assert self._stack is not None
         while not self._is_over.wait(1.0 / REFRESHES_PER_SECOND):
+            self._look()
             for name, service in list(self._stack.services.items()):
-                samples = fetch(service.metrics_port) if service.metrics_port else None
-                if samples is not None:
-                    self._rows[name].history.add(samples)
+                if service.metrics_port and service.is_serving and service.ending is None:
+                    self._rows[name].add(fetch(service.metrics_port))
+
+    def _look(self) -> None:
+        for name, service in list(self._stack.services.items()) if self._stack is not None else []:
+            self._rows[name].look(service.ending)

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from draftwire.cli.options import variable
+from draftwire.cli.process_end import ProcessEnd, num_memory_kills
 from draftwire.errors import UnavailableError
 
 LogLine = Mapping[str, Any]
@@ -41,12 +42,23 @@ class ServiceProcess:
     """Whether its ports are known; it may still be loading."""
     is_serving: bool = False
     """Whether it has served."""
-    has_ended: bool = False
-    """Whether the process has ended."""
+    served_at: float = 0.0
+    """When it began to serve, by `time.monotonic`."""
+    ending: ProcessEnd | None = None
+    """How the process ended; None while it runs."""
     last_line: str = ""
     """The last log line, or the reason of a failed start."""
     has_failed: bool = False
     """Whether the service logged `server_failed`."""
+    kills_before: int = 0
+    """Processes that the out-of-memory killer had killed before."""
+
+    @property
+    def reason(self) -> str:
+        """Why it ended: in its own words if it had any, else the signal or status, with its last line."""
+        if self.has_failed or self.ending is None:
+            return self.last_line
+        return f"it {self.ending}" + (f" ({self.last_line})" if self.last_line else "")
 
 
 class LocalStack:
@@ -78,6 +90,8 @@ class LocalStack:
         self._start_timeout_s = start_timeout_s
         self._events: queue.Queue[ServiceProcess | BaseException] = queue.Queue()
         """Services that began to listen or to serve, or have ended, and the exception that `on_log` raised."""
+        self._peers: dict[str, Mapping[str, object]] = {}
+        """Addresses that a service was started with, for its next start."""
         self._launching = threading.Lock()
         self._is_stopping = False
 
@@ -133,9 +147,25 @@ class LocalStack:
 
     def wait(self) -> str:
         """Returns the name of the first service whose process ends."""
-        while not (service := self._next(None)).has_ended:
-            pass
-        return service.name
+        ended = self.next_end(None)
+        assert ended is not None, "it waits for ever"
+        return ended.name
+
+    def next_end(self, timeout_s: float | None) -> ServiceProcess | None:
+        """Returns the next service whose process ends; None if none ends in time. None waits for ever."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while (service := self._next(deadline)).ending is None:
+                pass
+        except queue.Empty:
+            return None
+        return service
+
+    def restart(self, name: str) -> None:
+        """Starts a service again whose process has ended, and returns at once. It gets the ports that others know."""
+        old = self.services[name]
+        ports = {"port": old.port, "http_port": old.http_port}
+        self._launch(name, self._peers[name], {key: port for key, port in ports.items() if port})
 
     def kill(self) -> None:
         """Ends all services at once; `stop` then returns soon. May be called while it waits, as by a signal handler."""
@@ -162,16 +192,21 @@ class LocalStack:
         """Returns the Python that runs a service. One in another environment has draftwire too."""
         return sys.executable
 
-    def _launch(self, name: str, peers: Mapping[str, object]) -> None:
+    def _launch(self, name: str, peers: Mapping[str, object], ports: Mapping[str, int] | None = None) -> None:
         """Starts a service on a thread of its own, which then reads its log: Ctrl-C interrupts the main thread
         anywhere, even between the start of a process and the line that remembers it.
+
+        Args:
+            name: of the service.
+            peers: addresses of the others, as options.
+            ports: which it had before; None leaves them to its options.
         """
         launched: Future[None] = Future()
-        arguments = self._arguments(name, peers)
-        threading.Thread(target=self._run, args=(name, arguments, launched), daemon=True).start()
+        self._peers[name] = peers
+        threading.Thread(target=self._run, args=(name, ports or {}, launched), daemon=True).start()
         launched.result()
 
-    def _arguments(self, name: str, peers: Mapping[str, object]) -> list[str]:
+    def _arguments(self, name: str, peers: Mapping[str, object], ports: Mapping[str, int]) -> list[str]:
         """Returns the command line's options of a service."""
         defaults: dict[str, object] = {"port": 0, "metrics_port": 0, "log_format": "json", "stop_with_stdin": True}
         if name == "gateway":
@@ -179,16 +214,18 @@ class LocalStack:
             # It waits for models that load, which is timed here.
             longest_s = LONGEST_START_S if self._start_timeout_s is None else self._start_timeout_s
             defaults["startup_timeout_s"] = os.environ.get(variable(name, "startup_timeout_s"), longest_s)
-        options = {**defaults, **peers, **self._options[name]}
-        return [_argument(key.replace("_", "-"), value) for key, value in options.items()]
+        return arguments_of({**defaults, **peers, **self._options[name], **ports})
 
-    def _run(self, name: str, arguments: Sequence[str], launched: Future[None]) -> None:
+    def _run(self, name: str, ports: Mapping[str, int], launched: Future[None]) -> None:
         """Starts a service and reads its log until it ends."""
         try:
             with self._launching:
                 if self._is_stopping:
                     raise UnavailableError(f"{name} was stopped before it started")
-                service = self.services[name] = ServiceProcess(name, self._start(name, arguments))
+                kills_before = num_memory_kills()
+                process = self._start(name, self._arguments(name, self._peers[name], ports))
+                service = self.services[name] = ServiceProcess(name, process, kills_before=kills_before)
+                service.port, service.http_port = ports.get("port", 0), ports.get("http_port", 0)
         except BaseException as error:  # it is the caller's
             launched.set_exception(error)
             return
@@ -214,8 +251,8 @@ class LocalStack:
             except queue.Empty:
                 late = " and ".join(sorted(awaited))
                 raise UnavailableError(f"{late} did not come up within {self._start_timeout_s:g} s") from None
-            if service.has_ended:
-                raise UnavailableError(f"{service.name} did not come up: {service.last_line}")
+            if service.ending is not None:
+                raise UnavailableError(f"{service.name} did not come up: {service.reason}")
 
     def _next(self, deadline: float | None) -> ServiceProcess:
         """Returns the next service that began to listen or to serve, or has ended.
@@ -240,8 +277,8 @@ class LocalStack:
                 except BaseException as error:  # rich raises SystemExit on a broken pipe
                     self._on_log = None
                     self._events.put(error)
-        service.process.wait()
-        service.has_ended = True
+        status = service.process.wait()
+        service.ending = ProcessEnd(status, num_memory_kills() > service.kills_before)
         self._events.put(service)
 
     def _update(self, service: ServiceProcess, line: LogLine) -> None:
@@ -255,7 +292,13 @@ class LocalStack:
             service.is_listening = True
             if "tls" in line:
                 service.has_tls, service.is_serving = bool(line["tls"]), True
+                service.served_at = time.monotonic()
             self._events.put(service)
+
+
+def arguments_of(options: Mapping[str, object]) -> list[str]:
+    """Returns a service's options, by name, as its command line has them."""
+    return [_argument(key.replace("_", "-"), value) for key, value in options.items()]
 
 
 def _argument(name: str, value: object) -> str:

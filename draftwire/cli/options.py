@@ -21,6 +21,7 @@ import typer
 from typer.core import TyperCommand
 
 from draftwire.errors import DraftwireError
+from draftwire.runtime.log_stream import guard_stderr
 from draftwire.runtime.openmp import set_waiting
 from draftwire.runtime.settings import AUTO, CacheTokens
 from draftwire_drafter.config import DrafterConfig
@@ -134,6 +135,7 @@ def serve_command(service: str) -> Callable[..., None]:
     config_class = SERVICES[service]
 
     def serve(**values: Any) -> None:
+        guard_stderr()
         set_waiting()
         try:
             config = build(config_class, values)

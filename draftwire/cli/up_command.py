@@ -20,6 +20,7 @@ from draftwire.drafting.model_free.names import are_text_drafters
 from draftwire.errors import InvalidRequestError
 from draftwire.models.folder import check_model
 from draftwire.runtime.addresses import is_taken
+from draftwire.runtime.log_stream import guard_stderr
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from draftwire.cli.live_table import LiveTable
     from draftwire.cli.local_stack import LocalStack
+    from draftwire.cli.supervisor import Loss
 
 DEMO_PROMPT = "def merge_sorted(a, b):"
 HTTP_PORT = 8000
@@ -119,14 +121,20 @@ def up(
     http_port: HttpPort = HTTP_PORT,
     num_speculative_tokens: SpeculativeOption = None,
     log: Annotated[bool, typer.Option("--log", help="Lines of the services' logs, on a terminal too.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart/--no-restart", help="Start a service again that is lost; else stop everything.")
+    ] = True,
 ) -> None:
     """Start drafter, verifier and gateway, and run them until Ctrl-C.
 
     On a terminal, a table shows what they do; elsewhere, and with --log, the lines of their logs.
 
+    A service that is lost is started again while the others go on, unless it is lost three times in a row.
+
     Everything else is set by environment variables, such as DRAFTWIRE_VERIFIER_DEVICE=cuda:0; see `draftwire serve
     verifier --help`.
     """
+    guard_stderr(ends_with_reader=True)  # the services outlive a full disk, and so does this
     options = stack_options(target, drafter, num_speculative_tokens, draft_head)
     ports = {"gateway": port, "verifier": verifier_port, "drafter": drafter_port}
     taken = [f"--{name} {one}" for name, one in _port_options(options, ports, http_port) if not is_free(one)]
@@ -138,16 +146,25 @@ def up(
         options[name].update(port=own_port, metrics_port=_metrics_port(name, own_port))
         options[name]["drain_seconds"] = _or_variable(name, "drain_seconds", DRAIN_SECONDS)
     options["gateway"]["http_port"] = http_port
-    ended = run_until_stopped(options, interrupt_on_signals(), shows_table=not log and sys.stderr.isatty())
-    if ended is not None:
-        end(FAILED, f"{ended} ended, so everything was stopped")
+    shows_table = not log and sys.stderr.isatty()
+    loss = run_until_stopped(options, interrupt_on_signals(), shows_table=shows_table, restarts=restart)
+    if loss is not None:
+        end(FAILED, f"{loss}, so everything was stopped")
 
 
-def run_until_stopped(options: dict[str, dict[str, Any]], interrupts: "Interrupts", shows_table: bool) -> str | None:
+def run_until_stopped(
+    options: dict[str, dict[str, Any]], interrupts: "Interrupts", *, shows_table: bool, restarts: bool
+) -> "Loss | None":
     """Runs the services until Ctrl-C; a second one ends them at once.
 
+    Args:
+        options: of the services.
+        interrupts: what signals do.
+        shows_table: whether to draw a table, in place of the lines of the logs.
+        restarts: whether lost services are started again.
+
     Returns:
-        The name of a service that ended by itself; None if the user stopped them.
+        The loss of the service that was given up; None if the user stopped them.
 
     Raises:
         UnavailableError: the services did not start.
@@ -155,6 +172,7 @@ def run_until_stopped(options: dict[str, dict[str, Any]], interrupts: "Interrupt
     """
     from draftwire.cli.console import make_console
     from draftwire.cli.local_stack import LocalStack
+    from draftwire.cli.supervisor import Supervisor
 
     screen = Screen(make_console(stderr=True))
     with ExitStack() as cleanup:
@@ -170,7 +188,7 @@ def run_until_stopped(options: dict[str, dict[str, Any]], interrupts: "Interrupt
             command += f" --address {stack.address}"
         screen.say(f"[bold]ready[/bold] on {stack.address}{page} in another terminal: {command}")
         try:
-            return stack.wait()
+            return Supervisor(stack, screen.lose, restarts).run()
         except KeyboardInterrupt:
             screen.say(_stopping(stack, float(options["gateway"]["drain_seconds"])))
             return None
@@ -224,6 +242,12 @@ class Screen:
             self._console.print(markup, soft_wrap=True)
         else:
             self._table.notice(markup)
+
+    def lose(self, loss: "Loss") -> None:
+        """Shows that a service was lost and is started again, as a line among those of its log."""
+        if loss.pause_s is not None:
+            reason = f"{loss}; it starts again in {loss.pause_s:g} s"
+            self.log(loss.name, {"event": "up.service_lost", "level": "warning", "reason": reason})
 
     def log(self, service: str, line: Mapping[str, Any]) -> None:
         """Shows a line of a service's log. Called on any thread."""

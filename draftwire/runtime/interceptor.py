@@ -98,6 +98,7 @@ class ServiceGate(grpc.aio.ServerInterceptor):
         limits: CallLimits | None = None,
         admit: Admit = admit_all,
         on_end: Callable[[EndedCall], None] = ignore_ends,
+        why_unready: Callable[[], str] = str,
     ) -> None:
         """Refuses calls until `refusal` is empty.
 
@@ -105,11 +106,13 @@ class ServiceGate(grpc.aio.ServerInterceptor):
             limits: of the package's methods.
             admit: decides on calls of the package's methods.
             on_end: called for each call that has ended, while its request is still the one that is served.
+            why_unready: returns why the service should get no calls although it takes them; empty if it should.
         """
         self.refusal = "loading"
         self.is_live = True
         self._admit = admit
         self._on_end = on_end
+        self._why_unready = why_unready
         limits = limits or CallLimits()
         self._calls = CallCounter("calls", limits.max_calls)
         self._arrivals = Arrivals(limits.max_arriving)
@@ -117,6 +120,11 @@ class ServiceGate(grpc.aio.ServerInterceptor):
         self._watches = CallCounter("streams of health", MAX_WATCHES)
         self._reflections = CallCounter("streams of reflection", MAX_REFLECTIONS)
         self._questions = Arrivals(MAX_ARRIVING_QUESTIONS)
+
+    @property
+    def unready(self) -> str:
+        """Why the service should get no calls: all that probes of readiness say."""
+        return self.refusal or self._why_unready()
 
     @override
     async def intercept_service(

@@ -1,7 +1,7 @@
 """Structured logs on standard error, never with a prompt or a token in them.
 
 The message of an error of unknown origin may quote a prompt, so tracebacks are logged without messages and without the
-values of variables.
+values of variables. What cannot be written is dropped and counted: see `log_stream`.
 """
 
 import logging
@@ -12,17 +12,19 @@ import structlog
 from typing_extensions import override
 
 from draftwire.errors import DraftwireError
+from draftwire.runtime.log_stream import guard_stderr
 
 log = structlog.get_logger()
 
 
 def configure_logging(log_format: str, service: str) -> None:
-    """Sets up structlog for the process, and forwards what libraries log to it.
+    """Sets up structlog for the process, and forwards what libraries log to it. Standard error is guarded from now on.
 
     Args:
         log_format: "console" for people, "json" for machines.
         service: bound to every line.
     """
+    guard_stderr()
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if log_format == "json"
@@ -39,7 +41,7 @@ def configure_logging(log_format: str, service: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),  # a line is one write
     )
     structlog.contextvars.bind_contextvars(service=service)
     logging.basicConfig(handlers=[_Forwarder()], force=True)

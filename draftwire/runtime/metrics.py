@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from draftwire.runtime.histogram import Histogram, Tally
+from draftwire.runtime.log_stream import WRITE_ERRORS
 
 PREFIX = "draftwire:"
 ENGINE = "0"
@@ -39,6 +40,7 @@ class ServiceMetrics:
         self.grpc_requests = self.counter(
             "grpc_requests", "Calls over gRPC ended, by method and status.", ("method", "code")
         )
+        self.registry.register(_LogCollector())
         ProcessCollector(registry=self.registry)
 
     def count_call(self, method: str, code: str) -> None:
@@ -105,6 +107,18 @@ class OfModel:
                 labels = {"model_name": self.model_name, "engine": ENGINE}
                 family.samples = [sample._replace(labels={**labels, **sample.labels}) for sample in samples]
             yield family
+
+
+class _LogCollector(Collector):
+    """Reads at each scrape what the process could not log: the log cannot say so."""
+
+    @override
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            PREFIX + "log_write_errors",
+            "Lines of the log that were lost because standard error could not be written, as on a full disk.",
+            WRITE_ERRORS.count,
+        )
 
 
 class _CertificateCollector(Collector):

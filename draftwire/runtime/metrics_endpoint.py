@@ -47,7 +47,11 @@ class State(Protocol):
 
     @property
     def refusal(self) -> str:
-        """Why it is not ready; empty if it is."""
+        """Why it refuses calls; empty if it does not."""
+
+    @property
+    def unready(self) -> str:
+        """Why it should get no calls, refused or not; empty if it is ready."""
 
     @property
     def is_live(self) -> bool:
@@ -92,7 +96,7 @@ class MetricsApp:
             case "/metrics":
                 return 200, await self._page.text()
             case "/readyz":
-                return (503, f"{state.refusal}\n".encode()) if state.refusal else (200, b"ready\n")
+                return (503, f"{state.unready}\n".encode()) if state.unready else (200, b"ready\n")
             case "/livez":
                 return (200, b"live\n") if state.is_live else (503, f"{state.refusal}\n".encode())
         return 404, b"there are /metrics, /livez and /readyz\n"

@@ -28,6 +28,9 @@ log = structlog.get_logger()
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
+READINESS_SECONDS = 0.25
+"""How often readiness is looked at, for health over gRPC."""
+
 STOP_SECONDS = 1.0
 """Default grace period for calls that are still running after the drain."""
 
@@ -93,6 +96,8 @@ class Service:
     """Servers for other protocols."""
     tracer: Tracer | None = None
     """Closed last."""
+    why_unready: Callable[[], str] = str
+    """Returns why the service should get no calls although it takes them, such as a lost peer; empty if it should."""
     is_lost: Callable[[], bool] = lambda: False
     """Returns whether the process must exit with an error, even if `run` was cancelled."""
 
@@ -108,7 +113,7 @@ class Running:
         """Prepares; see `start`."""
         self.ports: Mapping[str, int | None] = {}
         self._service = service
-        self._gate = ServiceGate(service.limits, service.admit, self._count)
+        self._gate = ServiceGate(service.limits, service.admit, self._count, service.why_unready)
         options = server_options(service.connections, service.limits)
         self._server = grpc.aio.server(interceptors=[self._gate], options=options)
         self._probe = health.aio.HealthServicer()
@@ -207,6 +212,26 @@ class Running:
         self._service.on_call_end(call)
 
     async def _watch(self) -> None:
+        """Keeps what health says true."""
+        await asyncio.gather(self._watch_device(), self._watch_readiness())
+
+    async def _watch_readiness(self) -> None:
+        """Sets health of the services, not of the process, to what `ServiceGate.unready` says."""
+        service, was_ready = self._service, True
+        while True:
+            await asyncio.sleep(READINESS_SECONDS)
+            reason = self._gate.unready
+            if was_ready == (not reason):
+                continue
+            was_ready = not reason
+            for name in service.grpc_names:
+                await self._probe.set(name, SERVING if was_ready else NOT_SERVING)
+            if was_ready:
+                log.info(f"{service.name}.readiness_restored")
+            else:
+                log.warning(f"{service.name}.readiness_lost", reason=reason)
+
+    async def _watch_device(self) -> None:
         """Sets health to NOT_SERVING and refuses calls while a call on the device exceeds the watchdog's limit."""
         service, watchdog = self._service, self._service.watchdog
         while watchdog is not None:

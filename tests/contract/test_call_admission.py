@@ -388,3 +388,12 @@ async def test_message_is_freed_with_the_stream_whose_reader_refuses_it() -> Non
         await handler.stream_stream(None, RefusedCall(statuses))
         assert [message() for message in messages] == [None]
     assert statuses == [Code.RESOURCE_EXHAUSTED]
+
+
+def test_service_that_takes_calls_may_be_unready_and_one_that_refuses_them_is() -> None:
+    reasons = [""]
+    gate = ServiceGate(why_unready=lambda: reasons[0])
+    states = []
+    for gate.refusal, reasons[0] in (("loading", ""), ("", ""), ("", "no verifier answers"), ("draining", "full")):
+        states.append(gate.unready)
+    assert states == ["loading", "", "no verifier answers", "draining"]

@@ -585,6 +585,12 @@ class Network:
     def targets(self) -> Sequence[VirtualVerifier]:
         return [verifier for verifier in self.verifiers if verifier.connected]
 
+    def why_no_target(self) -> str:
+        return "" if self.targets() else "no verifier can be reached"
+
+    def last_usable_at(self) -> float:
+        return asyncio.get_running_loop().time()
+
     def draft_models(self) -> Collection[str]:
         return {"drafter"} if self.drafters else ()
 

@@ -313,3 +313,19 @@ def test_certificate_that_changes_is_shown_at_the_next_handshake(
         pytest.raises(httpx2.TransportError),
     ):
         client.get(f"{stack.http_address}/health")
+
+
+def test_gateway_that_would_refuse_the_next_request_is_full_and_not_ready_until_one_ends(
+    scripted: InProcessStack,
+) -> None:
+    def state() -> tuple[int, str]:
+        status, _, body = fetch(f"{scripted.http_address}/ready")
+        return status, json.loads(body)["status"]
+
+    assert state() == (200, "ok")
+    stream = connected(scripted).completions.create(**asked(scripted, 3000, n=8, stream=True))
+    next(iter(stream))
+    assert state() == (503, "full")
+    assert fetch(f"{scripted.http_address}/health")[0] == 200
+    stream.close()
+    wait_until(lambda: state() == (200, "ok"), "its places are free")

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from tests.chaos import Chaos, Reference, Tally, run
+from tests.unwritable_logs import Unwritable
 
 
 @pytest.mark.timeout(300)
@@ -15,6 +16,15 @@ def test_nothing_is_lost_repeated_or_invented_whatever_breaks() -> None:
     assert sum(outcome.faults.values()) >= 5
     assert outcome.tally.completed > 0
     assert set(outcome.tally.errors) <= {"UnavailableError", "NoRoomError"}
+
+
+@pytest.mark.timeout(300)
+def test_services_that_cannot_log_fail_no_completion_either() -> None:
+    outcome = run(lambda chaos: chaos.run(4.0), 4, seed=5, num_prompts=8, max_tokens=48, log=Unwritable.CLOSED)
+    print(outcome.shown())
+    assert outcome.is_clean, outcome.shown()
+    assert sum(outcome.faults.values()) >= 2
+    assert outcome.tally.completed > 0
 
 
 @pytest.mark.timeout(300)

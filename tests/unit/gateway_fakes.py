@@ -471,6 +471,14 @@ class FakePeers:
 
     def __init__(self, targets: Sequence[Any], drafters: Sequence[Any] = ()) -> None:
         self.all_targets, self.all_drafters = targets, drafters
+        self.usable_at: float | None = None
+        """When a verifier was last usable, in the loop's time; None is now."""
+
+    def why_no_target(self) -> str:
+        return "" if self.targets() else "no verifier can be reached"
+
+    def last_usable_at(self) -> float:
+        return now() if self.usable_at is None else self.usable_at
 
     def targets(self) -> Sequence[TargetPort]:
         return [target for target in self.all_targets if target.connected]

@@ -14,7 +14,7 @@ EMPTY = ({"type": "http.response.start", "status": 204, "headers": []}, {"type":
 
 
 class Gate:
-    refusal = ""
+    refusal = unready = ""
 
 
 def app_of(*messages: dict[str, Any], error: Exception | None = None) -> Callable[..., Any]:

@@ -47,6 +47,7 @@ class FakeLink:
         self.address = address or f"peer:{next(_ports)}"
         self.connected = True
         self.is_cooling_down = False
+        self.is_well, self.is_silent = True, False
         self.num_sessions = 0
         self.zone: str | None = None
         self.has_left = asyncio.Event()

@@ -1,17 +1,21 @@
 """`draftwire up`: what it starts the services with, and what it says."""
 
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from draftwire.cli import supervisor
 from draftwire.cli import up_command as up_module
 from draftwire.cli.__main__ import app
 from draftwire.cli.local_stack import ServiceProcess
 from draftwire.cli.options import SERVICES, meant, settings_of, variable
+from draftwire.cli.process_end import ProcessEnd
 from draftwire.cli.up_command import Interrupts
+from draftwire.runtime.log_stream import LogSink
 
 REAL_IS_FREE = up_module.is_free
 FREE = ["--port", "0", "--verifier-port", "0", "--drafter-port", "0", "--http-port", "0"]
@@ -25,15 +29,19 @@ class FakeStack:
     """Ports that something else listens on."""
     interrupts: Interrupts
     address: str
+    lost: list[tuple[str, ProcessEnd]]
+    """Services that are lost, one after the other."""
 
     def __init__(self, options: dict[str, dict[str, Any]], on_log: Any, start_timeout_s: float | None) -> None:
         self.options = options
+        self.restarted: list[str] = []
         self.start_timeout_s = start_timeout_s
         self.http_address = "https://127.0.0.1:2"
         http_port = 2 if options["gateway"]["http_port"] is not None else 0
         self.services = {
             "gateway": ServiceProcess("gateway", None, metrics_port=3, http_port=http_port)  # type: ignore[arg-type]
         }
+        self.is_guarded = isinstance(sys.stderr.buffer, LogSink)
         on_log("verifier", {"event": "a\x1b[2J", "level": "output", "text": "[/x] \x9b1m"})
         FakeStack.made = self
 
@@ -43,8 +51,16 @@ class FakeStack:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def wait(self) -> str:
-        raise KeyboardInterrupt
+    def next_end(self, timeout_s: float | None) -> ServiceProcess | None:
+        if timeout_s is not None:
+            return None  # nothing ends in the pause before a start
+        if not FakeStack.lost:
+            raise KeyboardInterrupt
+        name, ending = FakeStack.lost.pop(0)
+        return ServiceProcess(name, None, ending=ending)  # type: ignore[arg-type]
+
+    def restart(self, name: str) -> None:
+        self.restarted.append(name)
 
     def kill(self) -> None:
         self.is_killed = True
@@ -56,6 +72,8 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up_module, "interrupt_on_signals", lambda: FakeStack.interrupts)
     monkeypatch.setattr(up_module, "is_free", lambda port: port not in FakeStack.taken)
     FakeStack.taken, FakeStack.interrupts, FakeStack.address = set(), Interrupts(), "127.0.0.1:50051"
+    FakeStack.lost = []
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
     for service, config in SERVICES.items():
         for setting in settings_of(config):
             monkeypatch.delenv(variable(service, setting.name), raising=False)
@@ -169,6 +187,32 @@ def test_what_still_runs_after_an_interrupt_is_said_with_its_limit(monkeypatch: 
 def test_broken_folder_is_named_before_anything_starts(name: str, tmp_path: Path) -> None:
     result = up(name, str(tmp_path))
     assert (result.exit_code, str(result.exception)) == (1, f"{tmp_path} is empty")
+
+
+def test_lost_service_starts_again_in_words_and_the_third_loss_in_a_row_ends_everything() -> None:
+    killed, failed = ProcessEnd(-9, memory_ran_out=True), ProcessEnd(3)
+    FakeStack.lost = [("drafter", killed), ("verifier", failed), ("drafter", killed)]
+    result = up()
+    assert (result.exit_code, FakeStack.made.restarted) == (0, ["drafter", "verifier", "drafter"])
+    said = "the drafter was killed by SIGKILL, by the kernel's out-of-memory killer"
+    for words in (f"{said}; it starts again in", "the verifier ended with status 3; it starts again in"):
+        assert words in result.stderr
+    FakeStack.lost = [("drafter", killed)] * 4
+    result = up()
+    assert (result.exit_code, FakeStack.made.restarted) == (1, ["drafter", "drafter"])
+    assert f"{said}, for the third time without a minute of service between, so everything was" in result.stderr
+
+
+def test_lost_service_can_end_everything_at_once() -> None:
+    FakeStack.lost = [("drafter", ProcessEnd(-11))]
+    result = up("--no-restart")
+    assert (result.exit_code, FakeStack.made.restarted) == (1, [])
+    assert "error: the drafter was killed by SIGSEGV, so everything was stopped\n" in result.stderr
+
+
+def test_full_disk_of_its_log_ends_nothing() -> None:
+    options()
+    assert FakeStack.made.is_guarded
 
 
 def test_port_is_free_unless_something_listens_there() -> None:

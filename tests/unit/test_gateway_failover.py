@@ -605,6 +605,20 @@ def test_new_completion_waits_a_while_for_a_verifier_to_be_ready_and_not_for_roo
     assert all((len(target.attempts) > 3) if waits else (len(target.attempts) == 1) for target in targets)
 
 
+@pytest.mark.parametrize(("gone_for_s", "waits_s"), [(0.0, 5.0), (3.0, 2.0), (5.0, 0.0), (float("inf"), 0.0)])
+def test_new_completion_waits_no_longer_for_a_verifier_that_was_gone_before_it_came(
+    gone_for_s: float, waits_s: float
+) -> None:
+    async def fail() -> Exception:
+        loop = make_loop([], None, LIMITS)
+        loop._verifier._peers.usable_at = now() - gone_for_s
+        return await error_of(loop, Result())
+
+    raised, seconds = run(timed(fail()))
+    assert (type(raised), str(raised)) == (UnavailableError, "no verifier can be reached")
+    assert waits_s <= seconds <= waits_s + 0.1
+
+
 @pytest.mark.parametrize("seconds", [1.0, 5.0])
 @in_virtual_time
 async def test_consumer_that_leaves_while_a_verifier_is_sought_leaves_nothing_open(seconds: float) -> None:

@@ -535,3 +535,20 @@ async def test_names_are_refused_where_this_machine_is_believed_or_names_are_sai
     app = make_app(GatewayCore(config, None), list, Access(None), Gate(), {})  # type: ignore[arg-type]
     async with client_of(app, "http://rebound.example") as client:
         assert (await client.get("/health")).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("refusal", "unready", "health", "ready"),
+    [("", "", 200, 200), ("", "no verifier answers", 200, 503), ("draining", "draining", 503, 503)],
+)
+async def test_liveness_is_of_the_gateway_and_readiness_of_its_verifiers_too(
+    refusal: str, unready: str, health: int, ready: int
+) -> None:
+    gate = Gate()
+    gate.refusal, gate.unready = refusal, unready
+    app = make_app(GatewayCore(GatewayConfig(server=ServerSettings(port=1)), None), list, Access(None), gate, {})  # type: ignore[arg-type]
+    async with client_of(app, "http://127.0.0.1") as client:
+        for path, status in (("/health", health), ("/ping", health), ("/ready", ready)):
+            for answer in (await client.get(path), await client.head(path)):
+                assert answer.status_code == status, path
+        assert (await client.get("/ready")).json() == {"status": unready or "ok"}

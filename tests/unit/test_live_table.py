@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftwire.cli.live_table import NUM_LOG_LINES, NUM_OTHER_LINES, LiveTable, Row
+from draftwire.cli.process_end import ProcessEnd
 from draftwire.cli.service_metrics import WINDOW_SECONDS, History, fetch, parse
 from draftwire.cli.up_command import COLORS
 
@@ -102,6 +103,34 @@ def test_state_follows_the_log() -> None:
     ):
         row.take(line(event, **values))
         assert (row.cells()[1], row.is_serving) == (state, is_serving), event
+
+
+def test_state_is_that_of_the_process_where_the_log_does_not_say_it() -> None:
+    row = Row("drafter", "serving", is_serving=True)
+    row.add({"num_sessions": 2.0})
+    for ending, state in (
+        (None, "serving"),
+        (ProcessEnd(-9), "killed"),
+        (None, "starting 0 s"),
+        (ProcessEnd(1), "ended"),
+    ):
+        row.look(ending)
+        assert (row.cells()[1], row.is_serving) == (state, state == "serving")
+    assert row.cells()[2:] == [""] * 7, "what it had is gone"
+    row.take(line("drafter.server_started"))
+    row.look(None)
+    assert row.cells()[1] == "serving", "it was faster than the look"
+    row.take(line("drafter.server_failed"))
+    row.look(None)
+    row.look(ProcessEnd(2))
+    assert row.cells()[1] == "failed"
+
+
+def test_service_that_serves_and_does_not_answer_is_shown_as_such() -> None:
+    row = Row("drafter", "serving", is_serving=True)
+    for samples, state in (({}, "serving"), (None, "serving"), (None, "no answer"), ({}, "serving")):
+        row.add(samples)
+        assert (row.cells()[1], row.is_silent) == (state, state != "serving")
 
 
 def test_row_shows_what_a_service_has_and_leaves_the_rest_empty() -> None:

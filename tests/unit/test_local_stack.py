@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from draftwire.cli import supervisor
 from draftwire.cli.local_stack import LocalStack
+from draftwire.cli.process_end import ProcessEnd
+from draftwire.cli.supervisor import Loss, Supervisor
 from draftwire.errors import UnavailableError
 
 SCRIPT = """\
@@ -151,6 +154,61 @@ def test_interrupt_while_a_process_starts_leaves_none_behind(play: Play, monkeyp
         signal.signal(signal.SIGINT, handler)
     assert len(begun) == 1
     assert begun[0].poll() is not None
+
+
+def test_service_that_was_lost_starts_again_on_its_ports_with_the_same_peers(play: Play) -> None:
+    lines: list[str] = []
+    model = "say('arguments', given=sys.argv); serve(port=7)"
+    gateway = "say('arguments', given=sys.argv); serve(port=8, http_port=9)"
+    with play({"verifier": model, "gateway": gateway}, on_log=lambda _, line: lines.append(str(line))) as stack:
+        for name, expected in (("verifier", ["--port=7"]), ("gateway", ["--port=8", "--http-port=9", ":7"])):
+            first = stack.services[name].process
+            first.kill()
+            lost = stack.next_end(20.0)
+            assert lost is not None
+            assert (lost.name, lost.ending) == (name, ProcessEnd(-signal.SIGKILL))
+            lines.clear()
+            stack.restart(name)
+            assert stack.services[name].port, "its address does not change while it starts"
+            assert stack.next_end(0.3) is None
+            assert stack.services[name].is_serving
+            assert all(text in lines[0] for text in expected)
+
+
+def test_service_that_does_not_come_up_says_how_it_ended(play: Play) -> None:
+    killed = "say('weights_read'); os.kill(os.getpid(), 9)"
+    with pytest.raises(UnavailableError, match=r"did not come up: it was killed by SIGKILL \(verifier\.weights_read\)"):
+        play({"verifier": killed}).__enter__()
+
+
+def test_service_that_cannot_stay_up_is_given_up_while_others_go_on(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    losses: list[Loss] = []
+    unsteady = "import threading; threading.Timer(0.1, os._exit, [3]).start(); serve()"
+    with play({"verifier": "serve()", "drafter": unsteady}) as stack:
+        last = Supervisor(stack, losses.append).run()
+        assert stack.services["verifier"].ending is None
+    assert (losses[-1], last.ending, last.pause_s) == (last, ProcessEnd(3), None)
+    assert [loss.number for loss in losses] == [1, 2, 3]
+    assert "the drafter ended with status 3, for the third time" in str(last)
+
+
+def test_losses_after_a_minute_of_service_are_none_in_a_row(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(supervisor, "STEADY_SECONDS", 0.05)
+    losses: list[Loss] = []
+
+    def note(loss: Loss) -> None:
+        losses.append(loss)
+        if len(losses) == 4:
+            raise KeyboardInterrupt
+
+    unsteady = "import threading; threading.Timer(0.1, os._exit, [3]).start(); serve()"
+    with play({"drafter": unsteady}) as stack, pytest.raises(KeyboardInterrupt):
+        Supervisor(stack, note).run()
+    assert {loss.number for loss in losses} == {1}
 
 
 def test_wait_names_the_service_that_ended(play: Play) -> None:

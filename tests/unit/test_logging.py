@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from draftwire.errors import UnavailableError
 from draftwire.runtime.logging import configure_logging, traceback_text
+from tests.unwritable_logs import Unwritable, unwritable
 
 SECRET = "launch-at-dawn"
 
@@ -62,6 +65,18 @@ def test_each_line_is_json_and_names_the_service(written: Callable[[], str]) -> 
     first, second = map(json.loads, written().splitlines())
     assert (first["event"], first["service"], first["port"]) == ("gateway.server_started", "gateway", 1)
     assert (second["logger"], second["text"], second["level"]) == ("some.library", "this is odd", "warning")
+
+
+def test_line_that_cannot_be_written_is_nobodys_error(
+    written: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with unwritable(Unwritable.FULL) as end, os.fdopen(os.dup(end), "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        configure_logging("json", "gateway")
+        structlog.get_logger().info("gateway.server_started")
+        logging.getLogger("uvicorn.error").error("lost")
+        sys.stderr.flush()
+    assert written() == ""
 
 
 def test_what_a_device_says_is_shown() -> None:

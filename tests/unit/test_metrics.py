@@ -258,7 +258,7 @@ def scraper_of(
     metrics: ServiceMetrics, *, is_local: bool = True, state: SimpleNamespace | None = None
 ) -> httpx2.AsyncClient:
     app = MetricsApp(
-        MetricsPage(metrics.registry), state or SimpleNamespace(refusal="", is_live=True), is_local=is_local
+        MetricsPage(metrics.registry), state or SimpleNamespace(refusal="", unready="", is_live=True), is_local=is_local
     )
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1:9052")
 
@@ -306,12 +306,18 @@ async def test_metrics_of_this_machine_are_read_by_no_page_under_another_name() 
 
 @pytest.mark.parametrize(
     ("refusal", "is_live", "ready", "live"),
-    [("", True, 200, 200), ("loading", True, 503, 200), ("draining", True, 503, 200), ("stuck", False, 503, 503)],
+    [
+        ("", True, 200, 200),
+        ("loading", True, 503, 200),
+        ("draining", True, 503, 200),
+        ("stuck", False, 503, 503),
+        ("full", True, 503, 200),  # it refuses nothing for that
+    ],
 )
 async def test_probes_say_whether_a_service_is_ready_and_whether_it_lives(
     refusal: str, is_live: bool, ready: int, live: int
 ) -> None:
-    state = SimpleNamespace(refusal=refusal, is_live=is_live)
+    state = SimpleNamespace(refusal="" if refusal == "full" else refusal, unready=refusal, is_live=is_live)
     async with scraper_of(ServiceMetrics(), state=state) as client:
         for path, status in (("/readyz", ready), ("/livez", live), ("/metrics", 200), ("/", 404), ("/health", 404)):
             answer = await client.get(path)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway_fakes import describe, run, timed
+from gateway_fakes import describe, in_virtual_time, now, run, timed
 from link_fakes import FakeLink, FakePeer, ListedSource
 from structlog.testing import capture_logs
 
@@ -24,7 +24,7 @@ LARGEST_BYTES = 2**20
 class FakeDrafterLink(FakeLink, DrafterLink):  # type: ignore[misc]
     """A pool tells drafters from verifiers by their class."""
 
-    connected = is_cooling_down = num_sessions = peer = None  # type: ignore[assignment]
+    connected = is_cooling_down = num_sessions = peer = is_silent = None  # type: ignore[assignment]
 
 
 def make_roster(role: str, links: Sequence[Any]) -> Roster[Any]:
@@ -50,6 +50,33 @@ def test_verifier_with_the_fewest_sessions_comes_first_and_those_that_rest_come_
     lost = FakeLink(connected=False)
     pool = make_pool([lost, resting, busy, resting_idle, idle])
     assert list(pool.targets()) == [idle, busy, resting_idle, resting]
+
+
+@pytest.mark.parametrize(
+    ("links", "reason"),
+    [
+        ([], "no verifier can be reached"),
+        ([{"connected": False}], "no verifier can be reached"),
+        ([{"is_well": False, "is_silent": True}], "no verifier answers"),
+        ([{"is_well": False, "is_silent": True}, {"is_well": False}], "no verifier takes sessions"),
+        ([{"is_well": False, "is_silent": True}, {"connected": False}, {}], ""),
+        ([{"is_cooling_down": True}], ""),
+    ],
+)
+@in_virtual_time
+async def test_one_verifier_that_answers_is_enough_and_when_there_was_one_is_noted(
+    links: list[dict[str, Any]], reason: str
+) -> None:
+    pool = make_pool([FakeLink(**state) for state in links])
+    assert (pool.why_no_target(), bool(pool.targets())) == (reason, not reason)
+    assert pool.last_usable_at() == (float("-inf") if reason else now())
+    watching = asyncio.create_task(pool._watch())
+    await asyncio.sleep(10.0)
+    for link in pool.verifiers.links:
+        link.is_well = False
+    await asyncio.sleep(10.0)
+    assert pool.last_usable_at() == (float("-inf") if reason else pytest.approx(now() - 10.0, abs=0.2))
+    watching.cancel()
 
 
 State = dict[str, Any]

@@ -206,13 +206,14 @@ async def test_metrics_count_services_by_state_and_what_is_known_of_the_source(r
 
     metrics.watch([rig.roster])
     assert read("discovery_age_seconds") is None
-    addresses = [f"10.0.0.{number}:1" for number in range(1, 5)]
+    addresses = [f"10.0.0.{number}:1" for number in range(1, 6)]
     await rig.source.tell(*map(Endpoint, addresses), Endpoint("10.0.0.9:1", is_ready=False))
-    _connected, connecting, unfit, leaving = rig.made
+    _connected, connecting, unfit, silent, leaving = rig.made
+    silent.is_silent = True
     connecting.connected, unfit.connected, unfit.fault = False, False, ModelMismatchError("other")
     leaving.num_sessions = 1
-    await rig.source.tell(*map(Endpoint, addresses[:3]), Endpoint("10.0.0.9:1", is_ready=False))
-    states = ("connected", "connecting", "unfit", "unready", "leaving")
+    await rig.source.tell(*map(Endpoint, addresses[:4]), Endpoint("10.0.0.9:1", is_ready=False))
+    states = ("connected", "silent", "connecting", "unfit", "unready", "leaving")
     assert {state: read("num_peers", state=state) for state in states} == dict.fromkeys(states, 1.0)
     rig.source.status.record_success("told")
     rig.source.status.record_failure("told", "down")

@@ -14,6 +14,7 @@ from draftwire.method.rounds import BlockSent
 from draftwire.requests import logprobs
 from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.runtime import messages
+from draftwire.runtime.settings import ConnectionSettings
 from draftwire.runtime.status import MAX_MESSAGE
 from draftwire.v1 import drafter_pb2, session_pb2, verifier_pb2
 from draftwire_gateway.peers.wire import DrafterLink, VerifierLink
@@ -27,7 +28,8 @@ UNAVAILABLE = 14
 
 def new_link(kind: Any) -> Any:
     limits = (MAX_DRAFT_TOKENS,) if issubclass(kind, VerifierLink) else ()
-    link = kind("peer:1", MagicMock(), 1.0, *limits)
+    link = kind("peer:1", MagicMock(connections=ConnectionSettings()), 1.0, *limits)
+    link._ask_health = AsyncMock(return_value=True)
     link.description = describe("model")
     return link
 

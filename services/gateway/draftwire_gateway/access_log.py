@@ -11,7 +11,7 @@ METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 """Methods of HTTP that are logged by their name; clients may make up others."""
 
 
-PROBES = frozenset({"/health", "/ping"})
+PROBES = frozenset({"/health", "/ping", "/ready"})
 """Routes of health checks, whose many lines would say nothing."""
 
 

@@ -104,13 +104,17 @@ class RequestQueue:
         """Whether a request would run at once."""
         return not self._queue.places and self.num_running + num_choices <= self._max_running
 
+    def is_full(self, num_choices: int = 1) -> bool:
+        """Whether a request would neither run nor wait."""
+        return not self.has_place(num_choices) and self.num_waiting + num_choices > self._max_waiting
+
     def refuse_if_full(self, num_choices: int = 1) -> None:
         """Refuses a request that would neither run nor wait.
 
         Raises:
             NoRoomError: as many run and wait as may.
         """
-        if not self.has_place(num_choices) and self.num_waiting + num_choices > self._max_waiting:
+        if self.is_full(num_choices):
             waiting = f" and {self.num_waiting} wait, of {self._max_waiting}" if self._max_waiting else ""
             raise NoRoomError(
                 f"{self.num_running} requests are running, of {self._max_running} at most{waiting}; retry in a second"

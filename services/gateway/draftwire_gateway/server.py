@@ -464,6 +464,9 @@ async def make_service(config: GatewayConfig) -> Service:
     servicer = GatewayServicer(core, pool, access)
     max_request_bytes = min(config.max_request_bytes, config.connections.max_message_bytes)
 
+    def why_unready() -> str:
+        return pool.why_no_target() or ("full" if core.queue.is_full() else "")
+
     def register(server: grpc.aio.Server) -> None:
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server)
 
@@ -485,6 +488,7 @@ async def make_service(config: GatewayConfig) -> Service:
         run=run,
         stop=stop,
         num_sessions=lambda: core.num_requests,
+        why_unready=why_unready,
         tracer=tracer,
     )
 

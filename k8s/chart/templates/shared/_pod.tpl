@@ -134,7 +134,8 @@ spec:
 {{- end }}
 
 {{/* Of the metrics port, over plain HTTP: a probe starts nothing in the container. A call on the device that hangs fails
-both, and only a restart helps. While the model loads, only the startup probe counts. */}}
+both, and only a restart helps. A gateway without a verifier fails the readiness probe alone. While the model loads, only
+the startup probe counts. */}}
 {{- define "draftwire.probes" -}}
 {{- $startup := include "draftwire.startupSeconds" . | int -}}
 startupProbe:

@@ -127,13 +127,19 @@ def _add_state(app: FastAPI, core: GatewayCore, access: Access, gate: Gate) -> N
     async def version() -> Response:
         return _json({"version": draftwire.__version__})
 
+    def state(reason: str) -> Response:
+        if not reason:
+            return _json({"status": "ok"})
+        return _json({"status": reason}, 503, {"retry-after": f"{UNAVAILABLE_RETRY_S:.0f}"})
+
+    @app.api_route("/ready", methods=["GET", "HEAD"], response_model=None)
+    async def ready() -> Response:
+        return state(gate.unready)
+
     @app.api_route("/ping", methods=["GET", "HEAD", "POST"], response_model=None)
     @app.api_route("/health", methods=["GET", "HEAD"], response_model=None)
     async def health() -> Response:
-        if not gate.refusal:
-            return _json({"status": "ok"})
-        headers = {"retry-after": f"{UNAVAILABLE_RETRY_S:.0f}"}
-        return _json({"status": gate.refusal}, 503, headers)
+        return state(gate.refusal)
 
     @app.get("/metrics", response_model=None)
     async def metrics(request: Request) -> Response:

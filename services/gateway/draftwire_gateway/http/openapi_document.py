@@ -101,6 +101,15 @@ def _declared() -> APIRouter:
         """Says whether requests are taken."""
         raise NotImplementedError
 
+    absent: dict[int | str, dict[str, Any]] = {
+        503: {"model": HealthBody, "description": "It loads or drains, no verifier takes requests, or it is full"}
+    }
+
+    @router.get("/ready", responses=absent)
+    def ready() -> HealthBody:
+        """Says whether a request would be served."""
+        raise NotImplementedError
+
     @router.get("/version")
     def version() -> VersionBody:
         """Returns the gateway's version."""

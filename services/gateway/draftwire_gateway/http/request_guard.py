@@ -33,7 +33,11 @@ class Gate(Protocol):
 
     @property
     def refusal(self) -> str:
-        """Why requests are refused; empty while the service is ready."""
+        """Why requests are refused; empty while they are taken."""
+
+    @property
+    def unready(self) -> str:
+        """Why the service should get no requests, refused or not; empty while it is ready."""
 
 
 class Turns:

@@ -12,6 +12,7 @@ ROUTES = frozenset(
         "/detokenize",
         "/health",
         "/ping",
+        "/ready",
         "/version",
         "/metrics",
         "/openapi.json",

@@ -17,6 +17,8 @@ from draftwire_gateway.session.ports import TargetPort
 log = structlog.get_logger()
 
 POLL_SECONDS = 0.02
+WATCH_SECONDS = 0.1
+"""Interval of looking whether a verifier can take sessions."""
 
 
 class Pool:
@@ -58,6 +60,7 @@ class Pool:
         self._reference: SessionLink[Any, Any] | None = None
         self._met = asyncio.Event()
         self._draft_models: dict[str, None] = {}
+        self._last_usable_at = float("-inf")
 
     @property
     def connected_drafters(self) -> Sequence[DrafterLink]:
@@ -65,8 +68,24 @@ class Pool:
         return self.drafters.connected
 
     def targets(self) -> Sequence[TargetPort]:
-        """Returns the connected verifiers, by number of sessions; those that cool down come last."""
-        return sorted(self.verifiers.connected, key=lambda verifier: (verifier.is_cooling_down, verifier.num_sessions))
+        """Returns the connected verifiers that answer, by number of sessions; those that cool down come last."""
+        usable = [verifier for verifier in self.verifiers.connected if verifier.is_well]
+        return sorted(usable, key=lambda verifier: (verifier.is_cooling_down, verifier.num_sessions))
+
+    def why_no_target(self) -> str:
+        """Returns why no verifier can take sessions now; empty if one can. Readiness is this, and errors say it."""
+        connected = self.verifiers.connected
+        if any(verifier.is_well for verifier in connected):
+            return ""
+        if not connected:
+            return "no verifier can be reached"
+        return "no verifier answers" if all(one.is_silent for one in connected) else "no verifier takes sessions"
+
+    def last_usable_at(self) -> float:
+        """Returns when a verifier could last take sessions, in the loop's time: now, if one can."""
+        if not self.why_no_target():
+            self._last_usable_at = asyncio.get_running_loop().time()
+        return self._last_usable_at
 
     def draft_models(self) -> Collection[str]:
         """Returns the names of the draft models, of drafters that were ever connected."""
@@ -91,7 +110,13 @@ class Pool:
 
     def maintain(self) -> list[Coroutine[Any, Any, None]]:
         """Returns coroutines that discover the peers and keep the links open, to be run for ever."""
-        return [self.verifiers.run(self._check), self.drafters.run(self._check)]
+        return [self.verifiers.run(self._check), self.drafters.run(self._check), self._watch()]
+
+    async def _watch(self) -> None:
+        """Notes when a verifier could take sessions, also while nobody asks for one."""
+        while True:
+            self.last_usable_at()
+            await asyncio.sleep(WATCH_SECONDS)
 
     async def meet(self, timeout_s: float) -> ModelPeer:
         """Waits for the first usable verifier, and returns it as a model server.

@@ -70,7 +70,7 @@ class Roster(Generic[Link]):
 
     def num_by_state(self) -> Mapping[str, int]:
         """Returns the number of services in each state. Thread-safe."""
-        states = dict.fromkeys(("connected", "connecting", "unfit", "unready", "leaving"), 0)
+        states = dict.fromkeys(("connected", "silent", "connecting", "unfit", "unready", "leaving"), 0)
         links = dict(self._links)
         unready = sum(address not in links for address in tuple(self._endpoints))
         return states | Counter(map(_state, links.values())) | ({"unready": unready} if unready else {})
@@ -124,7 +124,9 @@ def _state(link: VerifierLink | DrafterLink) -> str:
         return "leaving"
     if link.fault is not None:
         return "unfit"
-    return "connected" if link.connected else "connecting"
+    if not link.connected:
+        return "connecting"
+    return "silent" if link.is_silent else "connected"
 
 
 def _reason(endpoint: Endpoint | None) -> str:

@@ -10,6 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typing_extensions import override
 
 from draftwire.errors import (
     DraftwireError,
@@ -29,6 +31,7 @@ from draftwire.runtime.served_request import request_metadata
 from draftwire.runtime.status import MAX_MESSAGE, error_of, error_of_number
 from draftwire.runtime.tls import Dialler, RenewedChannel
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, session_pb2, verifier_pb2, verifier_pb2_grpc
+from draftwire_gateway.peers.answer_watch import AnswerWatch
 from draftwire_gateway.session.ports import BlocksRefused, DrafterLost, Inbox, SessionEvent, TargetLost
 from draftwire_gateway.session.round_trip_estimate import RoundTripEstimate
 
@@ -44,6 +47,11 @@ OPEN_SECONDS = 10.0
 
 MAX_QUARANTINED = 4096
 """Drafters in quarantine that are remembered for each verifier."""
+
+SERVICE = "draftwire.v1.VerifierService"
+"""Whose health a gateway asks for."""
+UNANSWERED = frozenset({grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
+"""Statuses of questions that the peer has not answered. Any other one is an answer."""
 
 COOLDOWN_SECONDS = 1.0
 """How long a service that was unavailable for a session is avoided, if there is another one."""
@@ -88,6 +96,11 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
         return self._lease_id is not None
 
     @property
+    def is_silent(self) -> bool:
+        """Whether the service does not answer, although it is connected."""
+        return False
+
+    @property
     def is_leaving(self) -> bool:
         """Whether no new sessions may be opened on the service; open ones go on."""
         return self.has_left.is_set()
@@ -128,13 +141,13 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
             finally:
                 lost_lease, self._lease_id = self._lease_id, None
                 self._outbox.close()
+            for key in list(self._inboxes):
+                self._lose(key, UnavailableError(f"lost {self.address}: {reason}"))
             if lost_lease is not None:
                 log.warning("gateway.peer_lost", address=self.address, reason=reason)
             elif self.fault is not None and reason != logged:
                 log.error("gateway.peer_unfit", address=self.address, reason=reason)
             logged = reason
-            for key in list(self._inboxes):
-                self._lose(key, UnavailableError(f"lost {self.address}: {reason}"))
             await asyncio.sleep(RECONNECT_SECONDS)
 
     def close(self, session_id: int, epoch: int) -> None:
@@ -246,6 +259,20 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
         self._most_tokens = max_draft_tokens + 1
         """Of a verdict: the draft tokens, and that of the verifier."""
         self._quarantined: set[int] = set()
+        self._opening: set[grpc.aio.Call] = set()
+        """Calls that open sessions."""
+        self._lost_after_s = dialler.connections.keepalive_timeout_s
+        self._watch = self._new_watch()
+
+    @property
+    @override
+    def is_silent(self) -> bool:
+        return self._watch.is_silent
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the verifier answers and takes sessions, as far as it has been asked."""
+        return self._watch.is_well
 
     def takes_blocks_of(self, drafter_id: int) -> bool:
         """Whether the verifier has not reported a drafter as quarantined."""
@@ -256,9 +283,18 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
         lease_id = self._leased(spec.session_id, spec.epoch, inbox)
         stub = verifier_pb2_grpc.VerifierServiceStub(self._bulk.get())
         request = messages.target_spec_to_proto(spec, lease_id)
-        await self._open_session(
-            stub.OpenTargetSession(request, timeout=min(OPEN_SECONDS, self._timeout_s), metadata=request_metadata())
-        )
+        timeout_s = min(OPEN_SECONDS, self._timeout_s)
+        call = stub.OpenTargetSession(request, timeout=timeout_s, metadata=request_metadata())
+        self._opening.add(call)
+        try:
+            await self._open_session(call)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # it is the caller that leaves
+                raise
+            raise UnavailableError(f"{self.address} does not answer") from None
+        finally:
+            self._opening.discard(call)
 
     def run_plain(self, run: PlainRun) -> None:
         """Requests plain rounds, without waiting."""
@@ -270,7 +306,46 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
     def _request(self, commands: Iterable[verifier_pb2.TargetCommand]) -> verifier_pb2.RunTargetSessionsRequest:
         return verifier_pb2.RunTargetSessionsRequest(commands=commands)
 
+    @override
+    async def _run_stream(self) -> None:
+        """The same, until the verifier does not answer any more.
+
+        Raises:
+            UnavailableError: it does not.
+        """
+        self._watch = self._new_watch()
+        stream = asyncio.ensure_future(super()._run_stream())
+        watching = asyncio.ensure_future(self._watch.run())
+        try:
+            done, _ = await asyncio.wait({stream, watching}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            stream.cancel()
+            watching.cancel()
+            await asyncio.gather(stream, watching, return_exceptions=True)
+
+    def _new_watch(self) -> AnswerWatch:
+        return AnswerWatch(self._ask_health, self._lost_after_s, self._end_openings)
+
+    async def _ask_health(self, timeout_s: float) -> bool:
+        """Returns whether the verifier is ready, on the connection of its stream; an `Ask`."""
+        stub = health_pb2_grpc.HealthStub(self._control.get())
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in UNANSWERED:
+                raise UnavailableError(f"{self.address} does not answer") from error
+            return True  # it has no room for such questions, say
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def _end_openings(self) -> None:
+        """Lets nobody wait who opens a session on a verifier that does not answer."""
+        for call in tuple(self._opening):
+            call.cancel()
+
     def _receive(self, event: verifier_pb2.TargetEvent) -> None:
+        self._watch.note_sign()
         match event.WhichOneof("event"):
             case "verdict":
                 key = (event.verdict.fence.session_id, event.verdict.fence.epoch)

@@ -127,6 +127,12 @@ class Peers(Protocol):
     def targets(self) -> Sequence[TargetPort]:
         """Returns the verifiers that sessions can be opened on, the best first."""
 
+    def why_no_target(self) -> str:
+        """Returns why `targets` is empty; empty if it is not."""
+
+    def last_usable_at(self) -> float:
+        """Returns when a verifier could last take sessions, in the loop's time: now, if one can."""
+
     def draft_models(self) -> Collection[str]:
         """Returns the names of the draft models, of drafters that were ever connected."""
 

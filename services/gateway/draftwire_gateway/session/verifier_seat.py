@@ -25,7 +25,8 @@ from draftwire_gateway.session.session_state import SessionState
 log = structlog.get_logger()
 
 FIRST_WAIT_SECONDS = 5.0
-"""How long a new completion waits if no verifier is ready, as during a rolling restart."""
+"""How long a new completion waits for a verifier, from when one could last take sessions, as during a rolling restart.
+Where none could for longer it is known that there is none: then one attempt is all, and the error comes at once."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 """Pauses between attempts to open a session; each is twice the one before."""
@@ -84,13 +85,18 @@ class VerifierSeat:
         Args:
             prepare: called before each attempt.
             withdraw: called after attempts that have all failed.
-            waits_for_room: whether to retry for `failover_timeout_s`, full verifiers included.
+            waits_for_room: whether to retry for `failover_timeout_s`, full verifiers included. Otherwise until no
+                verifier was usable for `FIRST_WAIT_SECONDS`.
 
         Raises:
             DraftwireError: no verifier accepts the session.
         """
         clock = asyncio.get_running_loop().time
-        deadline = clock() + (self._settings.failover_timeout_s if waits_for_room else FIRST_WAIT_SECONDS)
+        deadline = (
+            clock() + self._settings.failover_timeout_s
+            if waits_for_room
+            else self._peers.last_usable_at() + FIRST_WAIT_SECONDS
+        )
         pause_s = FIRST_PAUSE_S
         while True:
             refusals: list[DraftwireError] = []
@@ -169,8 +175,7 @@ class VerifierSeat:
 
     def _no_verifier(self) -> str:
         """Returns the message for a session without an eligible verifier."""
-        name = self._session.generation.rule.name
-        return f"no verifier offers {name} now" if self._peers.targets() else "no verifier can be reached"
+        return self._peers.why_no_target() or f"no verifier offers {self._session.generation.rule.name} now"
 
     def _rank(self, target: TargetPort) -> tuple[int, bool]:
         """Returns the sort key of a verifier; the smallest is tried first."""
