@@ -223,8 +223,10 @@ def describe(name: str, vocab_size: int, context_length: int = POSITIONS - 1) ->
     return ModelDescription(name, "", "float64", b"", vocab_size, context_length, ())
 
 
-class _OwnLoading:
-    """What both cores do otherwise than the services: they load no weights and start no processes."""
+class _VirtualService:
+    """What both cores do otherwise than the services: they load no weights and start no processes, and the gateway
+    reaches them by links.
+    """
 
     compiler: FormCompiler | None = None
 
@@ -243,8 +245,23 @@ class _OwnLoading:
         assert not generated_ids, "no text with a form is moved here"
         return automaton
 
+    def close(self: Any, session_id: int, epoch: int) -> None:
+        self.inboxes.pop((session_id, epoch), None)
+        message = session_pb2.CloseSession(session_id=session_id, epoch=epoch)
+        self.from_gateway.send("close", message, session_pb2.CloseSession.FromString, self._close)
 
-class VirtualVerifier(_OwnLoading, VerifierCore):
+    def _close(self: Any, message: session_pb2.CloseSession) -> None:
+        self.close_session(message.session_id, message.epoch)
+
+    def _deliver(self: Any, key: tuple[int, int], event: SessionEvent) -> None:
+        inbox = self.inboxes.get(key)
+        if inbox is not None:
+            inbox.put_nowait(event)
+        if isinstance(event, TargetLost | DrafterLost):
+            self.inboxes.pop(key, None)
+
+
+class VirtualVerifier(_VirtualService, VerifierCore):
     """A verifier's core with a table, and its side of the links."""
 
     def __init__(self, network: "Network", address: str) -> None:
@@ -306,13 +323,6 @@ class VirtualVerifier(_OwnLoading, VerifierCore):
             name, message, decode = "failure", messages.failure_to_proto(*key, event.error), _target_failure
         self.to_gateway.send(name, message, decode, lambda event: self._deliver(key, event))
 
-    def _deliver(self, key: tuple[int, int], event: SessionEvent) -> None:
-        inbox = self.inboxes.get(key)
-        if inbox is not None:
-            inbox.put_nowait(event)
-        if isinstance(event, TargetLost):
-            self.inboxes.pop(key, None)
-
     # As the gateway sees it
 
     def takes_blocks_of(self, drafter_id: int) -> bool:
@@ -333,14 +343,6 @@ class VirtualVerifier(_OwnLoading, VerifierCore):
         self.network.runs.append(run.num_rounds)
         self.from_gateway.send("run", messages.plain_run_to_proto(run), _plain_run, super().run_plain)
 
-    def close(self, session_id: int, epoch: int) -> None:
-        self.inboxes.pop((session_id, epoch), None)
-        message = session_pb2.CloseSession(session_id=session_id, epoch=epoch)
-        self.from_gateway.send("close", message, session_pb2.CloseSession.FromString, self._close)
-
-    def _close(self, message: session_pb2.CloseSession) -> None:
-        self.close_session(message.session_id, message.epoch)
-
     def lose(self) -> None:
         """Ends it for all its peers."""
         self.connected = False
@@ -353,7 +355,7 @@ class VirtualVerifier(_OwnLoading, VerifierCore):
             drafter.lose_verifier(self.address)
 
 
-class VirtualDrafter(_OwnLoading, DrafterCore):
+class VirtualDrafter(_VirtualService, DrafterCore):
     """A drafter's core with a table, and its side of the links."""
 
     def __init__(self, network: "Network", rows: Tensor, number: int) -> None:
@@ -411,11 +413,6 @@ class VirtualDrafter(_OwnLoading, DrafterCore):
                     deliver = lambda event, key=key: self._deliver(key, event)  # noqa: E731
                     self.to_gateway.send("lost", failure, _draft_failure, deliver)
 
-    def _deliver(self, key: tuple[int, int], event: SessionEvent) -> None:
-        inbox = self.inboxes.get(key)
-        if inbox is not None:
-            inbox.put_nowait(event)
-
     async def _connect_to(self, address: str, card: Any, on_lost: Callable[[], None]) -> "VirtualBlockLink":
         await asyncio.sleep(2 * self.network.times.to_verifier_s)
         link = self._blocks[address] = VirtualBlockLink(self, self.network.verifier_at(address), on_lost)
@@ -447,14 +444,6 @@ class VirtualDrafter(_OwnLoading, DrafterCore):
 
     def send_drafted(self, command: SendDrafted) -> None:
         self.from_gateway.send("flush", messages.send_drafted_to_proto(command), _send_drafted, super().send_drafted)
-
-    def close(self, session_id: int, epoch: int) -> None:
-        self.inboxes.pop((session_id, epoch), None)
-        message = session_pb2.CloseSession(session_id=session_id, epoch=epoch)
-        self.from_gateway.send("close", message, session_pb2.CloseSession.FromString, self._close)
-
-    def _close(self, message: session_pb2.CloseSession) -> None:
-        self.close_session(message.session_id, message.epoch)
 
     def lose(self) -> None:
         """Ends it for the gateway. It does not hear of that, and goes on with what it was asked for."""
