@@ -39,6 +39,8 @@ class HttpEndpoint:
     """The option `<name>_port` sets the port, and the log names it so."""
     max_connections: int = MAX_HTTP_CONNECTIONS
     """At most half of the files that the process may open are taken."""
+    takes_bodies: bool = True
+    """Whether any request may have a body."""
 
 
 class _Server(uvicorn.Server):
@@ -97,7 +99,7 @@ class HttpListener:
             timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=STOP_SECONDS,
         )
-        self._server = _Server(config, Connections(most, tls))
+        self._server = _Server(config, Connections(most, tls, takes_bodies=self._endpoint.takes_bodies))
         self._running = asyncio.create_task(self._server.serve([listening]))
         while not self._server.started and not self._running.done():
             await asyncio.sleep(0.01)
