@@ -106,6 +106,9 @@ class RequestParser(h11.Connection):
         self._is_chunked = self._is_between_chunks = b"transfer-encoding" in headers
         self._has_last_chunk = False
         self._num_chunks = self._body_bytes = 0
+        if self._is_chunked and (length is not None or request.http_version != b"1.1"):
+            # A proxy in front may have believed the other length: then what is a body there is a request here.
+            raise RefusedRequest(400, "transfer-encoding is beside content-length, or not of HTTP/1.1")
         if self._is_chunked or int(length or 0):
             if not self._takes_bodies:
                 raise RefusedRequest(413, "no request has a body here")

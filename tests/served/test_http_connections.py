@@ -402,11 +402,12 @@ async def test_requests_behind_each_other_are_all_answered() -> None:
 @pytest.mark.parametrize(
     ("head", "status"),
     [
+        (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n", b"400"),
         (b"GET /read HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n", b"400"),
         (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * 200 + b"\r\n", b"431"),
         (b"no request\r\n\r\n", b"400"),
     ],
-    ids=["body of GET", "lines", "no request"],
+    ids=["two lengths", "body of GET", "lines", "no request"],
 )
 async def test_request_that_the_parser_refuses_is_answered_and_reaches_no_route(head: bytes, status: bytes) -> None:
     app = Refusing()

@@ -82,6 +82,22 @@ def test_chunks_of_the_requests_before_do_not_count() -> None:
         parser.start_next_cycle()
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"content-length: 3\r\ntransfer-encoding: chunked\r\n",
+        b"transfer-encoding: chunked\r\ncontent-length: 3\r\n",
+        b"Transfer-Encoding: Chunked\r\nContent-Length: 0\r\n",
+    ],
+)
+def test_request_with_two_lengths_is_refused(headers: bytes) -> None:
+    assert status_of(b"POST / HTTP/1.1\r\nhost: x\r\n" + headers + b"\r\n0\r\n\r\n") == 400
+
+
+def test_chunks_of_an_older_version_are_refused() -> None:
+    assert status_of(CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0") + b"0\r\n\r\n") == 400
+
+
 @pytest.mark.parametrize("method", [b"GET", b"HEAD", b"OPTIONS"])
 def test_request_that_has_no_body_by_its_method_is_refused_with_one(method: bytes) -> None:
     head = method + b" / HTTP/1.1\r\nhost: x\r\n"
