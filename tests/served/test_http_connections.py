@@ -1,6 +1,7 @@
 """Connections of the HTTP edge whose other end does nothing, in this process and without a core."""
 
 import asyncio
+import errno
 import socket
 import ssl
 import threading
@@ -17,12 +18,14 @@ import pytest
 import trustme
 from observing import until
 from prometheus_client import CollectorRegistry, Counter
+from structlog.testing import capture_logs
 
 from draftwire.runtime import http_connection, http_server, metrics_endpoint
 from draftwire.runtime.http_connection import Connections, HttpConnection
 from draftwire.runtime.http_parser import MAX_EVENTS, SMALL_CHUNKS, RequestParser
 from draftwire.runtime.http_server import HttpEndpoint, HttpListener
 from draftwire.runtime.metrics_endpoint import metrics_listener
+from draftwire.runtime.process import LostErrors
 from draftwire.runtime.settings import ConnectionSettings, ServerSettings
 from draftwire_gateway.http.streaming import _while_connected
 
@@ -427,6 +430,30 @@ async def test_metrics_take_no_bodies() -> None:
             async with connected(port) as raw:
                 await send(raw, head)
                 assert (await received(raw)).startswith(b"HTTP/1.1 413")
+
+
+async def test_server_without_files_fails_seldom_says_so_once_and_goes_on_when_there_are_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures = 0
+
+    def fails(_socket: socket.socket) -> Any:
+        nonlocal failures
+        failures += 1
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async with listening(Refusing()) as port, AsyncExitStack() as opened:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(LostErrors())
+        with capture_logs() as lines, monkeypatch.context() as patched:
+            patched.setattr(socket.socket, "accept", fails)
+            waiting = [await opened.enter_async_context(connected(port)) for _ in range(90)]
+            await until(lambda: failures > http_server.ACCEPTED_IN_A_TURN, "it was tried again")
+        assert failures <= 4 * http_server.ACCEPTED_IN_A_TURN, "and not for each that waits"
+        assert [line["event"] for line in lines] == ["process.open_files_exhausted"]
+        for raw in waiting:
+            await send(raw, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert (await received(raw)).startswith(b"HTTP/1.1 401")
 
 
 async def test_half_of_the_files_that_may_be_open_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
