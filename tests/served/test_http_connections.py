@@ -6,6 +6,7 @@ import socket
 import ssl
 import threading
 import tomllib
+from asyncio.sslproto import SSLProtocol
 from collections import Counter as Tally
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -389,6 +390,49 @@ async def test_connection_that_ends_before_its_request_is_closed_though_its_clie
         assert (await asyncio.wait_for(reader.read(2**16), 10.0)).startswith(b"HTTP/1.1 401")
         await until(lambda: not state_of(listener).connections, "over TLS too, which cannot be closed by halves")
         writer.close()
+
+
+async def test_few_records_of_tls_are_decrypted_at_once_however_small_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    context, trusting = contexts()
+    asked_for, sizes, read = asyncio.Event(), list[int](), SSLProtocol._do_read
+
+    def measured(protocol: SSLProtocol) -> None:
+        sizes.append(protocol._incoming.pending)
+        read(protocol)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asked_for.wait()
+        await Refusing()(scope | {"path": "/read"}, receive, send)
+
+    monkeypatch.setattr(SSLProtocol, "_do_read", measured)
+    endpoint = HttpEndpoint("127.0.0.1", 0, context)
+    async with started(HttpListener(lambda _gate: app, endpoint, ConnectionSettings())) as port, connected(port) as raw:
+        incoming, outgoing, loop = ssl.MemoryBIO(), ssl.MemoryBIO(), asyncio.get_running_loop()
+        client = trusting.wrap_bio(incoming, outgoing, server_hostname="localhost")
+        while True:
+            try:
+                client.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                await send(raw, outgoing.read())
+                incoming.write(await loop.sock_recv(raw, 2**16))
+        client.write(HEAD.replace(b"length: 2", b"length: 2020000"))
+        for _ in range(20_000):
+            client.write(b"x")
+        for _ in range(100):
+            client.write(b"x" * 20_000)
+        sending = asyncio.create_task(send(raw, outgoing.read()))
+        await until(lambda: sum(sizes) > http_connection.TLS_READ_BYTES, "it arrives")
+        await asyncio.sleep(0.05)  # in which more would arrive
+        asked_for.set()
+        await sending
+        while True:
+            try:
+                assert client.read(2**16).startswith(b"HTTP/1.1 401")
+                break
+            except ssl.SSLWantReadError:
+                incoming.write(await asyncio.wait_for(loop.sock_recv(raw, 2**16), 10.0))
+    assert max(sizes) <= 2 * http_connection.TLS_READ_BYTES
 
 
 async def test_requests_behind_each_other_are_all_answered() -> None:
