@@ -6,6 +6,7 @@ call the methods that it overrides, so others are taken only after that was read
 
 import asyncio
 import ssl
+from asyncio import sslproto
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,8 +15,10 @@ from typing import Any
 import h11
 from typing_extensions import override
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
+
+from draftwire.runtime.http_parser import MAX_EVENTS, RefusedRequest, RequestParser
 
 UVICORN, H11 = "0.54.0", "0.16.0"
 """The versions that pyproject.toml pins."""
@@ -27,23 +30,34 @@ MAX_BYTES_AHEAD = 2**16
 """Bytes of pipelined requests read during a response: a disconnect is noticed only while the connection is read."""
 ON_THE_WAY_SECONDS = 0.25
 """How long a server that drains serves calls that were sent before their clients were told to go elsewhere."""
+LINGER_SECONDS = 2.0
+"""How long a connection that ends before its request is still read, so that its client sees the answer: closing with
+unread data would reset the connection."""
 READ_BYTES = 2**15
 """Bytes read at once. asyncio reads eight times as many, and what comes with a head is in no budget yet."""
+
+TLS_READ_BYTES = 2**13
+"""Bytes read at once of a connection with TLS, and kept while it is not read. What they cost depends on the number of
+records, which may have one byte each, and grows with its square: 8 KiB take 0.6 ms, and asyncio's 256 KiB 600 ms."""
 
 
 class Connections(ServerState):
     """What the connections of one server share."""
 
-    def __init__(self, most: int, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, most: int, tls: ssl.SSLContext | None = None, *, takes_bodies: bool = True) -> None:
         """Has no connection yet.
 
         Args:
             most: how many may be open at once.
             tls: context of the handshakes; None is plaintext.
+            takes_bodies: whether any request may have a body.
         """
         super().__init__()
         self.most = most
         self.tls = tls
+        if tls is not None:
+            sslproto.SSLProtocol.max_size = TLS_READ_BYTES  # of what `start_tls` makes, which has no option for it
+        self.takes_bodies = takes_bodies
         self.is_draining = False
         """Whether each connection ends after its next response."""
         self.waiting: OrderedDict[HttpConnection | TlsHandshake, None] = OrderedDict()
@@ -81,12 +95,22 @@ class Connections(ServerState):
 
 
 class HttpConnection(H11Protocol):
-    """A connection with timeouts, so that an idle or stalled peer cannot hold it or its request for ever."""
+    """A connection with timeouts, so that an idle or stalled peer cannot hold it or its request for ever.
+
+    It parses a bounded part of a request in each turn of the event loop, and of a body no more than that before the
+    application asks for it. A connection that is answered before its request has ended ends with the answer.
+    """
 
     server_state: Connections
+    conn: RequestParser
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.conn = RequestParser(takes_bodies=self.server_state.takes_bodies)
+        self._routes, self.app = self.app, self._serve
+        self._turn: asyncio.Handle | None = None
+        """Begins the next turn of the event loop; None if nothing was parsed in this one."""
+        self._linger_deadline: asyncio.TimerHandle | None = None
         self._head_deadline: asyncio.TimerHandle | None = None
         self._send_deadline: asyncio.TimerHandle | None = None
 
@@ -95,6 +119,8 @@ class HttpConnection(H11Protocol):
         super().connection_made(transport)
         if hasattr(transport, "max_size"):  # of the event loop's own transports
             transport.max_size = READ_BYTES
+        if hasattr(transport, "set_read_buffer_limits"):  # of those with TLS
+            transport.set_read_buffer_limits(TLS_READ_BYTES)
         self._wait_for_client()
         self.server_state.make_room()
         self._head_deadline = self._renewed(self._head_deadline, HEAD_SECONDS, self.timeout_keep_alive_handler)
@@ -110,11 +136,20 @@ class HttpConnection(H11Protocol):
         self.server_state.waiting.pop(self, None)
         _end(self._head_deadline)
         _end(self._send_deadline)
+        _end(self._linger_deadline)
         super().connection_lost(exc)
 
     @override
+    def data_received(self, data: bytes) -> None:
+        """Called with at most `READ_BYTES`."""
+        if self._linger_deadline is None:
+            super().data_received(data)
+
+    @override
     def handle_events(self) -> None:
-        """Called after data has arrived."""
+        """Called after data has arrived, and to go on with what has."""
+        if self._turn is None:
+            self._turn = self.loop.call_soon(self._begin_turn)
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             if self.server_state.is_draining:
@@ -129,12 +164,78 @@ class HttpConnection(H11Protocol):
         if is_ahead and len(self.conn.trailing_data[0]) <= MAX_BYTES_AHEAD:
             self.flow.resume_reading()
 
+    def _begin_turn(self) -> None:
+        self._turn = None
+        self.conn.events_left = MAX_EVENTS
+        is_asked_for = self.cycle is None or self.cycle.response_complete  # a body only by its application
+        if self.conn.is_held and is_asked_for and self._linger_deadline is None and not self.transport.is_closing():
+            self.handle_events()
+
+    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answers one request: the application that uvicorn calls."""
+        cycle = self.cycle
+
+        async def receive_more() -> Any:
+            if self.conn.is_held and cycle.more_body and not cycle.disconnected:
+                if self.conn.events_left == 0:
+                    await asyncio.sleep(0)
+                self.handle_events()
+            message = await receive()
+            if self.conn.is_held:  # no further part is read before this one is parsed
+                self.flow.pause_reading()
+            return message
+
+        async def send_on(message: Any) -> None:
+            if message["type"] == "http.response.start" and cycle.more_body:
+                self.close_after_response()
+                cycle.transport = _LingeringTransport(self)  # type: ignore[assignment]  # all that a cycle uses of one
+            await send(message)
+
+        await self._routes(scope, receive_more, send_on)
+
+    @override
+    def send_400_response(self, msg: str) -> None:
+        """Answers a request that is refused, and ends the connection. The application sees its client disconnect."""
+        fault = self.conn.fault or RefusedRequest()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # a response has begun, or is over
+            self.transport.abort()
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        content = str(fault).encode()
+        headers = [
+            (b"content-type", b"text/plain; charset=utf-8"),
+            (b"content-length", str(len(content)).encode()),
+            (b"connection", b"close"),
+        ]
+        reason = STATUS_PHRASES[fault.error_status_hint]
+        response = h11.Response(status_code=fault.error_status_hint, headers=headers, reason=reason)
+        for event in (response, h11.Data(data=content), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.linger()
+
+    def linger(self) -> None:
+        """Ends the connection behind what was sent, once its client has closed it or `LINGER_SECONDS` have passed.
+
+        Until then it is read, and nothing of that is parsed.
+        """
+        if self._linger_deadline is not None or self.transport.is_closing():
+            return
+        _end(self._head_deadline)
+        self._linger_deadline = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+        self._wait_for_client()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+
     @override
     def on_response_complete(self) -> None:
         """Called when a whole response was handed to the transport, which may still buffer a part."""
         self.cycle.body = bytearray()  # what the application did not read, which nobody counts
         self._wait_for_client()
-        self._head_deadline = self._renewed(self._head_deadline, HEAD_SECONDS, self.timeout_keep_alive_handler)
+        if self._linger_deadline is None:
+            self._head_deadline = self._renewed(self._head_deadline, HEAD_SECONDS, self.timeout_keep_alive_handler)
         if self.transport.get_write_buffer_size() and not self.flow.write_paused:
             self._send_deadline = self._renewed(self._send_deadline, SEND_SECONDS, self._cut_unread)
         super().on_response_complete()
@@ -178,6 +279,19 @@ class HttpConnection(H11Protocol):
     ) -> asyncio.TimerHandle:
         _end(deadline)
         return self.loop.call_later(seconds, end)
+
+
+class _LingeringTransport:
+    """The transport of a response that ends the connection before its request has ended."""
+
+    def __init__(self, connection: HttpConnection) -> None:
+        self._connection = connection
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+
+    def close(self) -> None:
+        """Called by uvicorn behind the response."""
+        self._connection.linger()
 
 
 class TlsHandshake(asyncio.Protocol):

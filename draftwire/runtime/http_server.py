@@ -22,6 +22,11 @@ IDLE_SECONDS = 30
 """How long a connection without requests is kept open."""
 STOP_SECONDS = 1
 """How long requests that still run after the drain may take to end."""
+ACCEPTED_IN_A_TURN = 16
+"""Connections that are accepted in one turn of the event loop. Where no file can be opened, each of these fails, and
+the next ones a second later."""
+WAITING_CONNECTIONS = 2048
+"""Connections that wait in the kernel to be accepted."""
 MAX_HTTP_CONNECTIONS = 1024
 """Default of the connections of one server at once; see `Connections`."""
 
@@ -39,6 +44,8 @@ class HttpEndpoint:
     """The option `<name>_port` sets the port, and the log names it so."""
     max_connections: int = MAX_HTTP_CONNECTIONS
     """At most half of the files that the process may open are taken."""
+    takes_bodies: bool = True
+    """Whether any request may have a body."""
 
 
 class _Server(uvicorn.Server):
@@ -94,15 +101,17 @@ class HttpListener:
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            backlog=ACCEPTED_IN_A_TURN,  # asyncio accepts as many at once as may wait
             timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=STOP_SECONDS,
         )
-        self._server = _Server(config, Connections(most, tls))
+        self._server = _Server(config, Connections(most, tls, takes_bodies=self._endpoint.takes_bodies))
         self._running = asyncio.create_task(self._server.serve([listening]))
         while not self._server.started and not self._running.done():
             await asyncio.sleep(0.01)
         if self._running.done():
             self._running.result()
+        listening.listen(WAITING_CONNECTIONS)
         return int(listening.getsockname()[1])
 
     async def run(self) -> None:

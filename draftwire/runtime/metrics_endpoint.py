@@ -109,5 +109,7 @@ def metrics_listener(
     if settings.metrics_port is None:
         return None
     page, is_local = MetricsPage(registry), is_loopback(settings.host)
-    endpoint = HttpEndpoint(settings.host, settings.metrics_port, name="metrics", max_connections=MAX_SCRAPERS)
+    endpoint = HttpEndpoint(
+        settings.host, settings.metrics_port, name="metrics", max_connections=MAX_SCRAPERS, takes_bodies=False
+    )
     return HttpListener(lambda gate: MetricsApp(page, gate, is_local=is_local), endpoint, connections)

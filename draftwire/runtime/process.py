@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import os
-import resource
 import signal
 import sys
 import time
@@ -12,17 +11,13 @@ from typing import Any
 
 import structlog
 
-from draftwire.runtime.channels import MAX_CONNECTIONS
+from draftwire.runtime.open_files import OpenFilesLog, allow_open_files
 from draftwire.runtime.service import Running, Service, start
 from draftwire.runtime.status import is_expected, root_cause
 
 log = structlog.get_logger()
 
 _IMPORTED_AT = time.monotonic()
-
-OPEN_FILES = 2 * MAX_CONNECTIONS + 1024
-"""Files that a service asks for, open at once: the connections of gRPC that it accepts, as many for HTTP, whose servers
-take half of the files at most (`MAX_HTTP_CONNECTIONS`), those to its peers, and its own."""
 
 
 async def run_service(service: Service) -> int:
@@ -31,8 +26,8 @@ async def run_service(service: Service) -> int:
     Returns:
         The exit status: 0 after a drain, 1 after a failure while running, 2 if the service could not start.
     """
-    _allow_open_files()
-    asyncio.get_running_loop().set_exception_handler(_log_lost_error)
+    allow_open_files()
+    asyncio.get_running_loop().set_exception_handler(LostErrors())
     stop = asyncio.create_task(_wait_for_stop(service.settings.stop_with_stdin))
     starting = asyncio.create_task(start(service))
     running: Running | None = None
@@ -59,6 +54,19 @@ async def run_service(service: Service) -> int:
             await running.stop()
     log.info(f"{service.name}.server_stopped")
     return int(service.is_lost())
+
+
+class LostErrors:
+    """Logs exceptions that were never retrieved. asyncio's own handler would also print the task's contents."""
+
+    def __init__(self) -> None:
+        """Has logged nothing yet."""
+        self._open_files = OpenFilesLog()
+
+    def __call__(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Called by the event loop."""
+        if not self._open_files.takes(context.get("exception")):
+            log.error("process.error_lost", reason=context.get("message"), exc_info=context.get("exception"))
 
 
 async def _wait_for_stop(with_stdin: bool) -> None:
@@ -94,25 +102,12 @@ def _log_failed(service: Service, error: Exception, has_served: bool) -> None:
         log.exception(f"{service.name}.server_failed", reason=reason)
 
 
-def _allow_open_files() -> None:
-    """Raises the soft limit of open files, which connections would reach before their own: then nothing else works."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 def _age_s() -> float:
     """Returns the age of this process, seconds; elsewhere than on Linux only since the import of this module."""
     if sys.platform != "linux":
         return time.monotonic() - _IMPORTED_AT
     started_at_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_at_ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _log_lost_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Logs an exception that was never retrieved. asyncio's own handler would also print the task's contents."""
-    log.error("process.error_lost", reason=context.get("message"), exc_info=context.get("exception"))
 
 
 def _stop_with_stdin(stopping: asyncio.Event) -> None:

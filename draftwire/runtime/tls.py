@@ -2,16 +2,17 @@
 
 import asyncio
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+from typing_extensions import override
 
 from draftwire.errors import InvalidRequestError
 from draftwire.runtime.addresses import host_of
-from draftwire.runtime.certificates import expiries
+from draftwire.runtime.certificates import ExpiryLog, Validity, validities
 from draftwire.runtime.channels import client_options
 from draftwire.runtime.settings import ConnectionSettings, TlsSettings, require
 from draftwire.runtime.watched_files import WatchedFiles, read_bytes
@@ -35,12 +36,30 @@ class TlsMaterial:
     identity: Identity | None
     ca: bytes | None
     """PEM certificates of the trusted issuers."""
-    expiries: Mapping[str, float] = field(default_factory=dict)
-    """When the certificates of each option expire, seconds since 1970: the first of the chain that is shown, and the
-    last of the issuers, without which nobody is believed."""
+    validities: Mapping[str, Validity] = field(default_factory=dict)
+    """When the certificates of each option are valid: the first to expire of the chain that is shown, and the last of
+    the issuers, without which nobody is believed."""
 
 
-TlsFiles = WatchedFiles[TlsMaterial]
+class TlsFiles(WatchedFiles[TlsMaterial]):
+    """The TLS files of a service. Whoever looks at them has their expiry logged, if that is near or past.
+
+    An expired certificate ends nothing: its service can still be reached by whoever does not check it, and has to be,
+    to be mended.
+    """
+
+    def __init__(self, paths: Sequence[Path], read: Callable[[], TlsMaterial]) -> None:
+        """See `WatchedFiles`."""
+        super().__init__("certificates", paths, read)
+        self._expiry_log = ExpiryLog()
+        self.current()
+
+    @override
+    def current(self) -> TlsMaterial:
+        """See `WatchedFiles`; called at every handshake, and when metrics are read."""
+        material = super().current()
+        self._expiry_log.check(material.validities)
+        return material
 
 
 def watch_tls(settings: TlsSettings) -> TlsFiles | None:
@@ -50,7 +69,7 @@ def watch_tls(settings: TlsSettings) -> TlsFiles | None:
         InvalidRequestError: a file is missing, unreadable or malformed; the message names it and its option.
     """
     paths = [path for path in (settings.tls_cert, settings.tls_key, settings.tls_ca) if path is not None]
-    return WatchedFiles("certificates", paths, lambda: read_material(settings)) if paths else None
+    return TlsFiles(paths, lambda: read_material(settings)) if paths else None
 
 
 def read_material(settings: TlsSettings) -> TlsMaterial:
@@ -60,23 +79,25 @@ def read_material(settings: TlsSettings) -> TlsMaterial:
         InvalidRequestError: a file is missing, unreadable or malformed; the message names it and its option.
     """
     identity = ca = None
-    ends: dict[str, float] = {}
+    found: dict[str, Validity] = {}
     if settings.tls_cert is not None and settings.tls_key is not None:
         identity = Identity(read_bytes(settings.tls_cert, "tls_cert"), read_bytes(settings.tls_key, "tls_key"))
         _check_identity(settings.tls_cert, settings.tls_key)
-        if of_chain := expiries(identity.chain):
-            ends["tls_cert"] = min(of_chain)
+        if of_chain := validities(identity.chain):
+            found["tls_cert"] = min(of_chain, key=lambda one: one.end)
     if settings.tls_ca is not None:
         ca = read_bytes(settings.tls_ca, "tls_ca")
         _check_certificates(settings.tls_ca, "tls_ca")
-        if of_issuers := expiries(ca):
-            ends["tls_ca"] = max(of_issuers)
-    return TlsMaterial(identity, ca, ends)
+        if of_issuers := validities(ca):
+            found["tls_ca"] = max(of_issuers, key=lambda one: one.end)
+    return TlsMaterial(identity, ca, found)
 
 
 def expiries_of(files: TlsFiles | None) -> Mapping[str, float]:
-    """Returns when the certificates of each option expire, as the files are now; empty without TLS."""
-    return {} if files is None else files.current().expiries
+    """Returns when the certificates of each option expire, seconds since 1970; empty without TLS."""
+    if files is None:
+        return {}
+    return {option: validity.end for option, validity in files.current().validities.items()}
 
 
 def server_credentials(files: TlsFiles | None, settings: TlsSettings) -> grpc.ServerCredentials | None:

@@ -2,10 +2,11 @@
 
     python -m tests.attacks [NAME ...] [--seconds-each 5] [--minutes M] [--law] [--max-gap-s 1] [--seed 0]
 
-Each attack runs alone, in an order that is drawn; with `--minutes` they follow each other until the time is over. The
-first is `nothing`, so that gaps can be compared with those of a quiet stack. The status is 1 if a service ended, an
-honest completion was lost, a gap was too long, memory passed its bound or grew in the last two thirds of `--minutes`,
-or with `--law`, honest texts are not distributed as the target's.
+Each attack runs alone, in an order that is drawn, and behind its control if it has one, the same in an honest form;
+with `--minutes` they follow each other until the time is over. The first is `nothing`, so that gaps can be compared
+with those of a quiet stack. The status is 1 if a service ended, an honest completion was lost, a gap was too long or
+more than `MAX_RATIO` times that of the control, memory passed its bound or grew in the last two thirds of
+`--minutes`, or with `--law`, honest texts are not distributed as the target's.
 """
 
 import argparse
@@ -28,6 +29,10 @@ from tests.attacks.victim import HARM, Figures, Listed, Victim, all_attacks, jud
 
 MAX_GAP_S = 1.0
 """Longest wait of honest users for a delta."""
+MAX_RATIO = 3.0
+"""Longest wait under an attack over that under its control."""
+LEAST_GAP_S = 0.3
+"""Shorter waits are compared as if they were so long: a quiet stack has some of 0.1 s."""
 MAX_RESIDENT_MIB = {"gateway": 1250.0, "verifier": 1700.0, "drafter": 1500.0}
 """Most memory of a service with its child processes; docs/threats.md says what makes it up."""
 VERIFIER_CACHE_TOKENS = 13_648
@@ -85,9 +90,11 @@ def carry_out(listed: Listed, victim: Victim, users: HonestUsers) -> Figures:
     }
 
 
-def failures_of(report: Figures, max_gap_s: float) -> list[str]:
+def failures_of(report: Figures, max_gap_s: float, control: Figures | None) -> list[str]:
     """Returns in which ways an attack succeeded."""
     found = [*report["figures"][HARM], *(f"lost: {error}" for error in report["lost"])]
+    if control is not None and report["largest_gap_s"] > MAX_RATIO * max(LEAST_GAP_S, control["largest_gap_s"]):
+        found.append(f"more than {MAX_RATIO:g} times the gap of its control")
     if report["largest_gap_s"] > max_gap_s:
         found.append(f"a gap of {report['largest_gap_s']:.2f} s")
     found += [f"{name} ended" for name, size in report["resident_mib"].items() if size == 0.0]
@@ -118,9 +125,13 @@ def carry_out_all(stack: LocalStack, users: HonestUsers, options: argparse.Names
     began = time.monotonic()
     while not reports or time.monotonic() - began < 60.0 * options.minutes:
         for listed in [NOTHING, *generator.sample(chosen, len(chosen))]:
+            control = None
+            if listed.control is not None:
+                control = carry_out(Listed(f"{listed.name}, control", "nobody", listed.control), victim, users)
+                print(f"{control['attack']:48} {control['largest_gap_s']:6.3f} s", flush=True)
             report = carry_out(listed, victim, users)
             report["ended_s"] = time.monotonic() - began
-            report["failures"] = failures_of(report, options.max_gap_s)
+            report["failures"] = failures_of(report, options.max_gap_s, control)
             reports.append(report)
             sizes = " ".join(f"{name} {size:.0f}" for name, size in report["peak_mib"].items())
             verdict = "; ".join(report["failures"]) or "no harm"

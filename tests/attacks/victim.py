@@ -64,20 +64,23 @@ class Listed:
     attacker: str
     """Who can do it: anyone, user, drafter, verifier, gateway or page; see docs/threats.md."""
     run: Attack
+    control: Attack | None = None
+    """Sends as much in an honest form, first: what others wait for then is what the attack is compared with."""
 
 
 _LISTED: list[Listed] = []
 
 
-def attack(attacker: str) -> Callable[[Attack], Attack]:
+def attack(attacker: str, *, control: Attack | None = None) -> Callable[[Attack], Attack]:
     """Puts a function on the list; its name is the attack's. It returns what `judged` does.
 
     Args:
         attacker: see `Listed.attacker`.
+        control: see `Listed.control`.
     """
 
     def list_it(run: Attack) -> Attack:
-        _LISTED.append(Listed(getattr(run, "__name__", "attack"), attacker, run))
+        _LISTED.append(Listed(getattr(run, "__name__", "attack"), attacker, run, control))
         return run
 
     return list_it

@@ -1,10 +1,13 @@
 """Connections of the HTTP edge whose other end does nothing, in this process and without a core."""
 
 import asyncio
+import errno
 import socket
 import ssl
 import threading
 import tomllib
+from asyncio.sslproto import SSLProtocol
+from collections import Counter as Tally
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -16,11 +19,14 @@ import pytest
 import trustme
 from observing import until
 from prometheus_client import CollectorRegistry, Counter
+from structlog.testing import capture_logs
 
 from draftwire.runtime import http_connection, http_server, metrics_endpoint
 from draftwire.runtime.http_connection import Connections, HttpConnection
+from draftwire.runtime.http_parser import MAX_EVENTS, SMALL_CHUNKS, RequestParser
 from draftwire.runtime.http_server import HttpEndpoint, HttpListener
 from draftwire.runtime.metrics_endpoint import metrics_listener
+from draftwire.runtime.process import LostErrors
 from draftwire.runtime.settings import ConnectionSettings, ServerSettings
 from draftwire_gateway.http.streaming import _while_connected
 
@@ -109,6 +115,14 @@ async def answer(raw: socket.socket) -> bytes:
         while not said.endswith(ANSWER_END) and (part := await loop.sock_recv(raw, 2**16)):
             said += part
     return said
+
+
+def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Returns the context of a server, and that of a client who trusts it."""
+    ca, context, trusting = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    ca.issue_cert("localhost").configure_cert(context)
+    ca.configure_trust(trusting)
+    return context, trusting
 
 
 def state_of(listener: HttpListener) -> Connections:
@@ -232,9 +246,7 @@ async def test_who_keeps_the_server_waiting_keeps_nobody_out(begun: Begun) -> No
 
 
 async def test_who_never_shakes_hands_is_counted_and_keeps_nobody_out() -> None:
-    ca, context, trusting = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
-    ca.issue_cert("localhost").configure_cert(context)
-    ca.configure_trust(trusting)
+    context, trusting = contexts()
     endpoint = HttpEndpoint("127.0.0.1", 0, context, max_connections=4)
     async with (
         started(HttpListener(lambda _gate: Endless(), endpoint, ConnectionSettings())) as port,
@@ -288,6 +300,204 @@ async def test_no_more_of_a_body_is_read_than_one_part_until_it_is_asked_for() -
         assert (await asyncio.get_running_loop().sock_recv(raw, 2**16)).startswith(b"HTTP/1.1 404")
     assert (0 < held <= http_connection.READ_BYTES, is_reading) == (True, False)
     assert max(sizes) <= http_connection.READ_BYTES
+
+
+class Refusing:
+    """Answers without reading bodies, unless they are for `/read`."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        """Of the bodies, as far as they were read."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        size, has_more = 0, scope["path"] == "/read"
+        while has_more:
+            message = await receive()
+            size, has_more = size + len(message.get("body", b"")), message.get("more_body", False)
+        self.sizes.append(size)
+        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+TINY = b"1\r\nx\r\n"
+
+
+async def test_no_more_than_one_turn_of_a_body_is_parsed_before_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And its connection ends with the answer, which the client sees, whatever it still sends."""
+    turn, turns, next_event = 0, Tally[int](), RequestParser.next_event
+
+    def counted(parser: RequestParser) -> Any:
+        left = parser.events_left
+        event = next_event(parser)
+        turns[turn] += left - parser.events_left
+        return event
+
+    async def others() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(RequestParser, "next_event", counted)
+    async with listening(Refusing()) as port, connected(port) as raw:
+        working = asyncio.create_task(others())
+        sending = asyncio.create_task(send(raw, CHUNKED + TINY * 300_000))
+        text = await received(raw)
+        await sending
+        working.cancel()
+    assert text.startswith(b"HTTP/1.1 401")
+    assert b"connection: close" in text
+    assert turns.total() == MAX_EVENTS
+
+
+async def test_body_that_is_asked_for_is_parsed_in_many_turns_and_whole() -> None:
+    app = Refusing()
+    body = TINY * (SMALL_CHUNKS - 1) + b"%x\r\n%s\r\n" % (len(PART), PART) * 40 + TINY * 99 + b"0\r\n\r\n"
+    async with listening(app) as port, connected(port) as raw:
+        for _ in range(2):
+            await send(raw, CHUNKED.replace(b"/ ", b"/read ") + body)
+            assert b"connection: close" not in await asyncio.get_running_loop().sock_recv(raw, 2**16)
+    assert app.sizes == [SMALL_CHUNKS - 1 + len(PART) * 40 + 99] * 2
+
+
+async def test_body_of_tiny_chunks_that_is_asked_for_is_refused_and_its_request_ends() -> None:
+    app = Refusing()
+    async with listening(app) as port, connected(port) as raw:
+        sending = asyncio.create_task(send(raw, CHUNKED.replace(b"/ ", b"/read ") + TINY * 300_000))
+        assert (await received(raw)).startswith(b"HTTP/1.1 413")
+        await sending
+        await until(lambda: app.sizes != [], "the request has ended")
+    assert SMALL_CHUNKS - MAX_EVENTS <= app.sizes[0] <= SMALL_CHUNKS
+
+
+async def test_connection_that_ends_before_its_request_is_closed_though_its_client_does_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_connection, "LINGER_SECONDS", 0.3)
+    listener = HttpListener(lambda _gate: Refusing(), HttpEndpoint("127.0.0.1", 0), ConnectionSettings())
+    async with started(listener) as port, connected(port) as raw:
+        await send(raw, CHUNKED)
+        assert (await asyncio.get_running_loop().sock_recv(raw, 2**16)).startswith(b"HTTP/1.1 401")
+        await until(lambda: not state_of(listener).connections, "it is closed")
+    context, trusting = contexts()
+    listener = HttpListener(lambda _gate: Refusing(), HttpEndpoint("127.0.0.1", 0, context), ConnectionSettings())
+    async with started(listener) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting, server_hostname="localhost")
+        writer.write(CHUNKED + TINY)
+        assert (await asyncio.wait_for(reader.read(2**16), 10.0)).startswith(b"HTTP/1.1 401")
+        await until(lambda: not state_of(listener).connections, "over TLS too, which cannot be closed by halves")
+        writer.close()
+
+
+async def test_few_records_of_tls_are_decrypted_at_once_however_small_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    context, trusting = contexts()
+    asked_for, sizes, read = asyncio.Event(), list[int](), SSLProtocol._do_read
+
+    def measured(protocol: SSLProtocol) -> None:
+        sizes.append(protocol._incoming.pending)
+        read(protocol)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asked_for.wait()
+        await Refusing()(scope | {"path": "/read"}, receive, send)
+
+    monkeypatch.setattr(SSLProtocol, "_do_read", measured)
+    endpoint = HttpEndpoint("127.0.0.1", 0, context)
+    async with started(HttpListener(lambda _gate: app, endpoint, ConnectionSettings())) as port, connected(port) as raw:
+        incoming, outgoing, loop = ssl.MemoryBIO(), ssl.MemoryBIO(), asyncio.get_running_loop()
+        client = trusting.wrap_bio(incoming, outgoing, server_hostname="localhost")
+        while True:
+            try:
+                client.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                await send(raw, outgoing.read())
+                incoming.write(await loop.sock_recv(raw, 2**16))
+        client.write(HEAD.replace(b"length: 2", b"length: 2020000"))
+        for _ in range(20_000):
+            client.write(b"x")
+        for _ in range(100):
+            client.write(b"x" * 20_000)
+        sending = asyncio.create_task(send(raw, outgoing.read()))
+        await until(lambda: sum(sizes) > http_connection.TLS_READ_BYTES, "it arrives")
+        await asyncio.sleep(0.05)  # in which more would arrive
+        asked_for.set()
+        await sending
+        while True:
+            try:
+                assert client.read(2**16).startswith(b"HTTP/1.1 401")
+                break
+            except ssl.SSLWantReadError:
+                incoming.write(await asyncio.wait_for(loop.sock_recv(raw, 2**16), 10.0))
+    assert max(sizes) <= 2 * http_connection.TLS_READ_BYTES
+
+
+async def test_requests_behind_each_other_are_all_answered() -> None:
+    app = Refusing()
+    async with listening(app) as port, connected(port) as raw:
+        sending = asyncio.create_task(send(raw, b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 2000))
+        text, loop = b"", asyncio.get_running_loop()
+        async with asyncio.timeout(20.0):
+            while text.count(b"HTTP/1.1 401") < 2000:
+                text += await loop.sock_recv(raw, 2**16)
+        await sending
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n", b"400"),
+        (b"GET /read HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * 200 + b"\r\n", b"431"),
+        (b"no request\r\n\r\n", b"400"),
+    ],
+    ids=["two lengths", "body of GET", "lines", "no request"],
+)
+async def test_request_that_the_parser_refuses_is_answered_and_reaches_no_route(head: bytes, status: bytes) -> None:
+    app = Refusing()
+    async with listening(app) as port, connected(port) as raw:
+        await send(raw, head + b"abc" * 100)
+        text = await received(raw)
+    assert text.startswith(b"HTTP/1.1 " + status)
+    assert b"connection: close" in text
+    assert app.sizes == []
+
+
+async def test_metrics_take_no_bodies() -> None:
+    listener = metrics_listener(CollectorRegistry(), ServerSettings(metrics_port=0), ConnectionSettings())
+    assert listener is not None
+    async with started(listener) as port:
+        for head in (CHUNKED, CHUNKED.replace(b"POST", b"GET"), HEAD):
+            async with connected(port) as raw:
+                await send(raw, head)
+                assert (await received(raw)).startswith(b"HTTP/1.1 413")
+
+
+async def test_server_without_files_fails_seldom_says_so_once_and_goes_on_when_there_are_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures = 0
+
+    def fails(_socket: socket.socket) -> Any:
+        nonlocal failures
+        failures += 1
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async with listening(Refusing()) as port, AsyncExitStack() as opened:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(LostErrors())
+        with capture_logs() as lines, monkeypatch.context() as patched:
+            patched.setattr(socket.socket, "accept", fails)
+            waiting = [await opened.enter_async_context(connected(port)) for _ in range(90)]
+            await until(lambda: failures > http_server.ACCEPTED_IN_A_TURN, "it was tried again")
+        assert failures <= 4 * http_server.ACCEPTED_IN_A_TURN, "and not for each that waits"
+        assert [line["event"] for line in lines] == ["process.open_files_exhausted"]
+        for raw in waiting:
+            await send(raw, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert (await received(raw)).startswith(b"HTTP/1.1 401")
 
 
 async def test_half_of_the_files_that_may_be_open_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,6 +212,9 @@ def test_tokens_change_without_a_restart(rig: Rig) -> None:
     replace_file(path, tokens(dave={}).encode())
     check(rig.client("dave"))
     assert type(refusal(rig.client())) is UnauthenticatedError
+    replace_file(path, tokens(dave={}).encode() + b"expires_at = 2020-01-31T12:00:00Z\n")
+    expired = refusal(rig.client("dave"))
+    assert (type(expired), "has expired" in str(expired)) == (UnauthenticatedError, True)
     replace_file(path, before)
     check(rig.client())
     assert rig.events.count("files.reload_failed") == 1

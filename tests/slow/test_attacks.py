@@ -17,6 +17,7 @@ ATTACKS = (
     "lying_verifier",
     "fresh_identities",
     "silent_http_sockets",
+    "chunks_of_one_byte",
 )
 """One for each kind of hole. `make attacks` carries out all, and bounds gaps by 1 s, which needs a quiet machine."""
 MAX_GAP_S = 4.0

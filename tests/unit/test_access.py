@@ -3,9 +3,11 @@
 import hmac
 import tomllib
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from unittest.mock import Mock
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,9 +17,12 @@ from typer.testing import CliRunner
 from draftwire.cli.__main__ import app
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError
 from draftwire.runtime.addresses import host_of_peer
+from draftwire.runtime.status import status_of
 from draftwire_gateway.auth import access as access_module
-from draftwire_gateway.auth.access import MESSAGE, Access, Caller, payer
+from draftwire_gateway.auth.access import EXPIRED, MESSAGE, Access, Caller, payer
 from draftwire_gateway.auth.tokens import TokenEntry, digest_of, new_token, parse_tokens
+from draftwire_gateway.http.error_bodies import body_of
+from draftwire_gateway.http.error_bodies import status_of as http_status_of
 
 ALICE, BOB = "alice's token", "bob's token"
 
@@ -228,6 +233,10 @@ def test_no_caller_gets_more_than_its_rate_but_for_one_request(steps: list[tuple
         (f"[[token]]\nname = 'a'\nsha256 = '{'0' * 64}'\nmax_sessions = 0", "max_sessions of a"),
         (f"[[token]]\nname = 'a'\nsha256 = '{'0' * 64}'\nmax_sessions = true", "max_sessions of a"),
         (f"[[token]]\nname = 'a'\nsha256 = '{'0' * 64}'\nmax_tokens_per_minute = 1.5", "max_tokens_per_minute of a"),
+        *(
+            (f"[[token]]\nname = 'a'\nsha256 = '{'0' * 64}'\nexpires_at = {time}", "expires_at of a")
+            for time in ("2027-01-31T12:00:00", "2027-01-31", "12:00:00", "1800000000", "'soon'", "''", "'2027-01-31'")
+        ),
         (f"[[token]]\nname = 'a'\nsha256 = '{'0' * 64}'\n" * 2, "same name"),
         (f"[[token]]\nname = 'a'\nsha256 = '{'0' * 64}'\n[[token]]\nname = 'b'\nsha256 = '{'0' * 64}'", "same sha256"),
     ],
@@ -289,6 +298,53 @@ def test_what_is_used_and_what_runs_outlives_a_change_of_the_limits(path: Path, 
     assert "50 tokens" in str(refused(changed("a new token", max_tokens_per_minute=50)))
 
 
+# Expiry
+
+
+@pytest.mark.parametrize(
+    "time", ["2027-01-31T12:00:00Z", "2027-01-31T14:00:00+02:00", "'2027-01-31T12:00:00Z'", "2027-01-31 06:30:00-05:30"]
+)
+def test_token_is_refused_from_its_expiry_on_and_its_holder_hears_why(path: Path, time: str) -> None:
+    calendar = Clock()
+    path.write_text(TokenEntry("alice", digest_of(ALICE)).to_toml() + f"expires_at = {time}\n")
+    access = Access(path, calendar=calendar)
+    calendar.now = datetime(2027, 1, 31, 12, tzinfo=UTC).timestamp() - 1.0
+    caller = access.authenticate(bearer(ALICE))
+    with caller.request():
+        calendar.now += 1.0
+        with pytest.raises(UnauthenticatedError) as refused:
+            access.authenticate(bearer(ALICE))
+        assert str(refused.value) == EXPIRED
+        caller.charge(1)  # what runs goes on, as with a token that is gone
+    for authorization in (None, bearer(BOB), f"Basic {ALICE}"):
+        with pytest.raises(UnauthenticatedError) as refused:
+            access.authenticate(authorization)
+        assert str(refused.value) == MESSAGE
+    path.write_text(TokenEntry("alice", digest_of(ALICE)).to_toml())
+    assert access.authenticate(bearer(ALICE)) is caller, "the file gave it more time"
+
+
+def test_file_with_an_expiry_that_is_none_keeps_the_old_tokens(path: Path) -> None:
+    access = Access(path)
+    path.write_text(path.read_text() + "expires_at = 2020-01-31T12:00:00\n")
+    with capture_logs() as lines:
+        assert access.authenticate(bearer(BOB)).name == "bob"
+    assert [line["event"] for line in lines] == ["files.reload_failed"]
+    assert "expires_at of bob" in lines[0]["reason"]
+
+
+def test_expired_token_is_answered_as_an_unknown_one(path: Path) -> None:
+    path.write_text(path.read_text() + "expires_at = 2020-01-31T12:00:00Z\n")
+    with capture_logs() as lines:
+        access = Access(path)
+    assert lines == [{"event": "gateway.tokens_loaded", "log_level": "info", "num_tokens": 2, "num_expired": 1}]
+    with pytest.raises(UnauthenticatedError) as refused:
+        access.authenticate(bearer(BOB))
+    assert http_status_of(refused.value) == 401
+    assert status_of(refused.value) == (grpc.StatusCode.UNAUTHENTICATED, EXPIRED)
+    assert EXPIRED in body_of(refused.value).decode()
+
+
 # The command
 
 
@@ -300,10 +356,12 @@ def test_new_tokens_are_long_and_never_the_same() -> None:
 
 def test_command_prints_a_token_and_an_entry_that_lets_it_in(tmp_path: Path) -> None:
     arguments = ["token", "alice", "--max-sessions", "4", "--max-tokens-per-minute", "60000"]
+    arguments += ["--expires-at", "2127-01-31T12:00:00Z"]
+    expires_at = datetime(2127, 1, 31, 12, tzinfo=UTC)
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0
     token = result.stderr.strip()
-    assert parse_tokens(result.stdout) == (TokenEntry("alice", digest_of(token), 4, 60000),)
+    assert parse_tokens(result.stdout) == (TokenEntry("alice", digest_of(token), 4, 60000, expires_at),)
     assert token not in result.stdout
     path = tmp_path / "tokens.toml"
     path.write_text(result.stdout + CliRunner().invoke(app, ["token", "bob"]).stdout)
@@ -311,7 +369,8 @@ def test_command_prints_a_token_and_an_entry_that_lets_it_in(tmp_path: Path) -> 
     assert [entry["name"] for entry in tomllib.loads(path.read_text())["token"]] == ["alice", "bob"]
 
 
-def test_command_refuses_a_name_that_the_file_could_not_hold() -> None:
-    result = CliRunner().invoke(app, ["token", 'a"b'])
-    assert isinstance(result.exception, InvalidRequestError)
-    assert result.stdout == ""
+def test_command_refuses_what_the_file_could_not_hold() -> None:
+    for arguments in (['a"b'], ["a", "--expires-at", "tomorrow"], ["a", "--expires-at", "2127-01-31T12:00:00"]):
+        result = CliRunner().invoke(app, ["token", *arguments])
+        assert isinstance(result.exception, InvalidRequestError)
+        assert result.stdout == ""

@@ -1,6 +1,7 @@
 """How a service's process ends, and what it says of it."""
 
 import asyncio
+import errno
 import gc
 import os
 import resource
@@ -12,9 +13,9 @@ from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
 from draftwire.errors import UnavailableError
-from draftwire.runtime import process
 from draftwire.runtime.metrics import ServiceMetrics
-from draftwire.runtime.process import OPEN_FILES, run_service
+from draftwire.runtime.open_files import OPEN_FILES, OpenFilesLog, allow_open_files
+from draftwire.runtime.process import run_service
 from draftwire.runtime.service import Service
 from draftwire.runtime.settings import ConnectionSettings, ServerSettings
 
@@ -130,21 +131,38 @@ async def test_work_that_ends_by_itself_ends_the_service() -> None:
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "raised"),
+    ("soft", "hard", "raised", "is_low"),
     [
-        (1024, 2**20, OPEN_FILES),
-        (1024, 4096, 4096),
-        (1024, resource.RLIM_INFINITY, OPEN_FILES),
-        (2**20, 2**20, None),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+        (1024, 2**20, OPEN_FILES, False),
+        (1024, 4096, 4096, True),
+        (4096, 4096, None, True),
+        (1024, resource.RLIM_INFINITY, OPEN_FILES, False),
+        (2**20, 2**20, None, False),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, False),
     ],
 )
 def test_as_many_files_may_be_open_as_connections_are_accepted(
-    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None, is_low: bool
 ) -> None:
     """As far as the process may raise it: else callers who say nothing take what the service itself needs."""
     made: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: made.append(limits))
-    process._allow_open_files()
+    with capture_logs() as lines:
+        allow_open_files()
     assert made == ([] if raised is None else [(raised, hard)])
+    assert events_of(lines) == ["process.open_files_limited"] * is_low
+
+
+def test_files_that_cannot_be_opened_are_logged_once_a_minute() -> None:
+    now = 0.0
+    open_files_log = OpenFilesLog(lambda: now)
+    counts: list[int] = []
+    for _ in range(600):
+        with capture_logs() as lines:
+            assert open_files_log.takes(OSError(errno.EMFILE, "too many"))
+        counts += [line["num_failures"] for line in lines]
+        now += 0.2
+    assert counts == [1, 300]
+    assert not open_files_log.takes(OSError(errno.EPIPE, "broken"))
+    assert not open_files_log.takes(None)

@@ -16,7 +16,10 @@ from draftwire_gateway.auth.tokens import TokenEntry, digest_of, parse_tokens
 log = structlog.get_logger()
 
 MESSAGE = "a bearer token is needed that is good here: authorization: Bearer <token>"
-"""Message of every authentication failure, so that it does not reveal the reason."""
+"""Message of every authentication failure but one, so that it does not reveal the reason."""
+
+EXPIRED = "the bearer token has expired: a new one is needed"
+"""Message for who shows a token that was good here, and so may learn it."""
 
 API_KEY_NAME = "api-key"
 """Name of the holder of the only token."""
@@ -117,18 +120,27 @@ class Access:
     All methods run on the event loop.
     """
 
-    def __init__(self, tokens_file: Path | None, clock: Clock = time.monotonic, *, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        tokens_file: Path | None,
+        clock: Clock = time.monotonic,
+        *,
+        api_key: str | None = None,
+        calendar: Clock = time.time,
+    ) -> None:
         """Reads the file.
 
         Args:
             tokens_file: see `draftwire_gateway.auth.tokens`; None accepts every caller who shows `api_key`.
             clock: seconds.
             api_key: the only token, without limits; None accepts every caller if there is no file.
+            calendar: seconds since 1970, by which tokens expire.
 
         Raises:
             InvalidRequestError: the file is invalid; the message names the file and the fault.
         """
         self._clock = clock
+        self._calendar = calendar
         self._everybody = Caller(None, clock)
         self._callers: dict[str, Caller] = {}
         self._entries: tuple[TokenEntry, ...] = ()
@@ -146,7 +158,7 @@ class Access:
             authorization: the authorization header; None if it is missing or repeated.
 
         Raises:
-            UnauthenticatedError: the header holds no valid token.
+            UnauthenticatedError: the header holds no valid token, or one that has expired.
         """
         if self._file is not None:
             entries = self._file.current()
@@ -162,6 +174,8 @@ class Access:
                 found = entry
         if found is None or scheme.lower() != "bearer":
             raise UnauthenticatedError(MESSAGE)
+        if found.has_expired(self._calendar()):
+            raise UnauthenticatedError(EXPIRED)
         return self._callers[found.name]
 
     def _load(self, entries: tuple[TokenEntry, ...]) -> None:
@@ -170,7 +184,8 @@ class Access:
         for entry in entries:
             callers[entry.name].entry = entry
         self._callers, self._entries = callers, entries
-        log.info("gateway.tokens_loaded", num_tokens=len(entries))
+        num_expired = sum(entry.has_expired(self._calendar()) for entry in entries)
+        log.info("gateway.tokens_loaded", num_tokens=len(entries), num_expired=num_expired)
 
 
 def _read(path: Path) -> tuple[TokenEntry, ...]:

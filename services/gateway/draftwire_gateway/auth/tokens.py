@@ -5,6 +5,7 @@ import re
 import secrets
 import tomllib
 from dataclasses import dataclass, fields
+from datetime import datetime
 from typing import Any
 
 from draftwire.errors import InvalidRequestError
@@ -28,6 +29,8 @@ class TokenEntry:
     """Requests that may run at once, each choice counted."""
     max_tokens_per_minute: int | None = None
     """Generated tokens, on average over a minute."""
+    expires_at: datetime | None = None
+    """When the token is refused from, with an offset from UTC; None is never."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and _NAME.fullmatch(self.name)):
@@ -38,12 +41,22 @@ class TokenEntry:
             value = getattr(self, limit)
             if value is not None and not (type(value) is int and value >= 1):
                 raise InvalidRequestError(f"{limit} of {self.name} must be at least 1")
+        expires_at = self.expires_at
+        if expires_at is not None and (not isinstance(expires_at, datetime) or expires_at.utcoffset() is None):
+            raise InvalidRequestError(
+                f"expires_at of {self.name} must be a date and time with an offset, such as 2027-01-31T12:00:00Z"
+            )
+
+    def has_expired(self, now: float) -> bool:
+        """Returns whether the token is refused at a time, seconds since 1970."""
+        return self.expires_at is not None and now >= self.expires_at.timestamp()
 
     def to_toml(self) -> str:
         """Returns the entry in the format of the file."""
         limits = {"max_sessions": self.max_sessions, "max_tokens_per_minute": self.max_tokens_per_minute}
         set_limits = [f"{name} = {limit}" for name, limit in limits.items() if limit is not None]
-        lines = ["[[token]]", f'name = "{self.name}"', f'sha256 = "{self.sha256}"', *set_limits]
+        expiry = [f"expires_at = {self.expires_at.isoformat()}"] if self.expires_at is not None else []
+        lines = ["[[token]]", f'name = "{self.name}"', f'sha256 = "{self.sha256}"', *set_limits, *expiry]
         return "\n".join(lines) + "\n"
 
 
@@ -84,4 +97,12 @@ def _entry(table: dict[str, Any]) -> TokenEntry:
     if unknown or missing:
         fault = f"unknown key {unknown[0]}" if unknown else f"no {missing[0]}"
         raise InvalidRequestError(f"a [[token]] entry has {fault}; known: {', '.join(sorted(known))}")
-    return TokenEntry(**table)
+    return TokenEntry(**table | {"expires_at": read_time(table.get("expires_at"))})
+
+
+def read_time(value: Any) -> Any:
+    """Returns the date and time that a text has in the form of RFC 3339. What is none stays as it is."""
+    try:
+        return datetime.fromisoformat(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
