@@ -9,7 +9,6 @@ from enum import Enum
 from typing import Any
 
 from session_specs import FACTS
-from virtual_time import in_virtual_time, now, run, timed  # noqa: F401
 
 from draftwire.errors import UnavailableError
 from draftwire.method.rounds import (

@@ -5,17 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway_fakes import (
-    PROMPT,
-    STORY,
-    FakeDrafter,
-    FakeTarget,
-    collect,
-    describe,
-    make_generation,
-    run,
-)
+from gateway_fakes import PROMPT, STORY, FakeDrafter, FakeTarget, collect, describe, make_generation
 from gateway_fakes import make_loop as make_fake_loop
+from virtual_time import run
 
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.parameters import SamplingParams

@@ -6,8 +6,9 @@ from unittest.mock import AsyncMock, MagicMock, patch
 
 import grpc
 import pytest
-from gateway_fakes import describe, in_virtual_time, now
+from gateway_fakes import describe
 from grpc_health.v1 import health_pb2
+from virtual_time import in_virtual_time, now
 
 from draftwire.errors import UnavailableError
 from draftwire.runtime.settings import ConnectionSettings

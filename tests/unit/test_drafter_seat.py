@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from gateway_fakes import GONE, PROMPT, STORY, FakeDrafter, FakePeers, FakeTarget, in_virtual_time, make_generation, now
+from gateway_fakes import GONE, PROMPT, STORY, FakeDrafter, FakePeers, FakeTarget, make_generation
+from virtual_time import in_virtual_time, now
 
 from benchmarks.pair_simulation import round_times
 from draftwire.errors import NoRoomError

@@ -3,17 +3,9 @@
 from typing import Any
 
 import pytest
-from gateway_fakes import (
-    PROMPT,
-    FakeDrafter,
-    FakePeers,
-    FakeTarget,
-    LetterTokenizer,
-    describe,
-    in_virtual_time,
-    make_generation,
-)
+from gateway_fakes import PROMPT, FakeDrafter, FakePeers, FakeTarget, LetterTokenizer, describe, make_generation
 from session_specs import FACTS
+from virtual_time import in_virtual_time
 
 from draftwire.requests.parameters import SamplingParams
 from draftwire.v1 import gateway_pb2

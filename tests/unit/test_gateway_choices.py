@@ -20,12 +20,10 @@ from gateway_fakes import (
     Fate,
     LetterTokenizer,
     describe,
-    in_virtual_time,
     make_generation,
-    now,
-    run,
     text_of,
 )
+from virtual_time import in_virtual_time, now, run
 
 from draftwire.errors import CompletionInterruptedError, InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.method.rounds import TargetSessionSpec

@@ -23,17 +23,14 @@ from gateway_fakes import (
     Result,
     TargetSession,
     collect,
-    in_virtual_time,
     make_loop,
-    now,
     refuse,
-    run,
     text_of,
-    timed,
     whole_story,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import in_virtual_time, now, run, timed
 
 from draftwire.errors import (
     CompletionInterruptedError,

@@ -14,12 +14,12 @@ from gateway_fakes import (
     Result,
     collect,
     make_loop,
-    run,
     said_of,
     text_of,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import run
 
 from draftwire.errors import CompletionInterruptedError
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob

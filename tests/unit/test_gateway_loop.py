@@ -16,15 +16,14 @@ from gateway_fakes import (
     FakeTarget,
     Result,
     collect,
-    in_virtual_time,
     make_loop,
     refuse,
-    run,
     text_of,
     whole_story,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import in_virtual_time, run
 
 from draftwire.errors import (
     ModelMismatchError,

@@ -5,21 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_fakes import (
-    PROMPT,
-    STOP_TOKEN,
-    STORY,
-    FakeDrafter,
-    FakeTarget,
-    Result,
-    collect,
-    make_loop,
-    run,
-    text_of,
-)
+from gateway_fakes import PROMPT, STOP_TOKEN, STORY, FakeDrafter, FakeTarget, Result, collect, make_loop, text_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from virtual_time import run
 
 from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.committed_text import FinishReason

@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway_fakes import GONE, FakeDrafter, FakeTarget, collect, in_virtual_time, make_generation, make_loop
+from gateway_fakes import GONE, FakeDrafter, FakeTarget, collect, make_generation, make_loop
 from test_drafter_seat import Seating, seating
+from virtual_time import in_virtual_time
 
 from benchmarks.pair_simulation import round_times
 from draftwire.drafting.heads.head_names import HEAD_NAMES

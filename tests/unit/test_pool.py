@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway_fakes import describe, in_virtual_time, now, run, timed
+from gateway_fakes import describe
 from link_fakes import FakeLink, FakePeer, ListedSource
 from structlog.testing import capture_logs
+from virtual_time import in_virtual_time, now, run, timed
 
 from draftwire.errors import InvalidRequestError, ModelMismatchError, UnavailableError
 from draftwire.requests.rules import RuleFacts

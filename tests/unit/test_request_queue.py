@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 from itertools import pairwise
 
 import pytest
-from gateway_fakes import in_virtual_time
+from virtual_time import in_virtual_time
 
 from draftwire.errors import NoRoomError
 from draftwire_gateway.request_queue import QueuePlace, RequestQueue

@@ -7,9 +7,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from gateway_fakes import describe, in_virtual_time
+from gateway_fakes import describe
 from link_fakes import FakeLink, FakePeer
 from structlog.testing import capture_logs
+from virtual_time import in_virtual_time
 
 from draftwire.errors import ModelMismatchError
 from draftwire_gateway.metrics import GatewayMetrics

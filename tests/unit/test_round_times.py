@@ -5,9 +5,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from gateway_fakes import FakeDrafter, FakeTarget, Fate, collect, make_loop, run
+from gateway_fakes import FakeDrafter, FakeTarget, Fate, collect, make_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import run
 
 from draftwire.method.rounds import DraftTimings, Fence, Verdict
 from draftwire.method.token_source import TokenSource

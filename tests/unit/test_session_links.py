@@ -7,7 +7,8 @@ from typing import Any
 from unittest.mock import AsyncMock, MagicMock, patch
 
 import pytest
-from gateway_fakes import FakeTarget, collect, describe, in_virtual_time, make_loop
+from gateway_fakes import FakeTarget, collect, describe, make_loop
+from virtual_time import in_virtual_time
 
 from draftwire.errors import InvalidRequestError, ProtocolViolationError
 from draftwire.method.rounds import BlockSent

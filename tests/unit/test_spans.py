@@ -10,10 +10,11 @@ from typing import Any
 from unittest.mock import ANY, AsyncMock, Mock
 
 import pytest
-from gateway_fakes import FakeDrafter, FakeTarget, Fate, collect, make_loop, run
+from gateway_fakes import FakeDrafter, FakeTarget, Fate, collect, make_loop
 from observing import until
 from opentelemetry.trace import SpanContext
 from session_specs import draft_spec, target_spec
+from virtual_time import run
 
 from draftwire.errors import UnavailableError
 from draftwire.method.encoding import DraftDistributions

@@ -6,10 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import every
-from gateway_fakes import LETTERS, STOP_TOKEN, STORY, FakeDrafter, FakeTarget, LetterTokenizer, make_loop, run
+from gateway_fakes import LETTERS, STOP_TOKEN, STORY, FakeDrafter, FakeTarget, LetterTokenizer, make_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_verifier_scheduler import complete, first_fence, make_block, make_scheduler, make_spec, next_step, offer
+from virtual_time import run
 
 from draftwire.method.encoding import DenseProbs, Supports, log_probs
 from draftwire.method.quantization import Encoding

@@ -7,8 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from gateway_fakes import GONE, PROMPT, STORY, FakePeers, FakeTarget, in_virtual_time, make_generation, now
+from gateway_fakes import GONE, PROMPT, STORY, FakePeers, FakeTarget, make_generation
 from session_specs import FACTS
+from virtual_time import in_virtual_time, now
 
 from draftwire.errors import CompletionInterruptedError, InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.method.rounds import TargetSessionSpec, Verdict
