@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from session_specs import FACTS
+from virtual_time import now, run
 
 from draftwire.errors import UnavailableError
 from draftwire.method.rounds import (
