@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.lark_extensions import find_extension
 from draftwire.requests.schema_intersections import MAX_INTERSECTION, intersection_size
-from draftwire.requests.structured_output import MAX_PLACE_S, Form, StructuredOutput
+from draftwire.requests.structured_output import MASKS_PER_TOKEN_S, MAX_PLACE_S, Form, StructuredOutput
 from draftwire.requests.tool_calls import ToolCallForm, grammar_of
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ unknown ones."""
 MAX_REASON = 160
 """Limit on the characters of the library's error messages that are shown: they may quote the form."""
 
-TOO_COSTLY_MASKS = "the form costs too much to follow: its masks take more than a millisecond of CPU time on average"
+TOO_COSTLY = "the form costs too much to follow"
+TOO_COSTLY_MASKS = f"{TOO_COSTLY}: its masks take more than a millisecond of CPU time on average"
 NO_TOKEN = "no token of the model continues a text of this form"
 TOO_MANY_MEET = (
     "the lengths of the patterns and formats that one string has to match at once (by allOf, $ref or a format), "
@@ -96,6 +97,10 @@ TOO_MANY_MEET = (
 MAX_TEXT_S = 5.0
 """Limit on the CPU time of following a text of any length, seconds: one that is resumed, moved, or begun anew after a
 failure. Usual forms take a second for 30,000 tokens."""
+MAX_TEXT_MASKS_PER_TOKEN_S = 4 * MASKS_PER_TOKEN_S
+"""CPU time that the masks of a text may take for each of its tokens, seconds, drafts that were rejected not counted."""
+TEXT_MASKS_CREDIT_S = 0.1
+"""What they may take beside, so that no text ends for a few slow masks."""
 TRIAL_TOKENS = 200
 """Tokens of the random texts along which a form is tried."""
 TRIAL_S = 0.2
@@ -166,6 +171,16 @@ class Automaton:
             if token < 8 * len(possible):
                 self._stops[token >> 3] |= 1 << (token & 7)
         self._consumed: list[int] = []
+        self._reached_s = [0.0]
+        """CPU time of the text up to each place, without the mask there: after none of the tokens, the first, ..."""
+        self._spent_s = [0.0]
+        """The same with the mask there, if there was one."""
+        self._untaken_s = 0.0
+
+    def take_cpu_s(self) -> float:
+        """Returns the CPU time of all calls since the last call of this, drafts that were rejected included."""
+        untaken_s, self._untaken_s = self._untaken_s, 0.0
+        return untaken_s
 
     def masks(self, generated_ids: Sequence[int], draft_tokens: Sequence[int] = ()) -> NDArray[np.uint8]:
         """Returns the masks before each draft token and after the last.
@@ -265,12 +280,16 @@ class Automaton:
         return None if token in self._stop_token_ids else token
 
     def _masks(self, generated_ids: Sequence[int], draft_tokens: Sequence[int], first_place: int) -> NDArray[np.uint8]:
+        started = time.thread_time()
         try:
             return self._followed(generated_ids, draft_tokens, first_place)
         except InvalidRequestError:
             if self._matcher.is_error():
-                self._matcher, self._consumed = self._make(), []
+                self._matcher = self._make()
+                self._forget_after(0)
             raise
+        finally:
+            self._untaken_s += time.thread_time() - started
 
     def _followed(
         self, generated_ids: Sequence[int], draft_tokens: Sequence[int], first_place: int
@@ -300,7 +319,7 @@ class Automaton:
         kept = num_alike(self._consumed, ids)
         if kept < len(self._consumed):
             self._matcher.rollback(len(self._consumed) - kept)
-            del self._consumed[kept:]
+            self._forget_after(kept)
         for token in ids[len(self._consumed) :]:
             if token in self._stop_token_ids and self._matcher.is_accepting():
                 return False
@@ -315,15 +334,29 @@ class Automaton:
         # The matcher handles only some stop tokens, and an unknown id puts it in a permanent error state.
         if token in self._stop_token_ids or token >= self._vocab_size:
             return False
+        started = time.thread_time()
         is_taken = self._matcher.try_consume_tokens([token]) == 1
         if is_taken:
             self._consumed.append(token)
+            reached_s = self._spent_s[-1] + time.thread_time() - started
+            self._reached_s.append(reached_s)
+            self._spent_s.append(reached_s)
         return is_taken
 
+    def _forget_after(self, num_tokens: int) -> None:
+        """Drops what is known of the text after so many tokens."""
+        del self._consumed[num_tokens:], self._reached_s[num_tokens + 1 :], self._spent_s[num_tokens + 1 :]
+
     def _fill(self, row: NDArray[np.uint8]) -> None:
-        """Writes the mask of the current position."""
+        """Writes the mask of the current position. The text fails here if its masks have cost too much up to here: a
+        property of this text, as in plain decoding, whatever else was drafted and rejected.
+        """
+        started = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._check()
+        self._spent_s[-1] = max(self._spent_s[-1], self._reached_s[-1] + time.thread_time() - started)
+        if self._spent_s[-1] > TEXT_MASKS_CREDIT_S + MAX_TEXT_MASKS_PER_TOKEN_S * len(self._consumed):
+            raise InvalidRequestError(f"structured_output: {TOO_COSTLY}")
         row &= self._possible
         if not row.any():
             raise InvalidRequestError(f"structured_output: {NO_TOKEN}")
@@ -420,6 +453,7 @@ class FormCompiler:
         automaton = self._automaton(form.matcher)
         if generated_ids:
             automaton.masks(generated_ids)
+            automaton.take_cpu_s()  # nobody has to pay for a text that is moved
         return automaton
 
     def _automaton(self, make: Callable[[], LLMatcher]) -> Automaton:
@@ -510,7 +544,7 @@ def num_alike(known: list[int], ids: list[int]) -> int:
 
 def _check_time(until: float) -> None:
     if time.thread_time() > until:
-        raise InvalidRequestError("structured_output: the form costs too much to follow")
+        raise InvalidRequestError(f"structured_output: {TOO_COSTLY}")
 
 
 def _literal(text: str) -> str:

@@ -124,6 +124,10 @@ class FormSandbox:
             raise InvalidRequestError(cost.reason)
         return cost
 
+    def charge(self, caller: str, cpu_s: float) -> None:
+        """Makes a caller pay for CPU time that a form of its has taken elsewhere; nothing if it is not positive."""
+        self._charge(caller, cpu_s)
+
     def stop(self) -> None:
         """Ends the process, with all that it compiles. Forms that wait are refused, and all that follow."""
         self._is_stopped = True

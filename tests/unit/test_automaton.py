@@ -19,6 +19,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.automaton import (
+    MAX_TEXT_MASKS_PER_TOKEN_S,
+    TEXT_MASKS_CREDIT_S,
     TRIAL_TOKENS,
     Automaton,
     FormCompiler,
@@ -382,7 +384,68 @@ def test_texts_that_a_form_is_tried_with_are_the_same_each_time_and_some_end_ear
     assert not any(STOP in ids for ids in tried[0])
 
 
-def test_draft_that_leads_where_the_form_costs_too_much_is_no_fault_before_that_place(compiler: FormCompiler) -> None:
+class Ticking:
+    """CPU time in which each thing that is measured takes a tick."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.tick_s = 0.0, 0.0
+        monkeypatch.setattr("draftwire.requests.automaton.time", self)
+
+    def thread_time(self) -> float:
+        self.now += self.tick_s
+        return self.now
+
+
+def test_text_ends_where_its_masks_cost_too_much_together_whatever_was_rejected(
+    compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token and its mask take two ticks. No call takes longer than its places may."""
+    cpu = Ticking(monkeypatch)
+    rejected, accepted = (AutoTokenizer.from_pretrained(EMBEDDED).convert_tokens_to_ids(one) for one in "ba")
+
+    def length_of_text(tick_s: float, draft: list[int]) -> int:
+        """Returns after how many tokens a text ends, at most 150, if so much is drafted and rejected at each."""
+        cpu.tick_s = tick_s
+        automaton = compiler.compile(StructuredOutput.regex("[ab]*"))
+        for length in range(150):
+            try:
+                masks = automaton.along([accepted] * length, draft)
+            except InvalidRequestError:
+                return length
+            if draft == [accepted] and masks.fault is not None:
+                assert masks.num_places == 1
+                return length + 1
+        return 150
+
+    slow_s = 0.8 * MAX_TEXT_MASKS_PER_TOKEN_S
+    length = length_of_text(slow_s, [])
+    assert length == pytest.approx(TEXT_MASKS_CREDIT_S / (2 * slow_s - MAX_TEXT_MASKS_PER_TOKEN_S), abs=2)
+    assert length_of_text(slow_s, [rejected] * 4) == length
+    assert length_of_text(slow_s, [accepted]) == length, "as a draft, too, and only if it is accepted"
+    assert length_of_text(slow_s / 2, [rejected] * 4) == 150
+
+
+def test_cpu_time_of_masks_is_taken_once_and_that_of_a_text_that_is_moved_is_nobodys(
+    compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    letter = next(token for token in ids_of(compiler.compile(FORMS["any JSON"]).masks(())[0]) if token != STOP)
+    cpu = Ticking(monkeypatch)
+    cpu.tick_s = 1e-4
+    automaton = compiler.compile(FORMS["any JSON"], [letter])
+    assert automaton.take_cpu_s() == 0.0
+    automaton.along([letter], [])
+    assert 0.0 < automaton.take_cpu_s() < 0.01
+    assert automaton.take_cpu_s() == 0.0
+    with pytest.raises(InvalidRequestError):
+        automaton.masks([STOP])
+    assert automaton.take_cpu_s() > 0.0, "failing takes time, too"
+
+
+def test_draft_that_leads_where_the_form_costs_too_much_is_no_fault_before_that_place(
+    compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the parser's own limits, which do not depend on the machine."""
+    monkeypatch.setattr("draftwire.requests.automaton.TEXT_MASKS_CREDIT_S", 100.0)
     automaton = compiler.compile(StructuredOutput.grammar('start: s\ns: "a" s s | "a" | '))
     letter = next(token for token in ids_of(automaton.masks(())[0]) if token != STOP)
     for length in range(400):
