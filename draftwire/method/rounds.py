@@ -215,6 +215,8 @@ class Verdict:
     """Size of the blocks that are held for coming rounds."""
     draft_depth: int = 0
     """Draft tokens on the longest path of the token tree that was judged; 0 if it was none."""
+    mask_us: int = 0
+    """CPU time of the masks of the session's form, those of rejected draft tokens included; 0 without a form."""
 
     @property
     def num_draft_positions(self) -> int:

@@ -5,6 +5,7 @@ nothing but the form, the tokenizer and the generated tokens before its position
 """
 
 import json
+import random
 import re
 import threading
 import time
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.lark_extensions import find_extension
 from draftwire.requests.schema_intersections import MAX_INTERSECTION, intersection_size
-from draftwire.requests.structured_output import MAX_PLACE_S, Form, StructuredOutput
+from draftwire.requests.structured_output import MASKS_PER_TOKEN_S, MAX_PLACE_S, Form, StructuredOutput
 from draftwire.requests.tool_calls import ToolCallForm, grammar_of
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ unknown ones."""
 MAX_REASON = 160
 """Limit on the characters of the library's error messages that are shown: they may quote the form."""
 
+TOO_COSTLY = "the form costs too much to follow"
+TOO_COSTLY_MASKS = f"{TOO_COSTLY}: its masks take more than a millisecond of CPU time on average"
 NO_TOKEN = "no token of the model continues a text of this form"
 TOO_MANY_MEET = (
     "the lengths of the patterns and formats that one string has to match at once (by allOf, $ref or a format), "
@@ -94,10 +97,23 @@ TOO_MANY_MEET = (
 MAX_TEXT_S = 5.0
 """Limit on the CPU time of following a text of any length, seconds: one that is resumed, moved, or begun anew after a
 failure. Usual forms take a second for 30,000 tokens."""
+MAX_TEXT_MASKS_PER_TOKEN_S = 4 * MASKS_PER_TOKEN_S
+"""CPU time that the masks of a text may take for each of its tokens, seconds, drafts that were rejected not counted."""
+TEXT_MASKS_CREDIT_S = 0.1
+"""What they may take beside, so that no text ends for a few slow masks."""
+TRIAL_TOKENS = 200
+"""Tokens of the random texts along which a form is tried."""
+TRIAL_S = 0.2
+"""Limit on the CPU time of the masks of a trial, seconds: a millisecond for each. Usual ones take 20 µs, the costliest
+of honest forms 500 with a vocabulary of 65,000 tokens; those of ambiguous grammars take 3,000 to 9,000."""
 
 
 def _limits() -> LLParserLimits:
-    """Returns the resource limits of a form: a tenth to a half of the library's defaults."""
+    """Returns the resource limits of a form: a tenth to a half of the library's defaults.
+
+    Items per step say little of what a mask costs. Objects with 100 optional properties need 4,000 of them for masks of
+    50 µs, and ambiguous grammars take 3 ms with 3,000: time tells them apart, see `check_mask_costs`.
+    """
     return LLParserLimits(
         max_items_in_row=500,
         initial_lexer_fuel=500_000,
@@ -150,7 +166,21 @@ class Automaton:
         self._possible = possible
         self._vocab_size = int(np.unpackbits(possible).sum())
         self._stop_token_ids = stop_token_ids
+        self._stops = np.zeros_like(possible)
+        for token in stop_token_ids:
+            if token < 8 * len(possible):
+                self._stops[token >> 3] |= 1 << (token & 7)
         self._consumed: list[int] = []
+        self._reached_s = [0.0]
+        """CPU time of the text up to each place, without the mask there: after none of the tokens, the first, ..."""
+        self._spent_s = [0.0]
+        """The same with the mask there, if there was one."""
+        self._untaken_s = 0.0
+
+    def take_cpu_s(self) -> float:
+        """Returns the CPU time of all calls since the last call of this, drafts that were rejected included."""
+        untaken_s, self._untaken_s = self._untaken_s, 0.0
+        return untaken_s
 
     def masks(self, generated_ids: Sequence[int], draft_tokens: Sequence[int] = ()) -> NDArray[np.uint8]:
         """Returns the masks before each draft token and after the last.
@@ -233,13 +263,33 @@ class Automaton:
         """Returns the last row of `masks`, `[1, bytes]`, without computing the others."""
         return self._masks(generated_ids, draft_tokens, first_place=len(draft_tokens))[-1:]
 
+    def random_token(self, mask: NDArray[np.uint8], generator: random.Random, *, avoids_end: bool) -> int | None:
+        """Returns a random token of a mask, or None for the end of the text.
+
+        Args:
+            mask: `[bytes]`, one of `masks`.
+            generator: draws the token: first a byte of the mask, which takes no time with large vocabularies.
+            avoids_end: whether the text ends only where nothing else is possible.
+        """
+        mask = mask & ~self._stops if avoids_end else mask
+        occupied = np.flatnonzero(mask)
+        if not len(occupied):
+            return None
+        byte = int(occupied[generator.randrange(len(occupied))])
+        token = 8 * byte + generator.choice([bit for bit in range(8) if mask[byte] >> bit & 1])
+        return None if token in self._stop_token_ids else token
+
     def _masks(self, generated_ids: Sequence[int], draft_tokens: Sequence[int], first_place: int) -> NDArray[np.uint8]:
+        started = time.thread_time()
         try:
             return self._followed(generated_ids, draft_tokens, first_place)
         except InvalidRequestError:
             if self._matcher.is_error():
-                self._matcher, self._consumed = self._make(), []
+                self._matcher = self._make()
+                self._forget_after(0)
             raise
+        finally:
+            self._untaken_s += time.thread_time() - started
 
     def _followed(
         self, generated_ids: Sequence[int], draft_tokens: Sequence[int], first_place: int
@@ -269,7 +319,7 @@ class Automaton:
         kept = num_alike(self._consumed, ids)
         if kept < len(self._consumed):
             self._matcher.rollback(len(self._consumed) - kept)
-            del self._consumed[kept:]
+            self._forget_after(kept)
         for token in ids[len(self._consumed) :]:
             if token in self._stop_token_ids and self._matcher.is_accepting():
                 return False
@@ -284,15 +334,29 @@ class Automaton:
         # The matcher handles only some stop tokens, and an unknown id puts it in a permanent error state.
         if token in self._stop_token_ids or token >= self._vocab_size:
             return False
+        started = time.thread_time()
         is_taken = self._matcher.try_consume_tokens([token]) == 1
         if is_taken:
             self._consumed.append(token)
+            reached_s = self._spent_s[-1] + time.thread_time() - started
+            self._reached_s.append(reached_s)
+            self._spent_s.append(reached_s)
         return is_taken
 
+    def _forget_after(self, num_tokens: int) -> None:
+        """Drops what is known of the text after so many tokens."""
+        del self._consumed[num_tokens:], self._reached_s[num_tokens + 1 :], self._spent_s[num_tokens + 1 :]
+
     def _fill(self, row: NDArray[np.uint8]) -> None:
-        """Writes the mask of the current position."""
+        """Writes the mask of the current position. The text fails here if its masks have cost too much up to here: a
+        property of this text, as in plain decoding, whatever else was drafted and rejected.
+        """
+        started = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._check()
+        self._spent_s[-1] = max(self._spent_s[-1], self._reached_s[-1] + time.thread_time() - started)
+        if self._spent_s[-1] > TEXT_MASKS_CREDIT_S + MAX_TEXT_MASKS_PER_TOKEN_S * len(self._consumed):
+            raise InvalidRequestError(f"structured_output: {TOO_COSTLY}")
         row &= self._possible
         if not row.any():
             raise InvalidRequestError(f"structured_output: {NO_TOKEN}")
@@ -389,6 +453,7 @@ class FormCompiler:
         automaton = self._automaton(form.matcher)
         if generated_ids:
             automaton.masks(generated_ids)
+            automaton.take_cpu_s()  # nobody has to pay for a text that is moved
         return automaton
 
     def _automaton(self, make: Callable[[], LLMatcher]) -> Automaton:
@@ -434,6 +499,35 @@ class FormCompiler:
         return tokens[0] if len(tokens) == 1 and self._tokenizer.is_special_token(tokens[0]) else None
 
 
+def check_mask_costs(automaton: Automaton) -> None:
+    """Follows random texts of a form, and refuses it if their masks cost too much. The texts are the same each time.
+
+    Three texts of four end only where the form ends them, or after half of the tokens: users choose texts, and long
+    ones are the costly ones. One that cannot be followed any further is no reason to refuse a form: it would end its
+    own completion alone.
+
+    Raises:
+        InvalidRequestError: the masks take more than `TRIAL_S`.
+    """
+    generator = random.Random(TRIAL_TOKENS)
+    ids: list[int] = []
+    num_texts, spent_s = 0, 0.0
+    for _ in range(TRIAL_TOKENS):
+        started = time.thread_time()
+        try:
+            mask = automaton.masks(ids)[0]
+        except InvalidRequestError:
+            mask = None
+        spent_s += time.thread_time() - started
+        if spent_s > TRIAL_S:
+            raise InvalidRequestError(f"structured_output: {TOO_COSTLY_MASKS}")
+        token = None if mask is None else automaton.random_token(mask, generator, avoids_end=num_texts % 4 < 3)
+        if token is None or len(ids) >= TRIAL_TOKENS // 2:
+            ids, num_texts = [], num_texts + 1
+        else:
+            ids.append(token)
+
+
 def num_alike(known: list[int], ids: list[int]) -> int:
     """Returns how many leading tokens of two texts are the same, by comparing parts as a whole."""
     low, high = 0, min(len(known), len(ids))
@@ -450,7 +544,7 @@ def num_alike(known: list[int], ids: list[int]) -> int:
 
 def _check_time(until: float) -> None:
     if time.thread_time() > until:
-        raise InvalidRequestError("structured_output: the form costs too much to follow")
+        raise InvalidRequestError(f"structured_output: {TOO_COSTLY}")
 
 
 def _literal(text: str) -> str:

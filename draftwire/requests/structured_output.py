@@ -15,6 +15,9 @@ MAX_CHOICES = 1_024
 MAX_PLACE_S = 0.25
 """Limit on the CPU time of one mask, seconds. Usual ones take 20 µs; a form that exceeds the limit fails its session,
 because all sessions of a batch wait for it. A gateway waits for as long before it drops a block of such a session."""
+MASKS_PER_TOKEN_S = 0.001
+"""CPU time that the masks of a session may take for each token, seconds: above it, nothing is drafted for the session,
+and its caller pays for the rest."""
 
 
 class Form(Enum):

@@ -60,6 +60,8 @@ class FormCost:
     cpu_s: float
     memory_bytes: int
     """At least 1: 0 stands for a form that was not measured."""
+    trial_s: float = 0.0
+    """CPU time of following random texts of it, which no service does again."""
     reason: str = ""
     """What is wrong with the form; empty if it can be compiled."""
 
@@ -122,6 +124,10 @@ class FormSandbox:
             raise InvalidRequestError(cost.reason)
         return cost
 
+    def charge(self, caller: str, cpu_s: float) -> None:
+        """Makes a caller pay for CPU time that a form of its has taken elsewhere; nothing if it is not positive."""
+        self._charge(caller, cpu_s)
+
     def stop(self) -> None:
         """Ends the process, with all that it compiles. Forms that wait are refused, and all that follow."""
         self._is_stopped = True
@@ -170,7 +176,7 @@ class FormSandbox:
             self._known[key] = cost
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
-            self._charge(job.caller, cost.cpu_s)
+            self._charge(job.caller, cost.cpu_s + cost.trial_s)
         self._next()
 
     def _give_up(self, job: _Job) -> None:
@@ -235,13 +241,13 @@ class FormSandbox:
         job = self._running.get(int(str(answer["id"])))
         if job is None or job.done.done():
             return
-        cpu_s, memory, reason = answer["cpu_s"], answer["memory_bytes"], str(answer["reason"])
-        if not isinstance(cpu_s, float) or not isinstance(memory, int):
-            cost = FormCost(CPU_SECONDS, MAX_MEMORY_BYTES, _TOO_COSTLY)
+        cpu_s, memory, trial_s, reason = (answer[name] for name in ("cpu_s", "memory_bytes", "trial_s", "reason"))
+        if not isinstance(cpu_s, float) or not isinstance(memory, int) or not isinstance(trial_s, float):
+            cost = FormCost(CPU_SECONDS, MAX_MEMORY_BYTES, reason=_TOO_COSTLY)
         elif not reason and (cpu_s > MAX_CPU_S or memory > MAX_MEMORY_BYTES):
-            cost = FormCost(cpu_s, memory, _TOO_COSTLY)
+            cost = FormCost(cpu_s, memory, trial_s, _TOO_COSTLY)
         else:
-            cost = FormCost(cpu_s, max(1, memory), reason)
+            cost = FormCost(cpu_s, max(1, memory), trial_s, str(reason))
         job.done.set_result(cost)
 
     def _end_process(self) -> None:

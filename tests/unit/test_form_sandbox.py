@@ -15,7 +15,7 @@ from observing import is_alive, until, wait_until
 from tokenizers import Tokenizer, decoders, models
 
 from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.requests.automaton import FormVocabulary
+from draftwire.requests.automaton import TRIAL_S, FormVocabulary
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire.runtime import form_budget, form_sandbox
 from draftwire.runtime.form_budget import FULL_S, MAX_CALLERS, REFILL_S, FormBudget
@@ -23,6 +23,7 @@ from draftwire.runtime.form_sandbox import MAX_RUNNING, FormSandbox
 
 TOKENS = [*'"0123456789abcdef', "<end>"]
 GOOD = StructuredOutput.regex("[ab]{2}")
+AMBIGUOUS = StructuredOutput.grammar('start: e\ne: e e e | e e | "a" | "b"')
 ENDLESS = StructuredOutput.json({"type": "integer", "multipleOf": 9_999_991})
 
 
@@ -58,6 +59,14 @@ async def test_form_that_never_ends_is_refused_within_the_limits_and_others_are_
     assert sandbox._last_number == num_compiled, "what is known is not compiled again"
     with pytest.raises(InvalidRequestError, match="unclosed"):
         await sandbox.measure(StructuredOutput.regex("(a"), "another")
+
+
+async def test_form_whose_masks_cost_too_much_is_refused_though_it_compiles_in_no_time(sandbox: FormSandbox) -> None:
+    with pytest.raises(InvalidRequestError, match="costs too much to follow"):
+        await sandbox.measure(AMBIGUOUS, "somebody")
+    cost = sandbox._known[form_sandbox._hash_of(AMBIGUOUS)]
+    assert cost.cpu_s < TRIAL_S < cost.trial_s
+    assert (await sandbox.measure(GOOD, "somebody")).trial_s < TRIAL_S / 4
 
 
 async def test_process_ends_with_the_sandbox_and_all_that_it_compiles(sandbox: FormSandbox) -> None:
@@ -106,10 +115,10 @@ class Turns(FormSandbox):
         if "id" in request:
             self.started.append(request["id"])
 
-    async def compile_next(self, cpu_s: float | None = 0.1) -> str:
+    async def compile_next(self, cpu_s: float | None = 0.1, trial_s: float = 0.0) -> str:
         """Ends the form that was begun first; returns whose it is."""
         caller = self._running[number := self.started.pop(0)].caller
-        self._take({"id": number, "cpu_s": cpu_s, "memory_bytes": 1, "reason": ""})
+        self._take({"id": number, "cpu_s": cpu_s, "memory_bytes": 1, "trial_s": trial_s, "reason": ""})
         for _ in range(5):
             await asyncio.sleep(0)
         return caller
@@ -203,6 +212,20 @@ async def test_caller_that_makes_too_much_compile_is_told_to_come_back_and_nobod
     (again,) = await queued(sandbox, "greedy", forms(10)[-1:])
     assert await sandbox.compile_next() == "greedy"
     await again
+    sandbox.stop()
+
+
+async def test_caller_pays_once_for_following_texts_of_a_form() -> None:
+    now = 0.0
+    sandbox = Turns(FormBudget(lambda: now))
+    (task,) = await queued(sandbox, "somebody", forms(1))
+    await sandbox.compile_next(0.0, trial_s=FULL_S)
+    await task
+    with pytest.raises(NoRoomError, match="used up"):
+        await sandbox.measure(forms(1)[0], "somebody")
+    now = 1.0
+    for _ in range(5):
+        await sandbox.measure(forms(1)[0], "somebody")
     sandbox.stop()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 from gateway_fakes import FakePeers, describe, make_generation
 
+from benchmarks.pair_simulation import round_times
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError
 from draftwire.requests.parameters import SamplingParams
-from draftwire.requests.structured_output import StructuredOutput
+from draftwire.requests.structured_output import MASKS_PER_TOKEN_S, StructuredOutput
 from draftwire.runtime.form_sandbox import FormCost
 from draftwire.v1 import gateway_pb2
 from draftwire_gateway import core as core_module
@@ -187,13 +189,24 @@ async def test_sessions_carry_what_their_form_costs_and_the_caller_pays(monkeypa
     monkeypatch.setattr(core._forms, "measure", measure)
     form = StructuredOutput.regex("a")
     wanted = [make_generation(sampling=SamplingParams(structured_output=form), choice=choice) for choice in range(3)]
-    costs = [
-        one.session_parameters("", epoch=0).form_memory_bytes for one in await core.check_form(wanted, "token alice")
-    ]
-    assert costs == [77] * 3
+    checked = await core.check_form(wanted, "token alice")
+    assert [one.session_parameters("", epoch=0).form_memory_bytes for one in checked] == [77] * 3
+    assert [one.form_caller for one in checked] == ["token alice"] * 3, "who pays for their masks"
     assert paid == [(form, "token alice")], "once for all choices"
     assert await core.check_form([make_generation()], "token alice") == [make_generation()]
     assert len(paid) == 1
+
+
+async def test_caller_pays_for_masks_that_take_longer_than_its_tokens_allow() -> None:
+    core, _ = make_core()
+    form = make_generation(sampling=SamplingParams(structured_output=StructuredOutput.regex("a")))
+    for caller, mask_s, is_refused in (("usual", MASKS_PER_TOKEN_S, False), ("greedy", 0.1, True)):
+        for number in range(200):
+            core._charge_masks(caller, round_times(number, 0.0, 0.2, 4, 0, mask_s=mask_s))
+        with pytest.raises(NoRoomError, match="used up") if is_refused else nullcontext():
+            core._forms._check(caller)
+    with pytest.raises(NoRoomError, match="used up"):
+        await core.check_form([form], "greedy")
 
 
 async def test_prompts_are_tokenised_in_the_turn_of_the_token_that_came_with_them() -> None:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ from draftwire.method.rounds import (
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
-from draftwire_verifier.scheduler import Scheduler, Step, StepItem, StepResult, TargetSession
+from draftwire_verifier.scheduler import Scheduler, Step, StepItem, StepResult, TargetSession, mask_us_of
 
 VOCAB_SIZE = 100
 STOP_TOKEN = 99
@@ -264,6 +265,22 @@ def test_verdict_says_what_was_decided() -> None:
             queue_us=500_000,
             timings=timings if draft else DraftTimings(),
         )
+
+
+def test_verdicts_say_what_the_masks_of_their_own_session_took() -> None:
+    scheduler = make_scheduler()
+    for session_id in (1, 2):
+        opened(scheduler, session_id=session_id, plain_rounds=3)
+    step = next_step(scheduler)
+    automata = {1: None, 2: SimpleNamespace(take_cpu_s=lambda: 0.0003)}
+    for item in step.items:
+        item.session.automaton = automata[item.session.spec.session_id]  # type: ignore[assignment]
+    result = replace(Engine().run(step, lambda item: [20]), mask_us=mask_us_of(step.items))
+    told = {session.spec.session_id: verdict for session, verdict in scheduler.complete(step, result)}
+    assert {number: verdict.mask_us for number, verdict in told.items() if isinstance(verdict, Verdict)} == {
+        1: 0,
+        2: 300,
+    }
 
 
 def test_waiting_for_drafts_is_counted_from_verdict_to_block_and_not_where_nobody_drafts() -> None:

@@ -17,6 +17,7 @@ from draftwire.models.description import ModelDescription
 from draftwire.models.tokenizer import load_tokenizer
 from draftwire.requests.automaton import FormVocabulary
 from draftwire.requests.rules import RuleFacts
+from draftwire.requests.structured_output import MASKS_PER_TOKEN_S
 from draftwire.requests.tool_calls import SYNTAXES, ToolSyntax, syntax_of_template
 from draftwire.runtime.form_sandbox import FormSandbox
 from draftwire.runtime.served_request import served_request_id
@@ -34,7 +35,7 @@ from draftwire_gateway.session.generation import (
 )
 from draftwire_gateway.session.loop import GenerationLoop
 from draftwire_gateway.session.ports import Peers
-from draftwire_gateway.session.round_times import combined
+from draftwire_gateway.session.round_times import RoundTimes, combined
 from draftwire_gateway.session.spans import RequestSpans, RequestTracing
 from draftwire_gateway.speculation.pairs import Pairs
 from draftwire_gateway.text.chat import ChatTemplate, check_template
@@ -243,7 +244,7 @@ class GatewayCore:
         if form is None:
             return list(generations)
         cost = await self._forms.measure(form, caller)
-        return [replace(generation, form_memory_bytes=cost.memory_bytes) for generation in generations]
+        return [replace(one, form_memory_bytes=cost.memory_bytes, form_caller=caller) for one in generations]
 
     async def generate(
         self, generations: Sequence[Generation], place: QueuePlace, traceparent: str = ""
@@ -293,7 +294,13 @@ class GatewayCore:
             await asyncio.to_thread(text.skip, list(generation.generated_ids), generation.stop_token_ids)
         spans = trace.choice(generation) if trace is not None else None
         observer = combined(self.metrics.observe_round, spans.add_round if spans is not None else None)
+        if generation.sampling.structured_output is not None:
+            observer = combined(observer, partial(self._charge_masks, generation.form_caller))
         return GenerationLoop(generation, self._peers, text, self.config.loop, self.pairs, observer, spans)
+
+    def _charge_masks(self, caller: str, times: RoundTimes) -> None:
+        """Makes a caller pay for masks of a round, as for compiling, if they took longer than is allowed."""
+        self._forms.charge(caller, times.mask_s - MASKS_PER_TOKEN_S * times.num_tokens)
 
     async def _echo(self, prompt_ids: list[int]) -> PromptEcho:
         return PromptEcho(prompt_ids, await asyncio.to_thread(decoded, self._tokenizer, prompt_ids))

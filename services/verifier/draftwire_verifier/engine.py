@@ -26,7 +26,7 @@ from draftwire.verification.target import Judging, judge
 from draftwire_verifier.auditing import audits_of
 from draftwire_verifier.feeding import FeaturePart
 from draftwire_verifier.head_drafts import HeadDrafts, HeadStep
-from draftwire_verifier.scheduler import Step, StepItem, StepResult
+from draftwire_verifier.scheduler import Step, StepItem, StepResult, mask_us_of
 
 
 class TargetEngine(StepEngine[Step, StepResult]):
@@ -102,6 +102,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
             drafted=own.blocks,
             has_head_failed=own.has_failed,
             head_s=own.seconds,
+            mask_us=mask_us_of(step.items),
         )
 
     def features(self, parts: Sequence[FeaturePart], encoding: FeatureEncoding) -> list[tuple[bytes, bytes] | None]:

@@ -195,6 +195,14 @@ class StepResult:
     """Whether the head had no block where it was to draft and had read the text; empty if there is no head."""
     head_s: float = 0.0
     """How long the head drafted, seconds."""
+    mask_us: Sequence[int] = ()
+    """CPU time of the masks of each session's form; empty if there is no form."""
+
+
+def mask_us_of(items: Sequence[StepItem]) -> list[int]:
+    """Returns the CPU time of the masks of each item's session since its step before. Runs on the torch thread."""
+    automata = [item.session.automaton for item in items]
+    return [0 if automaton is None else int(automaton.take_cpu_s() * 1e6) for automaton in automata]
 
 
 Completed = tuple[TargetSession, Verdict | PromptRead | DraftwireError]
@@ -456,8 +464,9 @@ class Scheduler(SessionBook[TargetSession, Step]):
         drafted = result.drafted or [None] * len(step.items)
         verify_us = result.verify_us - int(result.head_s * 1e6)  # which is told apart
         has_failed = result.has_head_failed or [False] * len(step.items)
+        mask_us = result.mask_us or [0] * len(step.items)
         parts = zip(step.items, result.outcomes, result.num_unread, drafted, has_failed, strict=True)
-        for item, outcome, num_unread, own, lacks_draft in parts:
+        for index, (item, outcome, num_unread, own, lacks_draft) in enumerate(parts):
             session, block = item.session, own or item.block
             session.num_unread = num_unread
             if not self.is_open(session):
@@ -468,6 +477,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
                 verdict = self._commit(session, block, outcome, step.started_at, verify_us)
                 if lacks_draft and session.watches_head:
                     verdict = replace(verdict, watched=WatchedGuess(has_guess=False))
+                if mask_us[index]:
+                    verdict = replace(verdict, mask_us=min(mask_us[index], MAX_UINT32))
                 deliveries.append((session, verdict))
             elif isinstance(outcome, StillReading):
                 self._ready.append(session)

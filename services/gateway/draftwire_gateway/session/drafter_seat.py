@@ -146,7 +146,8 @@ class DrafterSeat:
         """
         room, number = self.room, self._session.round
         wanted = self._wanted_draft(room)
-        arm = self._begun.arm(wanted, number, room, self.permit_number)
+        allowed = PLAIN if self._session.masks.is_used_up else wanted
+        arm = self._begun.arm(allowed, number, room, self.permit_number)
         if arm != wanted and self._pair.length is not None:
             self._pair.length.replace_arm(number, arm)
         return arm
@@ -173,6 +174,8 @@ class DrafterSeat:
         """
         if not self._session.generation.num_speculative_tokens:
             return RunRequest(WhyPlain.NOT_ASKED_FOR, most)
+        if self._session.masks.is_used_up:
+            return RunRequest(WhyPlain.SLOW_MASKS, bridge)
         if not self._uses_drafter():
             return self._local_run(WhyPlain.DOES_NOT_PAY, most)
         if self.is_asleep:

@@ -127,6 +127,8 @@ class Generation:
     """Whether the text and the drafter's log-probability of each token are reported."""
     form_memory_bytes: int = 0
     """Memory that compiling the structured output took; 0 without one."""
+    form_caller: str = ""
+    """Whose budget pays for its masks, if they take long; see `payer`."""
     adapts_length: bool = False
     """Whether the length of each draft is chosen from what is measured."""
     draft_models: frozenset[str] | None = None

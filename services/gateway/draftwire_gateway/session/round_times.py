@@ -34,6 +34,8 @@ class WhyPlain(Enum):
     """The drafter drew nothing."""
     NO_GUESS = "no_guess"
     """The verifier drafts by itself, and the text has no earlier place like its end, or its head still reads."""
+    SLOW_MASKS = "slow_masks"
+    """The masks of the text's form take so long that none are computed for draft tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ class RoundTimes:
     """Whether its block was drafted before its text was known."""
     draft_depth: int = 0
     """Draft tokens on the longest path of a token tree; 0 if its block was no tree."""
+    mask_s: float = 0.0
+    """CPU time of the masks of the text's form, within the verifier's step."""
 
     @property
     def duration_s(self) -> float:
@@ -209,6 +213,7 @@ class RoundWatch:
             is_held=self._is_held,
             is_ahead=verdict.is_ahead,
             draft_depth=verdict.draft_depth,
+            mask_s=min(verdict.mask_us, verdict.verify_us) / 1e6,
         )
         self._verdict, self._is_first = None, False
         self._started_at = self._asked_at = max(left_at, arrived_at)

@@ -10,6 +10,7 @@ from draftwire.requests.logprobs import PromptPart
 from draftwire.requests.session_parameters import SessionParameters
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict, check_top
 from draftwire_gateway.session.generation import Generation
+from draftwire_gateway.session.mask_allowance import MaskAllowance
 from draftwire_gateway.session.ports import DrafterPort, TargetPort
 from draftwire_gateway.session.prompt_report import PromptReport
 from draftwire_gateway.session.spans import ChoiceSpans
@@ -41,6 +42,8 @@ class SessionState:
         self.prompt = PromptReport(generation.prompt_ids, generation.logprobs.prompt_logprobs is not None)
         self.expected = ExpectedVerdict(generation)
         """What the open round's verdict may be."""
+        self.masks = MaskAllowance()
+        """What the masks of the session's form may take before nothing is drafted for it."""
         self.next_is_held = False
         """Whether the verifier has the block of the open round since before it began."""
         self.statistics = Statistics(num_prompt_tokens=len(generation.prompt_ids))
@@ -83,6 +86,7 @@ class SessionState:
         """Commits all tokens of the open round, and starts the next round."""
         self.round += 1
         self.next_is_held = verdict.next_is_held
+        self.masks.count(verdict)
         self.expected.end_round(verdict)
         self.committed.append(verdict.token_ids)
         self.statistics.count(verdict)

@@ -193,7 +193,7 @@ class SessionLength:
         return best + 1 if rates[best] > (1.0 + OWN_GAIN) * rates[-1] else longest
 
 
-_NOT_OF_THE_LENGTH = (WhyPlain.WARMING_UP, WhyPlain.NO_DRAFTER, WhyPlain.NO_ROOM)
+_NOT_OF_THE_LENGTH = (WhyPlain.WARMING_UP, WhyPlain.NO_DRAFTER, WhyPlain.NO_ROOM, WhyPlain.SLOW_MASKS)
 
 
 def _learn_guess(acceptance: AcceptanceEstimate, times: RoundTimes, source: DraftSource, arm: Arm) -> None:

@@ -25,7 +25,7 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import EngineSettings, require
 from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
 from draftwire_verifier.config import VerifierConfig
-from draftwire_verifier.scheduler import Step, StepItem, StepResult, TargetSession
+from draftwire_verifier.scheduler import Step, StepItem, StepResult, TargetSession, mask_us_of
 from draftwire_verifier.vllm.arguments import (
     check_arguments,
     check_device,
@@ -241,6 +241,7 @@ class VllmEngine(StepEngine[Step, StepResult]):
             num_tokens=num_tokens,
             verify_us=int((time.perf_counter() - started) * 1e6),
             audits=[report.audits.get(name) for name in names],
+            mask_us=mask_us_of(step.items),
         )
         for part, name, outcome in zip(step.items, names, outcomes, strict=True):
             if not isinstance(outcome, Judgement | StillReading):
