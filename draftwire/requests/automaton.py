@@ -97,9 +97,9 @@ TOO_MANY_MEET = (
 MAX_TEXT_S = 5.0
 """Limit on the CPU time of following a text of any length, seconds: one that is resumed, moved, or begun anew after a
 failure. Usual forms take a second for 30,000 tokens."""
-MAX_TEXT_MASKS_PER_TOKEN_S = 4 * MASKS_PER_TOKEN_S
+MAX_TEXT_MASKS_PER_TOKEN_S = 3 * MASKS_PER_TOKEN_S
 """CPU time that the masks of a text may take for each of its tokens, seconds, drafts that were rejected not counted."""
-TEXT_MASKS_CREDIT_S = 0.1
+TEXT_MASKS_CREDIT_S = 0.05
 """What they may take beside, so that no text ends for a few slow masks."""
 TRIAL_TOKENS = 200
 """Tokens of the random texts along which a form is tried."""
@@ -216,6 +216,8 @@ class Automaton:
         try:
             return BlockMasks(self._masks(generated_ids, draft_tokens, first_place), len(draft_tokens) + 1)
         except InvalidRequestError as error:
+            if not draft_tokens:  # what has failed costs the most: it is not computed again
+                raise
             rows = np.full((len(draft_tokens) + 1, len(self._possible)), 255, dtype=np.uint8)
             rows[0] = self.masks(generated_ids)[0]
             for place, token in enumerate(draft_tokens, 1):
