@@ -281,6 +281,17 @@ CASES: list[Scene] = [
         happens=frozenset({"flush", "whole block", "rejection"}),
     ),
     Scene(
+        name="1 ahead, masks that take long after a token",
+        **tables(2, 5),
+        length=7,
+        num_draft_tokens=2,
+        rounds_ahead=1,
+        max_branches=2,
+        # Whether later rounds are plain depends on tokens that were drafted, accepted or not.
+        network={"times": slow_after(5), "mask_us": lambda drafted: 50_000 * (1 in drafted[:1])},
+        happens=frozenset({"plain: slow_masks", "asked as begun", "late ahead", "rejection"}),
+    ),
+    Scene(
         name="trees that are drawn",
         **tables(2, 3),
         length=4,

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -276,6 +276,8 @@ class VirtualVerifier(_VirtualService, VerifierCore):
         self._rules, self._text_drafters = dict(RULES), network.make_texts()
         model = PlacedTable(network.target, network.times.target, self._torch.wait, network.bad_targets)
         engine = TargetEngine(model, POSITIONS - 1, network.head(model))  # type: ignore[arg-type]
+        if network.mask_us is not None:
+            engine.step = partial(_step_with_masks, engine.step, network.mask_us)  # type: ignore[method-assign]
         self._head_names = network.head_names
         described = describe("target", model.vocab_size)
         facts = {
@@ -524,6 +526,8 @@ class Network:
     strategy: Callable[[PlacedTable], Any] = lambda model: LanguageModelDrafter(model, POSITIONS - 1)
     compiler: FormCompiler | None = None
     """Of structured output."""
+    mask_us: Callable[[Sequence[int]], int] | None = None
+    """Returns how long the masks take for the draft tokens of a round, as the verifiers report; None: as it is."""
     pairs: Any = None
     """Chooses lengths; None is the shipped chooser."""
     seen: Counter[str] = field(default_factory=Counter)
@@ -613,6 +617,12 @@ def run_virtually(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         stack.enter_context(mock.patch.object(verifier_core, "VerifierMetrics", return_value=_metrics(VerifierMetrics)))
         stack.enter_context(mock.patch.object(drafter_core, "DrafterMetrics", return_value=_metrics(DrafterMetrics)))
         return runner.run(work())
+
+
+def _step_with_masks(run: Callable[[Any], Any], mask_us: Callable[[Sequence[int]], int], step: Any) -> Any:
+    """Runs a step of a verifier, and has it report what masks take."""
+    drafted = [item.block.token_ids if item.block else () for item in step.items]
+    return replace(run(step), mask_us=list(map(mask_us, drafted)))
 
 
 # What a peer makes of bytes
