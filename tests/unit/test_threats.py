@@ -39,7 +39,16 @@ def report(ended_s: float = 0.0, **changes: Any) -> dict[str, Any]:
     ],
 )
 def test_attack_fails_by_what_it_achieves_and_by_what_others_notice(changes: dict[str, Any], failure: str) -> None:
-    assert failures_of(report(**changes), 1.0) == [failure] * bool(failure)
+    assert failures_of(report(**changes), 1.0, None) == [failure] * bool(failure)
+
+
+@pytest.mark.parametrize(("gap_s", "control_s", "fails"), [(0.9, 0.1, False), (0.95, 0.1, True), (0.95, 0.4, False)])
+def test_attack_fails_by_a_gap_of_more_than_three_times_that_of_its_control(
+    gap_s: float, control_s: float, fails: bool
+) -> None:
+    """Gaps below 0.3 s count as that: a quiet stack has some."""
+    found = failures_of(report(largest_gap_s=gap_s), 1.0, report(largest_gap_s=control_s))
+    assert found == ["more than 3 times the gap of its control"] * fails
 
 
 def test_memory_is_compared_between_attacks_from_a_third_of_the_time_on() -> None:
