@@ -42,7 +42,7 @@ def test_attack_fails_by_what_it_achieves_and_by_what_others_notice(changes: dic
     assert failures_of(report(**changes), 1.0, None) == [failure] * bool(failure)
 
 
-@pytest.mark.parametrize(("gap_s", "control_s", "fails"), [(0.9, 0.1, False), (0.95, 0.1, True), (0.95, 0.4, False)])
+@pytest.mark.parametrize(("gap_s", "control_s", "fails"), [(0.85, 0.1, False), (0.95, 0.1, True), (0.95, 0.4, False)])
 def test_attack_fails_by_a_gap_of_more_than_three_times_that_of_its_control(
     gap_s: float, control_s: float, fails: bool
 ) -> None:
