@@ -113,6 +113,7 @@ MISTAKES = (
                 "is_wanted and place == _place_of(fence) and self._blocks[place].token_ids[0] != 0",
             ),
         ),
+        is_slow=True,
     ),
     Mistake(
         "a late drafter is not asked for what it has drawn",

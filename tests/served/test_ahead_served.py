@@ -33,7 +33,7 @@ def ahead_stack(pair: tuple[Path, Path]) -> Iterator[InProcessStack]:
 @pytest.mark.parametrize(
     ("rule", "num_samples"),
     [
-        ("block", 100),
+        pytest.param("block", 100, marks=pytest.mark.slow),
         pytest.param("coupled", 300, marks=pytest.mark.slow),
         *(pytest.param(rule, 300, marks=pytest.mark.evidence) for rule in ("block", "token")),
     ],

@@ -67,6 +67,7 @@ def p_value(observed: Counter[tuple[tuple[int, ...], ...]], law: dict[tuple[int,
     return float(chi2.sf(sum((seen - expected) ** 2 / expected for expected, seen in judged), len(judged) - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_choices_follow_the_law_of_the_target_each_and_are_independent(
     client: Client, tail_law: dict[tuple[int, ...], float], rule: str

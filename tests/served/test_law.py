@@ -38,9 +38,15 @@ def deep_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(folder, VOCAB_SIZE, seed=4, context_length=CONTEXT_LENGTH, num_layers=6)
 
 
-FAST = [("block", 0, 16, 400), ("token", 0, 16, 400), ("coupled", NODES, 16, 400), ("block", NODES, 16, 120)]
+FAST = [("block", 0, 16, 400), ("block", NODES, 16, 120)]
 """Rules, with chains or with token trees of so many tokens, requests that run at once, and completions."""
-SLOW = [("block", 0, 1, 150), ("block", 0, 3, 500), ("coupled", NODES, 3, 500)]
+SLOW = [
+    ("block", 0, 1, 150),
+    ("block", 0, 3, 500),
+    ("token", 0, 16, 400),
+    ("coupled", NODES, 16, 400),
+    ("coupled", NODES, 3, 500),
+]
 EVIDENCE = [
     *((rule, 0, *run) for rule in LOSSLESS[1:] for run in ((1, 150), (3, 500))),
     ("block", NODES, 3, 500),

@@ -159,6 +159,7 @@ def test_killed_drafter_costs_speed_only_and_a_killed_verifier_its_request(pair:
             wait_until(lambda: ids_again() == ids, "the gateway finds the next verifier at the same address")
 
 
+@pytest.mark.slow
 def test_drafter_that_is_killed_starts_again_where_the_gateway_looks_for_it() -> None:
     """As `draftwire up` does it; the text that runs meanwhile is whole."""
     script = {"model": "scripted:acceptance=1,verify_ms=5,draft_ms=1,context_length=4096"}
