@@ -73,7 +73,9 @@ def drawn_law(address: str, rule: str, law: dict[tuple[int, ...], float]) -> tup
     return result, completions
 
 
-@pytest.mark.parametrize("rule", ["block", "token", "coupled"])
+@pytest.mark.parametrize(
+    "rule", ["block", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("token", "coupled"))]
+)
 def test_text_that_the_verifier_drafts_for_follows_the_law_of_the_target(
     local_stack: InProcessStack, law: dict[tuple[int, ...], float], rule: str
 ) -> None:
