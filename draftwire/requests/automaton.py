@@ -101,6 +101,8 @@ MAX_TEXT_MASKS_PER_TOKEN_S = 3 * MASKS_PER_TOKEN_S
 """CPU time that the masks of a text may take for each of its tokens, seconds, drafts that were rejected not counted."""
 TEXT_MASKS_CREDIT_S = 0.05
 """What they may take beside, so that no text ends for a few slow masks."""
+SLOW_DECAY = 0.9
+"""What of the time of a mask is remembered for the next call, unless that takes longer."""
 TRIAL_TOKENS = 200
 """Tokens of the random texts along which a form is tried."""
 TRIAL_S = 0.2
@@ -176,6 +178,13 @@ class Automaton:
         self._spent_s = [0.0]
         """The same with the mask there, if there was one."""
         self._untaken_s = 0.0
+        self._place_s = 0.0
+        """CPU time of a mask of late, with the token before it."""
+
+    @property
+    def has_slow_masks(self) -> bool:
+        """Whether its masks have taken more than `MASKS_PER_TOKEN_S` each of late."""
+        return self._place_s > MASKS_PER_TOKEN_S
 
     def take_cpu_s(self) -> float:
         """Returns the CPU time of all calls since the last call of this, drafts that were rejected included."""
@@ -283,6 +292,7 @@ class Automaton:
 
     def _masks(self, generated_ids: Sequence[int], draft_tokens: Sequence[int], first_place: int) -> NDArray[np.uint8]:
         started = time.thread_time()
+        num_places = max(0, len(generated_ids) - len(self._consumed)) + len(draft_tokens) + 1
         try:
             return self._followed(generated_ids, draft_tokens, first_place)
         except InvalidRequestError:
@@ -291,7 +301,9 @@ class Automaton:
                 self._forget_after(0)
             raise
         finally:
-            self._untaken_s += time.thread_time() - started
+            spent_s = time.thread_time() - started
+            self._untaken_s += spent_s
+            self._place_s = max(SLOW_DECAY * self._place_s, spent_s / num_places)
 
     def _followed(
         self, generated_ids: Sequence[int], draft_tokens: Sequence[int], first_place: int

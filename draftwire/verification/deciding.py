@@ -22,10 +22,11 @@ from draftwire.method.sampling import (
     probabilities_of_spans,
 )
 from draftwire.method.token_tree import ROOT, TokenTree
-from draftwire.requests.automaton import BlockMasks, TreeMasks
+from draftwire.requests.automaton import TreeMasks
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.blocks import BlockBatch
+from draftwire.verification.form_masks import FormMasks
 from draftwire.verification.reported_logprobs import EmittedRows, log_softmax_of, of_emitted
 from draftwire.verification.rule import KeyedNoise, VerificationRule, verify
 from draftwire.verification.tree_choice import tree_rule_for
@@ -40,9 +41,6 @@ NEAR_TIES = {torch.bfloat16: 0.25, torch.float16: 0.03}
 """The same for lower precisions."""
 
 NOT_FINITE = "the target gave no finite logits"
-
-FormMasks = BlockMasks | TreeMasks
-"""Masks of a form at the positions of a block."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from draftwire.errors import DraftwireError, InvalidRequestError, UnavailableError
+from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.devices import upload
 from draftwire.method.distributions import DraftRows
 from draftwire.method.draw_key import DrawKey
@@ -27,12 +27,12 @@ from draftwire.verification.deciding import (
     Case,
     Decided,
     DecidedTrees,
-    FormMasks,
     Judgement,
     JudgingOutcome,
     StillReading,
     decide,
 )
+from draftwire.verification.form_masks import FormMasks, MadeMasks, make_masks
 from draftwire.verification.reported_logprobs import PromptRows, of_prompt
 from draftwire.verification.rule import VerificationRule
 
@@ -63,6 +63,8 @@ class Judging:
     """The log-probabilities to report. A step reports the prompt tokens that it reads."""
     automaton: Automaton | None = None
     """Automaton of the generated text, if `sampling` prescribes a form."""
+    made_masks: MadeMasks | None = None
+    """The masks of the block, if they were made before the step."""
     edits: TokenEdits | None = None
     """Those of `sampling` and `stop_token_ids`, kept with the session; None makes them for this step."""
     tree: TokenTree | None = None
@@ -70,20 +72,11 @@ class Judging:
     is_used: bool = True
     """Whether its draft tokens may enter the text; see `Case.is_used`."""
 
-    def masks(self) -> FormMasks | None:
-        """Returns the form's masks after the committed tokens and after each draft token; None if there is no form.
-
-        Raises:
-            InvalidRequestError: the form cannot be followed.
-        """
-        if self.automaton is None:
-            return None
-        generated_ids = self.committed[self.prompt_len :]
-        if self.tree is not None:
-            leaves = [node for node in self.tree.post_order if not self.tree.children(node)]
-            paths = [self.tree.path_to(leaf) for leaf in leaves]
-            return self.automaton.along_paths(generated_ids, self.draft_tokens, paths)
-        return self.automaton.along(generated_ids, self.draft_tokens)
+    def masks(self) -> MadeMasks | None:
+        """Returns the form's masks after the committed tokens and after each draft token; None if there is no form."""
+        if self.automaton is None or self.made_masks is not None:
+            return self.made_masks
+        return make_masks(self.automaton, self.committed[self.prompt_len :], self.draft_tokens, self.tree)
 
     def case(self, masks: FormMasks | None = None) -> Case:
         """Returns what is decided about the block."""
@@ -232,11 +225,9 @@ def _masks(judgings: Sequence[Judging], scored: list[int]) -> tuple[dict[int, Fo
     masks: dict[int, FormMasks] = {}
     failures: dict[int, DraftwireError] = {}
     for index in scored:
-        try:
-            own = judgings[index].masks()
-        except InvalidRequestError as error:
-            failures[index] = error
-        else:
-            if own is not None:
-                masks[index] = own
+        own = judgings[index].masks()
+        if isinstance(own, DraftwireError):
+            failures[index] = own
+        elif own is not None:
+            masks[index] = own
     return masks, failures

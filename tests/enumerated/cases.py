@@ -292,6 +292,17 @@ CASES: list[Scene] = [
         happens=frozenset({"plain: slow_masks", "asked as begun", "late ahead", "rejection"}),
     ),
     Scene(
+        name="1 ahead, masks that a session waits for outside of steps",
+        **tables(2, 5),
+        length=7,
+        num_draft_tokens=2,
+        rounds_ahead=1,
+        max_branches=2,
+        # Blocks of coming rounds arrive meanwhile, or before, by what was drafted.
+        network={"mask_us": lambda drafted: 20_000 * (1 in drafted[:1]), "masks_are_apart": True},
+        happens=frozenset({"plain: slow_masks", "hit", "miss", "rejection"}),
+    ),
+    Scene(
         name="trees that are drawn",
         **tables(2, 3),
         length=4,

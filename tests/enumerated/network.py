@@ -68,6 +68,7 @@ from draftwire_verifier.core import BlockRefused, VerifierCore
 from draftwire_verifier.drafters import Greeting
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.metrics import VerifierMetrics
+from draftwire_verifier.scheduler import TargetSession
 from tests.enumerated.tables import CACHE_TOKENS, POSITIONS, PlacedTable, Speed
 
 LETTERS = "abcd"
@@ -291,6 +292,8 @@ class VirtualVerifier(_VirtualService, VerifierCore):
     def _make_scheduler(self, room: Any, pacer: PrefillPacer) -> Any:
         scheduler = super()._make_scheduler(room, pacer)
         scheduler.clock = lambda: time.perf_counter()
+        if self.network.mask_us is not None and self.network.masks_are_apart:
+            scheduler.mask_maker = SlowMasks(self, self.network.mask_us)
         return scheduler
 
     async def begin(self) -> None:
@@ -500,6 +503,20 @@ class VirtualBlockLink:
         self._on_lost()
 
 
+@dataclass(frozen=True, slots=True)
+class SlowMasks:
+    """Has the sessions of a verifier wait for masks outside of steps, for as long as their blocks' masks take."""
+
+    core: VirtualVerifier
+    mask_us: Callable[[Sequence[int]], int]
+
+    def take(self, session: TargetSession) -> bool:
+        seconds = self.mask_us(session.block.token_ids if session.block else ()) / 1e6
+        if seconds:
+            self.core.network.after(seconds, lambda: self.core._take_masks(session, None))  # type: ignore[arg-type]
+        return bool(seconds)
+
+
 @dataclass(eq=False)
 class Network:
     """The services of one run."""
@@ -528,6 +545,8 @@ class Network:
     """Of structured output."""
     mask_us: Callable[[Sequence[int]], int] | None = None
     """Returns how long the masks take for the draft tokens of a round, as the verifiers report; None: as it is."""
+    masks_are_apart: bool = False
+    """Whether rounds wait so long, outside of steps."""
     pairs: Any = None
     """Chooses lengths; None is the shipped chooser."""
     seen: Counter[str] = field(default_factory=Counter)

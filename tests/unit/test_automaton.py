@@ -28,7 +28,7 @@ from draftwire.requests.automaton import (
     check_mask_costs,
     num_alike,
 )
-from draftwire.requests.structured_output import Form, StructuredOutput
+from draftwire.requests.structured_output import MASKS_PER_TOKEN_S, Form, StructuredOutput
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "target"
 STOP = 0
@@ -439,6 +439,24 @@ def test_cpu_time_of_masks_is_taken_once_and_that_of_a_text_that_is_moved_is_nob
     with pytest.raises(InvalidRequestError):
         automaton.masks([STOP])
     assert automaton.take_cpu_s() > 0.0, "failing takes time, too"
+
+
+def test_masks_are_slow_from_one_that_was_until_several_were_not(
+    compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    letter = next(token for token in ids_of(compiler.compile(FORMS["any JSON"]).masks(())[0]) if token != STOP)
+    cpu = Ticking(monkeypatch)
+    automaton = compiler.compile(FORMS["any JSON"])
+
+    def are_slow_after(tick_s: float) -> bool:
+        cpu.tick_s = tick_s
+        automaton.along([], [letter])
+        return automaton.has_slow_masks
+
+    assert not are_slow_after(0.02 * MASKS_PER_TOKEN_S)
+    assert are_slow_after(MASKS_PER_TOKEN_S)
+    assert are_slow_after(0.0)
+    assert not all(are_slow_after(0.0) for _ in range(50))
 
 
 def test_draft_that_leads_where_the_form_costs_too_much_is_no_fault_before_that_place(

@@ -1,8 +1,12 @@
 """What follows the form of a session's text at a verifier: its own, and from where the text is."""
 
+import asyncio
 import gc
+import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from session_specs import target_spec
@@ -11,13 +15,15 @@ from tiny_models import save_spelling_model
 
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.method.keys import KEY_BYTES
-from draftwire.method.rounds import TargetSessionSpec
+from draftwire.method.rounds import TargetSessionSpec, Verdict
+from draftwire.requests.automaton import Automaton
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire.runtime import form_compiler_pool, form_sandbox
 from draftwire.runtime.settings import ModelSettings
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.core import VerifierCore
+from draftwire_verifier.slow_masks import FAILED
 
 PROMPT = [3, 3]
 A, B, _, C, STOP = range(5)
@@ -96,3 +102,92 @@ async def test_choices_of_one_request_do_not_share_what_follows_them(core: Verif
     with pytest.raises(InvalidRequestError, match="no token"):
         first.masks([A])
     assert ids_of(second.masks([B])[0]) == [C]
+
+
+NUM_ROUNDS = 6
+
+
+class SlowForm:
+    """Has the masks of one session made apart, from its second round on, and has them wait."""
+
+    def __init__(self, automaton: Automaton) -> None:
+        self.may_go_on = threading.Event()
+        self.threads: list[str] = []
+        self.error: Exception | None = None
+        self._along, self._automaton = automaton.along, automaton
+        automaton.along = self.along  # type: ignore[method-assign]
+        automaton._place_s = 1.0
+
+    def along(self, *arguments: Any) -> Any:
+        self.threads.append(threading.current_thread().name.partition("_")[0])
+        if self.threads[-1] != "torch":
+            assert self.may_go_on.wait(10.0)
+            if self.error is not None:
+                raise self.error
+        return self._along(*arguments)
+
+
+async def run_two(core: VerifierCore, slow: SlowForm | None, automata: list[Automaton]) -> dict[int, list[int]]:
+    """Runs two texts in plain rounds, and returns the tokens of each once both are over; `slow` waits for the other."""
+    lease_id, outbox = core.open_lease()
+    for choice, automaton in enumerate(automata):
+        spec = replace(spec_of("[abc]{18}", [], choice), plain_rounds=NUM_ROUNDS)
+        core.open_session(spec, lease_id, automaton)
+    texts: dict[int, list[int]] = {1: [], 2: []}
+    running = asyncio.create_task(core.run_steps())
+    try:
+        while len(texts[1]) < NUM_ROUNDS:
+            for event in await asyncio.wait_for(outbox.take_all(), 10.0):
+                if not isinstance(event, Verdict):
+                    assert FAILED in str(event)
+                    return texts
+                texts[event.fence.session_id] += event.token_ids
+            if len(texts[2]) == NUM_ROUNDS and slow is not None:
+                assert len(texts[1]) == 1 or slow.may_go_on.is_set(), "only the first round went without its masks"
+                slow.may_go_on.set()
+    finally:
+        running.cancel()
+        core.end_lease(lease_id)
+    return texts
+
+
+async def two_texts(core: VerifierCore, *, is_slow: bool) -> tuple[SlowForm | None, dict[int, list[int]]]:
+    automata = [await core.automaton_of(spec_of("[abc]{18}", [], choice)) for choice in range(2)]
+    assert automata[0] is not None
+    slow = SlowForm(automata[0]) if is_slow else None
+    return slow, await run_two(core, slow, [one for one in automata if one is not None])
+
+
+async def test_session_with_slow_masks_waits_for_them_alone_and_has_the_same_text(core: VerifierCore) -> None:
+    """The other session's rounds all go on meanwhile."""
+    _, expected = await two_texts(core, is_slow=False)
+    slow, texts = await two_texts(core, is_slow=True)
+    assert texts == expected
+    assert slow is not None
+    assert slow.threads == ["torch"] + ["slow-masks"] * (NUM_ROUNDS - 1)
+
+
+async def test_session_whose_slow_masks_cannot_be_made_fails_alone(core: VerifierCore) -> None:
+    _, expected = await two_texts(core, is_slow=False)
+    automata = [await core.automaton_of(spec_of("[abc]{18}", [], choice)) for choice in range(2)]
+    assert automata[0] is not None
+    slow = SlowForm(automata[0])
+    slow.error = RuntimeError("of a library")
+    texts = await run_two(core, slow, [one for one in automata if one is not None])
+    assert texts == {1: expected[1][:1], 2: expected[2]}
+
+
+async def test_session_that_is_closed_while_its_slow_masks_are_made_is_in_no_step(core: VerifierCore) -> None:
+    automaton = await core.automaton_of(spec_of("[abc]{18}", []))
+    assert automaton is not None
+    slow = SlowForm(automaton)
+    lease_id, outbox = core.open_lease()
+    core.open_session(replace(spec_of("[abc]{18}", []), plain_rounds=NUM_ROUNDS), lease_id, automaton)
+    running = asyncio.create_task(core.run_steps())
+    await asyncio.wait_for(outbox.take_all(), 10.0)
+    core.close_session(1, 0)
+    slow.may_go_on.set()
+    await asyncio.sleep(0.05)
+    running.cancel()
+    assert outbox._items == []
+    assert core._scheduler._ready == []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import structlog
 import torch
+from typing_extensions import override
 
 from draftwire.audit import AuditSums, FirstUses
 from draftwire.drafting.heads.draft_head import DraftHead, FeatureUser
@@ -52,6 +53,7 @@ from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.script import is_scripted
 from draftwire.models.taps import check_taps
 from draftwire.requests.automaton import Automaton
+from draftwire.verification.form_masks import MadeMasks
 from draftwire.verification.rule import VerificationRule, facts_of
 from draftwire.verification.rule_loading import served_rules
 from draftwire_verifier.config import VerifierConfig
@@ -61,6 +63,7 @@ from draftwire_verifier.feeding import DrafterStream, FeaturePart, Feed
 from draftwire_verifier.metrics import VerifierMetrics
 from draftwire_verifier.progress import LoadProgress
 from draftwire_verifier.scheduler import Completed, Scheduler, Step, StepResult, TargetSession
+from draftwire_verifier.slow_masks import SlowMasks
 
 log = structlog.get_logger()
 
@@ -117,6 +120,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         self._feature_size = 0
         """Numbers that are kept of a token."""
         self._first_uses = FirstUses()
+        self._slow_masks = SlowMasks(self._take_masks)
         self._streams: dict[int | None, DrafterStream] = {}
         """The latest stream to each drafter, by its id."""
 
@@ -228,9 +232,19 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             head=next(iter(self._head_names), ""),
             max_draft_tokens=self.config.engine.max_draft_tokens,
             max_tree_nodes=self._max_tree_nodes,
+            mask_maker=self._slow_masks,
             room=room,
             pacer=pacer,
         )
+
+    def _take_masks(self, session: TargetSession, masks: MadeMasks) -> None:
+        self._scheduler.masks_made(session, masks)
+        self._work.set()
+
+    @override
+    def stop(self) -> None:
+        super().stop()
+        self._slow_masks.stop()
 
     @property
     def _max_tree_nodes(self) -> int:

@@ -158,6 +158,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
             max_read=item.max_read,
             logprobs=spec.logprobs,
             automaton=session.automaton,
+            made_masks=item.masks,
             edits=self._edits[session.key],
             tree=block.tree if block else None,
             is_used=block is None or block.is_used,

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from typing_extensions import override
 
@@ -39,6 +40,7 @@ from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
 from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
+from draftwire.verification.form_masks import MadeMasks
 from draftwire_verifier.block_check import check_block, check_trees
 from draftwire_verifier.drafters import Trust
 from draftwire_verifier.feeding import Feed
@@ -92,6 +94,8 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     """How long it waits for them."""
     queued_at: float = 0.0
     """When it was queued for a step, by the scheduler's clock."""
+    masks: MadeMasks | None = None
+    """The masks of its current round, if they were made before the step."""
 
     @property
     def fence(self) -> Fence:
@@ -114,7 +118,7 @@ class TargetSession(EngineSession[TargetSessionSpec]):
         """Most tokens that the verifier's head is to draft for the current round, with room left for the target's own
         token. The round in which the prompt is read has no draft: there are no hidden states to draft from yet.
         """
-        if not self.plain_rounds_left or self.block is not None or self.is_reading:
+        if not self.plain_rounds_left or self.block is not None or self.is_reading or self.masks is not None:
             return 0
         return max(0, min(self.num_head_tokens, self.spec.max_len - len(self.committed) - 1))
 
@@ -163,6 +167,8 @@ class StepItem:
     """Most committed tokens to read. If more are unread, the step only prefills and decides no round."""
     num_head_tokens: int = 0
     """Most tokens that the verifier's head drafts before the round is decided."""
+    masks: MadeMasks | None = None
+    """The masks of the form at the block's positions, if they were made before the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +211,15 @@ def mask_us_of(items: Sequence[StepItem]) -> list[int]:
     return [0 if automaton is None else int(automaton.take_cpu_s() * 1e6) for automaton in automata]
 
 
+class MaskMaker(Protocol):
+    """Makes masks outside of steps."""
+
+    def take(self, session: TargetSession) -> bool:
+        """Takes a session that is queued, if its masks are slow: `Scheduler.masks_made` is called with it later. Only
+        this session waits for them.
+        """
+
+
 Completed = tuple[TargetSession, Verdict | PromptRead | DraftwireError]
 """A session and its event; an error fails the session."""
 
@@ -222,6 +237,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
     """What drafts runs without a drafter."""
     head: str = ""
     """Name by which the engine's head drafts such runs too; empty if there is none."""
+    mask_maker: MaskMaker | None = None
+    """Makes masks before the step, for the sessions whose masks are slow. None: all masks are made in the step."""
     is_head_trusted: bool = True
     """Whether the head's drafts are used; runs that it was to draft are plain otherwise."""
     clock: Callable[[], float] = time.perf_counter
@@ -440,7 +457,13 @@ class Scheduler(SessionBook[TargetSession, Step]):
             self.idle.set_idle(True, now)
             return None
         items = [
-            StepItem(session, session.block, max_read or 1, session.next_head_tokens if self.is_head_trusted else 0)
+            StepItem(
+                session,
+                session.block,
+                max_read or 1,
+                session.next_head_tokens if self.is_head_trusted else 0,
+                session.masks,
+            )
             for session, max_read in self._take_ready()
         ]
         self.idle.set_idle(not items, now)
@@ -499,7 +522,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
             watched = session.local.watch(session.committed.ids, judgement.token_ids, session.spec, self.vocab_size)
         session.committed.append(judgement.token_ids)
         session.round += 1
-        session.block, session.queued = None, False
+        session.block, session.masks, session.queued = None, None, False
         queue_us = min(int(max(0.0, started_at - session.queued_at) * 1e6), MAX_UINT32)
         has_stopped = not session.spec.parameters.stop_token_ids.isdisjoint(judgement.token_ids)
         is_over = has_stopped or len(session.committed) >= session.spec.max_len
@@ -594,7 +617,14 @@ class Scheduler(SessionBook[TargetSession, Step]):
             session.block = session.local.block(session.fence, ids, session.spec, self.vocab_size)
         session.queued = True
         session.queued_at = self.clock()
-        self._ready.append(session)
+        if self.mask_maker is None or not self.mask_maker.take(session):
+            self._ready.append(session)
+
+    def masks_made(self, session: TargetSession, masks: MadeMasks) -> None:
+        """Lets a session take part in steps whose masks were made before; see `MaskMaker`."""
+        if self.is_open(session):
+            session.masks = masks
+            self._ready.append(session)
 
     def _judge(self, fence: Fence) -> tuple[TargetSession | None, FenceVerdict]:
         """Compares a fence; returns the session only if the fence is current and the round has no work yet."""

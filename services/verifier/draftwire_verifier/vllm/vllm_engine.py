@@ -20,10 +20,12 @@ from draftwire.method.distributions import rows_of
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import KEY_BYTES
 from draftwire.models.card import ModelCard, load_card
+from draftwire.requests.automaton import TreeMasks
 from draftwire.requests.logprobs import NO_LOGPROBS
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import EngineSettings, require
 from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
+from draftwire.verification.form_masks import make_masks
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.scheduler import Step, StepItem, StepResult, TargetSession, mask_us_of
 from draftwire_verifier.vllm.arguments import (
@@ -340,9 +342,12 @@ def _item_of(part: StepItem) -> RoundItem:
     session, spec, block = part.session, part.session.spec, part.block
     parameters, committed = spec.parameters, session.committed.ids
     draft_tokens = block.token_ids if block else []
-    masks = None
-    if session.automaton is not None:
-        masks = session.automaton.along(committed[parameters.prompt_len :], draft_tokens)
+    masks = part.masks
+    if session.automaton is not None and masks is None:
+        masks = make_masks(session.automaton, committed[parameters.prompt_len :], draft_tokens)
+    if isinstance(masks, DraftwireError):
+        raise masks
+    assert not isinstance(masks, TreeMasks), "vLLM reads no trees"
     reads_text = parameters.sampling.penalizes or spec.logprobs.prompt_logprobs is not None
     return RoundItem(
         draft_tokens=draft_tokens,
