@@ -216,7 +216,14 @@ class Verdict:
     draft_depth: int = 0
     """Draft tokens on the longest path of the token tree that was judged; 0 if it was none."""
     mask_us: int = 0
-    """CPU time of the masks of the session's form, those of rejected draft tokens included; 0 without a form."""
+    """CPU time of the verifier's masks of the session's form, those of rejected draft tokens included; 0 without a
+    form."""
+
+    @property
+    def mask_s(self) -> float:
+        """CPU time of all masks of the round, seconds: a drafter has made the same before each draft token."""
+        num_twice = 0 if self.local_strategy else self.num_draft_tokens
+        return self.mask_us / 1e6 * (1.0 + num_twice / (self.num_draft_tokens + 1))
 
     @property
     def num_draft_positions(self) -> int:

@@ -16,7 +16,9 @@ from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
 
 
-def verdict(number: int = 0, *, drafted: int = 0, left: int = 0, **microseconds: int) -> Verdict:
+def verdict(
+    number: int = 0, *, drafted: int = 0, left: int = 0, local_strategy: str = "", **microseconds: int
+) -> Verdict:
     return Verdict(
         fence=Fence(7, 2, number, 5, 0),
         token_ids=[1] * (1 + drafted // 2),
@@ -27,6 +29,8 @@ def verdict(number: int = 0, *, drafted: int = 0, left: int = 0, **microseconds:
         verify_us=microseconds.get("verify", 0),
         queue_us=microseconds.get("queue", 0),
         timings=DraftTimings(microseconds.get("calibration", 0), microseconds.get("draft", 0)),
+        mask_us=microseconds.get("mask", 0),
+        local_strategy=local_strategy,
     )
 
 
@@ -137,6 +141,19 @@ def test_services_that_claim_more_than_the_round_took_are_cut() -> None:
     claim = verdict(drafted=4, verify=8_000, queue=4_000, draft=9_000, calibration=1_000)
     (times,) = watched(WhyPlain.EMPTY_BLOCK, 0.01, claim)
     assert (times.verify_s, times.queue_s, times.draft_s) == pytest.approx((0.008, 0.002, 0.0), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("drafted", "local_strategy", "mask_us", "mask_s"),
+    [(0, "", 500, 500e-6), (4, "", 500, 900e-6), (4, "suffix", 500, 500e-6), (4, "", 10**9, 0.02)],
+)
+def test_masks_count_with_those_of_the_drafter_and_never_for_more_than_the_round_took(
+    drafted: int, local_strategy: str, mask_us: int, mask_s: float
+) -> None:
+    """A drafter makes one before each of its tokens, the verifier another one behind the last."""
+    claim = verdict(drafted=drafted, local_strategy=local_strategy, mask=mask_us)
+    (times,) = watched(WhyPlain.EMPTY_BLOCK, 0.01, claim)
+    assert times.mask_s == pytest.approx(mask_s)
 
 
 def observed(target: FakeTarget, drafter: Any, **arguments: Any) -> tuple[list[RoundTimes], int]:
