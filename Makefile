@@ -13,13 +13,13 @@ demo: $(INSTALLED)  ## start the three services, stream one completion, stop the
 up: $(INSTALLED)  ## start the three services, and the page at http://127.0.0.1:8000
 	$(BIN)/draftwire up
 
-test: $(INSTALLED)  ## what everyone runs before a commit, at most 10 minutes on two cores
+test: $(INSTALLED)  ## what everyone runs before a commit, at most 9 minutes on two cores
 	$(BIN)/python -m tests.tiers test
 
 test-fast: $(INSTALLED)  ## unit and contract tests only, at most 3 minutes
 	$(BIN)/python -m tests.tiers fast
 
-test-slow: $(INSTALLED)  ## the other tests, at most 30 minutes
+test-slow: $(INSTALLED)  ## the other tests, at most 23 minutes
 	$(BIN)/python -m tests.tiers slow
 
 test-clients: $(INSTALLED)  ## by hand: clients of other projects, in an environment of their own

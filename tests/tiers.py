@@ -1,12 +1,13 @@
-"""Runs tiers of tests and says what they took: `python -m tests.tiers fast | test | slow | summary`.
+"""Runs tiers of tests and says what they took: `python -m tests.tiers fast | test | slow | summary | table`.
 
 A tier is some runs of pytest, one after the other: what starts no services in two workers, then what does. Of the
-tests in `tests/served`, half of the time is waiting, so that two workers take files in turn; those in `tests/slow` use
-all cores by themselves and run alone. Where one or two of these fail, which a starved machine can do to processes and
+tests with services, half of the time is waiting, so that two workers take files in turn; those that are marked `alone`
+use all cores by themselves. Where one or two of these fail, which a starved machine can do to processes and
 browsers, they run again, alone; one that then passes is printed as flaky. Unit tests, and comparisons of distributions,
 get no second run. Each tier leaves a report in `build/tests`; `summary` adds up those of `test` and `slow`, as CI does,
-and fails where a tier took twice as long as it may, on a machine of the usual speed: shared ones are at times half as
-fast, which no test can help, and what starts processes and reads memory suffers more than a loop shows.
+and fails where a tier took half as long again as it may, on a machine of the usual speed: shared ones are at times half
+as fast, which no test can help. `table` prints the seconds of each file of each tier that has left reports; what it
+printed last is in `tests/seconds.md`, from where a tier that has got too long is cut.
 """
 
 import argparse
@@ -28,7 +29,7 @@ REPORTS = Path("build") / "tests"
 NUM_SLOWEST = 10
 USUAL_SPEED = 20.0
 """Million loops per second of Python, on each of two cores at once, of the machines that the budgets are for."""
-TOLERANCE = 2.0
+TOLERANCE = 1.5
 """A tier that takes so many times what it may, on a slow machine in proportion, fails the summary."""
 MOST_AGAIN = 2
 """So many failed tests of a run are run again; more are no accident."""
@@ -37,7 +38,30 @@ NEVER_AGAIN = ("law", "exact", "reproducib")
 OUTCOMES = ("failed", "passed", "skipped", "error")
 
 WITHOUT_SERVICES = ("tests/unit", "tests/contract")
-IN_TWO_WORKERS = ("-n", "2")
+LEAST_LISTED_S = 1.0
+"""Files that take less are listed together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of pytest."""
+
+    folders: tuple[str, ...]
+    marks: str
+    """Which of their tests run, as pytest's `-m` takes it."""
+    num_workers: int = 2
+
+    @property
+    def has_services(self) -> bool:
+        """Whether its tests start services, which those of a file share."""
+        return self.folders != WITHOUT_SERVICES
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Arguments of pytest."""
+        workers = ("-n", str(self.num_workers)) if self.num_workers > 1 else ()
+        by_file = ("--dist", "loadfile") if workers and self.has_services else ()
+        return (*self.folders, *workers, *by_file, "-m", self.marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +69,19 @@ class Tier:
     """What is run, one run of pytest after the other."""
 
     budget_s: float
-    runs: tuple[tuple[str, ...], ...]
-    """Arguments of each run."""
+    runs: tuple[Run, ...]
 
 
+FAST = Run(WITHOUT_SERVICES, "not slow")
 TIERS = {
-    "fast": Tier(180.0, ((*WITHOUT_SERVICES, *IN_TWO_WORKERS, "-m", "not slow"),)),
-    "test": Tier(
-        600.0,
-        (
-            (*WITHOUT_SERVICES, *IN_TWO_WORKERS, "-m", "not slow"),
-            ("tests/served", *IN_TWO_WORKERS, "--dist", "loadfile", "-m", "not slow"),
-        ),
-    ),
+    "fast": Tier(180.0, (FAST,)),
+    "test": Tier(540.0, (FAST, Run(("tests/served",), "not slow"))),
     "slow": Tier(
-        1800.0,
+        1400.0,
         (
-            (*WITHOUT_SERVICES, *IN_TWO_WORKERS, "-m", "slow and not evidence"),
-            ("tests/served", *IN_TWO_WORKERS, "--dist", "loadfile", "-m", "slow and not evidence"),
-            ("tests/slow", "-m", "slow and not evidence"),
+            Run(WITHOUT_SERVICES, "slow and not evidence"),
+            Run(("tests/served", "tests/slow"), "slow and not evidence and not alone"),
+            Run(("tests/slow",), "slow and not evidence and alone", num_workers=1),
         ),
     ),
 }
@@ -88,7 +106,7 @@ class Report:
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether it took twice as long as it may."""
+        """Whether it took `TOLERANCE` times as long as it may."""
         return self.seconds > TOLERANCE * self.slowness * TIERS[self.tier].budget_s
 
     def __str__(self) -> str:
@@ -115,15 +133,16 @@ def run_tier(name: str, extra: Sequence[str]) -> int:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     speed = _speed_of_two_cores()
     started, statuses, files, again = time.monotonic(), [], [], []
-    for number, arguments in enumerate(TIERS[name].runs):
+    for number, run in enumerate(TIERS[name].runs):
         files.append(REPORTS / f"{name}-{number}.xml")
         # Of the tests that failed, a run of its own; `cache_dir` remembers them.
         kept = ("-o", f"cache_dir={REPORTS / f'{name}-{number}-cache'}")
-        command = [sys.executable, "-m", "pytest", *arguments, *kept, "--cache-clear", *extra]
+        command = [sys.executable, "-m", "pytest", *run.arguments, *kept, "--cache-clear", *extra]
         statuses.append(_run([*command, f"--junitxml={files[-1]}"], environment))
-        if statuses[-1] == 1 and deserves_another_run(arguments, files[-1]):
+        if statuses[-1] == 1 and deserves_another_run(run, files[-1]):
             again.append(REPORTS / f"{name}-{number}-again.xml")
-            selected = [command[0], *command[1:3], arguments[0], "-m", arguments[-1], *kept, "--lf", "--lfnf=none"]
+            alone = replace(run, num_workers=1).arguments
+            selected = [sys.executable, "-m", "pytest", *alone, *kept, "--lf", "--lfnf=none"]
             statuses[-1] = _run([*selected, f"--junitxml={again[-1]}"], environment)
     report = read_report(name, time.monotonic() - started, files, again)
     speed = (speed + _speed_of_two_cores()) / 2
@@ -149,16 +168,16 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     return subprocess.run(command, check=False, env=environment).returncode
 
 
-def deserves_another_run(arguments: Sequence[str], file: Path) -> bool:
+def deserves_another_run(run: Run, file: Path) -> bool:
     """Whether what failed in a run of pytest may have failed because the machine was busy.
 
     Args:
-        arguments: of that run.
+        run: the run.
         file: its report.
     """
     failed = [name for name, _, outcome in _cases(file) if outcome in ("failure", "error")]
     is_law = any(word in name for name in failed for word in NEVER_AGAIN)
-    return arguments[0] not in WITHOUT_SERVICES and len(failed) <= MOST_AGAIN and not is_law
+    return run.has_services and len(failed) <= MOST_AGAIN and not is_law
 
 
 def _cases(file: Path) -> Iterator[tuple[str, float, str]]:
@@ -203,6 +222,33 @@ def print_slowest(reports: Sequence[Report]) -> None:
         print(f"  {seconds:6.1f} s  {name}")
 
 
+def table(names: Sequence[str]) -> str:
+    """Returns the seconds of each file in each tier that has left reports, as a table in Markdown; see `TIERS`."""
+    seconds: dict[str, Counter[str]] = {}
+    for name in names:
+        counted = seconds.setdefault(name, Counter())
+        for number in range(len(TIERS[name].runs)):
+            for test, took_s, _ in _cases(REPORTS / f"{name}-{number}.xml"):
+                counted[file_of(test)] += took_s
+    total = sum(seconds.values(), Counter[str]())
+    listed = [file for file, took_s in total.most_common() if took_s >= LEAST_LISTED_S]
+    lines = [f"| file | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    rows = [(file, [seconds[name][file] for name in names]) for file in listed]
+    rest = [sum(took_s for file, took_s in seconds[name].items() if file not in listed) for name in names]
+    all_of = [sum(seconds[name].values()) for name in names]
+    for label, row in [*rows, (f"{len(total) - len(listed)} others", rest), ("all", all_of)]:
+        lines.append(f"| {label} | {' | '.join(f'{took_s:.1f}' if took_s else '' for took_s in row)} |")
+    reports = [Report(**json.loads((REPORTS / f"{name}.json").read_text())) for name in names]
+    return "\n".join([*lines, "", *(f"    {line}" for report in reports for line in str(report).splitlines())])
+
+
+def file_of(test: str) -> str:
+    """Returns the file of a test that a report names."""
+    path = test.partition("::")[0].split("/")
+    last = next(index for index, part in enumerate(path) if part.startswith("test_"))
+    return "/".join(path[: last + 1]) + ".py"
+
+
 def summarize(names: Sequence[str]) -> int:
     """Prints what tiers took that were run before, and last a line as pytest ends with; returns an exit status."""
     reports = [Report(**json.loads((REPORTS / f"{name}.json").read_text())) for name in names]
@@ -226,11 +272,14 @@ def summary_line(reports: Sequence[Report]) -> str:
 def main() -> int:
     """Runs a tier, or sums up."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("tier", choices=[*TIERS, "summary"])
+    parser.add_argument("tier", choices=[*TIERS, "summary", "table"])
     parser.add_argument("extra", nargs="*", help="for pytest, after --")
     arguments = parser.parse_args()
     if arguments.tier == "summary":
         return summarize(("test", "slow"))
+    if arguments.tier == "table":
+        print(table([name for name in ("test", "slow") if (REPORTS / f"{name}.json").exists()]))
+        return 0
     return run_tier(arguments.tier, arguments.extra)
 
 

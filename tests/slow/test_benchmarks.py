@@ -153,6 +153,7 @@ def check_speculation(found: dict[str, Any]) -> None:
         assert found["best"][f"batch_{count}"]["tokens_per_s"] == max(rates)
 
 
+@pytest.mark.evidence
 def test_gpu_benchmark_goes_on_after_a_section_that_fails_or_takes_too_long() -> None:
     code = """
 import json, time

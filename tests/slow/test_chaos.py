@@ -7,6 +7,8 @@ import pytest
 from tests.chaos import Chaos, Reference, Tally, run
 from tests.unwritable_logs import Unwritable
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_repeated_or_invented_whatever_breaks() -> None:
