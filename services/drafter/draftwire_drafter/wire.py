@@ -156,6 +156,16 @@ class GrpcBlockLink:
             raise UnavailableError(f"verifier at {self.address} was lost")
         self._outbox.put(request)
 
+    async def close(self) -> None:
+        """Closes the connection; see `BlockLink.close`."""
+        self.broken = True
+        self._outbox.close()
+        lifetime, self._lifetime = self._lifetime, None
+        if lifetime is not None:
+            lifetime.cancel()
+            await asyncio.wait({lifetime})
+        await self._channel.close()
+
     async def _requests(self, hello: verifier_pb2.DrafterHello) -> AsyncIterator[verifier_pb2.PushDraftBlocksRequest]:
         yield verifier_pb2.PushDraftBlocksRequest(hello=hello)
         while queued := await self._outbox.take_all():
