@@ -169,7 +169,7 @@ def carry_out_all(
 def main() -> int:
     """Attacks, prints a line for each attack, and writes JSON."""
     parser = argparse.ArgumentParser(description="Attack running services and see what others notice.")
-    parser.add_argument("names", nargs="*", help="attacks [default: all]")
+    parser.add_argument("names", nargs="*", help="attacks [default: all, the long ones with --minutes only]")
     parser.add_argument("--seconds-each", type=float, default=5.0)
     parser.add_argument("--minutes", type=float, default=0.0, help="go on for so long")
     parser.add_argument("--max-gap-s", type=float, default=MAX_GAP_S, help="longest wait of honest users for a delta")
@@ -180,7 +180,8 @@ def main() -> int:
     known = [one.name for one in all_attacks()]
     if not set(options.names) <= set(known):
         parser.error(f"known: {', '.join(known)}")
-    chosen = [one for one in all_attacks() if not options.names or one.name in options.names]
+    by_default = [one.name for one in all_attacks() if options.minutes or not one.is_long]
+    chosen = [one for one in all_attacks() if one.name in (options.names or by_default)]
     reports, in_plaintext, notes = list[Figures](), list[Figures](), Notes()
     for over_tls in sorted({one.over_tls for one in chosen}):
         own, minutes = [one for one in chosen if one.over_tls == over_tls], 0.0 if over_tls else options.minutes
