@@ -216,6 +216,53 @@ def leases_without_end(victim: Victim) -> Figures:
     return judged(figures, {})
 
 
+COMMANDS = 60_000
+"""In one message, which then has some 250 KB."""
+
+
+@attack("gateway")
+def floods_of_commands(victim: Victim) -> Figures:
+    """Messages of 60,000 commands each, for sessions that there are not, to verifier and drafter, without a pause."""
+    until, num_sent = time.monotonic() + victim.seconds, Counter[str]()
+    close = session_pb2.CloseSession(epoch=1)
+    closes = [verifier_pb2.TargetCommand(close_session=close)] * COMMANDS
+    target = verifier_pb2.RunTargetSessionsRequest(commands=closes)
+    drafts = drafter_pb2.RunDraftSessionsRequest(commands=[drafter_pb2.DraftCommand(close_session=close)] * COMMANDS)
+    methods = {
+        victim.verifier: ("/draftwire.v1.VerifierService/RunTargetSessions", target.SerializeToString()),
+        victim.drafter: ("/draftwire.v1.DrafterService/RunDraftSessions", drafts.SerializeToString()),
+    }
+
+    def messages(method: str, data: bytes) -> Iterator[bytes]:
+        while time.monotonic() < until:
+            num_sent[method] += 1
+            yield data
+
+    def send(address: str) -> None:
+        method, data = methods[address]
+        with grpc.insecure_channel(address, UNLIMITED) as channel, suppress(grpc.RpcError):
+            list(channel.stream_stream(method)(messages(method, data), timeout=victim.seconds + SECONDS))
+
+    threads = [threading.Thread(target=send, args=(address,)) for address in methods]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return judged({"messages": dict(num_sent)}, {"nothing was sent": not num_sent})
+
+
+@attack("gateway")
+def openings_that_never_come(victim: Victim) -> Figures:
+    """Thousands of calls that are to open sessions, at verifier and drafter, and whose request never comes."""
+    figures: Figures = {}
+    open_target, open_draft = "VerifierService/OpenTargetSession", "DrafterService/OpenDraftSession"
+    for address, method in ((victim.verifier, open_target), (victim.drafter, open_draft)):
+        with kept_streams(address, f"/draftwire.v1.{method}", NUM_STREAMS // 2) as calls:
+            time.sleep(victim.seconds / 2)
+            figures[method] = dict(Counter(call.code().name if call.done() else "open" for call in calls))
+    return judged(figures, {})
+
+
 @attack("gateway")
 def openings_that_hang(victim: Victim) -> Figures:
     """Has the drafter draft for verifiers that accept connections and say nothing, in one session after the other."""

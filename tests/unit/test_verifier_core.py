@@ -24,7 +24,7 @@ from draftwire.runtime import messages
 from draftwire.runtime.call_limits import PeerStreams, StreamUse
 from draftwire.runtime.messages import MAX_BLOCKS
 from draftwire.runtime.metrics import PREFIX
-from draftwire.runtime.outbox import Outbox
+from draftwire.runtime.outbox import ITEMS_IN_A_TURN, Outbox
 from draftwire.runtime.settings import ModelSettings
 from draftwire.v1 import session_pb2, verifier_pb2
 from draftwire_verifier.brake import BURST, REST_S, Brake
@@ -206,6 +206,20 @@ async def test_message_of_more_blocks_than_there_may_be_sessions_ends_the_stream
     with patch.object(messages, "blocks_from_proto") as decode, pytest.raises(ProtocolViolationError, match="at most"):
         await servicer._push_blocks(message_of(most + 1), DrafterStream(drafter), Brake())
     decode.assert_not_called()
+
+
+async def test_commands_of_a_large_message_are_carried_out_in_turns(core: VerifierCore) -> None:
+    close = verifier_pb2.TargetCommand(close_session=session_pb2.CloseSession(epoch=1))
+    request = verifier_pb2.RunTargetSessionsRequest(commands=[close] * 10 * ITEMS_IN_A_TURN)
+
+    async def requests() -> AsyncIterator[verifier_pb2.RunTargetSessionsRequest]:
+        yield request
+
+    reading = asyncio.create_task(VerifierServicer(core)._read_commands(requests(), 0))
+    for _ in range(8):
+        await asyncio.sleep(0)
+        assert not reading.done(), "others have their turn"
+    await reading
 
 
 async def test_drafter_that_leaves_after_its_hello_is_answered_as_a_whole(core: VerifierCore) -> None:

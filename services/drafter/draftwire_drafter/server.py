@@ -20,7 +20,7 @@ from draftwire.runtime.call_limits import SPARE_CALLS, CallLimits, PeerStreams
 from draftwire.runtime.caller_identity import CallerRole, require_role
 from draftwire.runtime.channels import check_prompt_fits, in_messages
 from draftwire.runtime.model_service import ModelServicer
-from draftwire.runtime.outbox import exchange
+from draftwire.runtime.outbox import exchange, in_turns
 from draftwire.runtime.service import Service
 from draftwire.runtime.time_limits import Watchdog
 from draftwire.runtime.tls import Dialler, expiries_of, server_credentials, watch_tls
@@ -78,7 +78,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     async def _read_commands(self, requests: AsyncIterator[drafter_pb2.RunDraftSessionsRequest], lease_id: int) -> None:
         core = self._core
         async for request in requests:
-            for command in request.commands:
+            async for command in in_turns(request.commands):
                 match command.WhichOneof("command"):
                     case "calibration":
                         calibration = messages.calibration_from_proto(command.calibration)

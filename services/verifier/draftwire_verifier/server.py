@@ -21,7 +21,7 @@ from draftwire.runtime.caller_identity import CallerRole, origin_of, require_rol
 from draftwire.runtime.channels import FRAME_BYTES, check_prompt_fits, in_messages
 from draftwire.runtime.interceptor import num_received_bytes
 from draftwire.runtime.model_service import ModelServicer
-from draftwire.runtime.outbox import exchange
+from draftwire.runtime.outbox import exchange, in_turns
 from draftwire.runtime.received_blocks import decoded_blocks
 from draftwire.runtime.service import Service
 from draftwire.runtime.time_limits import Watchdog
@@ -176,7 +176,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     ) -> None:
         core = self._core
         async for request in requests:
-            for command in request.commands:
+            async for command in in_turns(request.commands):
                 match command.WhichOneof("command"):
                     case "plain_run":
                         run = messages.plain_run_from_proto(command.plain_run)
