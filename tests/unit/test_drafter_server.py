@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
@@ -13,6 +13,7 @@ from draftwire.runtime.settings import ModelSettings
 from draftwire.v1 import drafter_pb2, session_pb2
 from draftwire_drafter import server
 from draftwire_drafter.config import DrafterConfig
+from draftwire_drafter.wire import GrpcBlockLink, LinkEvents
 
 
 async def test_drafter_shows_each_verifier_the_identity_that_this_one_gave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +48,14 @@ async def test_commands_of_a_large_message_are_carried_out_in_turns() -> None:
         assert not reading.done(), "others have their turn"
     await reading
     assert core.close_session.call_count == len(request.commands)
+
+
+async def test_bytes_of_a_verifier_that_are_no_message_end_the_link_at_once() -> None:
+    """In their place gRPC gives None; the call itself goes on."""
+    lost, channel = MagicMock(), AsyncMock()
+    call = MagicMock(read=AsyncMock(return_value=None), details=asyncio.Event().wait)
+    link = GrpcBlockLink("a:1", channel, 2**20, LinkEvents(lost, MagicMock(), MagicMock(), MagicMock()))
+    await asyncio.wait_for(link._watch(call), 5.0)
+    assert link.broken
+    lost.assert_called_once_with()
+    channel.close.assert_awaited_once_with()
