@@ -89,6 +89,16 @@ def slope(samples: list[Sample], after_minutes: float) -> float:
     return float(np.polyfit([one.minutes for one in kept], [one.resident_mib for one in kept], 1)[0])
 
 
+def growth(samples: list[Sample]) -> dict[str, float]:
+    """Returns by how much the memory grew, MiB, and in how many minutes 95 % of that was reached."""
+    first, largest = samples[0].resident_mib, max(one.resident_mib for one in samples)
+    nearly = first + 0.95 * (largest - first)
+    return {
+        "grown_mib": largest - first,
+        "minutes_until_grown": next(one.minutes for one in samples if one.resident_mib >= nearly),
+    }
+
+
 def soak(minutes: float, warm_up_minutes: float, concurrency: int) -> dict[str, Any]:
     """Runs the services under load and returns their resource use."""
     options = {
@@ -127,6 +137,7 @@ def soak(minutes: float, warm_up_minutes: float, concurrency: int) -> dict[str, 
         "processes": {
             name: {
                 "slope_mib_per_minute": slope(seen, warm_up_minutes),
+                **growth(seen),
                 "resident_mib": [one.resident_mib for one in seen[:: max(1, len(seen) // 20)]],
                 "threads": [min(one.num_threads for one in seen), max(one.num_threads for one in seen)],
                 "open_files": [min(one.num_files for one in seen), max(one.num_files for one in seen)],

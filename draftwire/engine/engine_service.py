@@ -25,6 +25,7 @@ from draftwire.models.card import ModelCard
 from draftwire.models.description import ModelDescription
 from draftwire.requests.automaton import Automaton, FormCompiler
 from draftwire.requests.session_parameters import SessionParameters
+from draftwire.runtime.call_limits import StreamUse
 from draftwire.runtime.form_compiler_pool import FormCompilerPool
 from draftwire.runtime.form_sandbox import FormSandbox
 from draftwire.runtime.outbox import Outbox
@@ -150,6 +151,12 @@ class EngineService(ABC, Generic[Step, Result, Event]):
         self._leases.end(lease_id)
         for session in self._scheduler.of_lease(lease_id):
             self.close_session(*session.key)
+
+    def use_of(self, lease_id: int) -> StreamUse:
+        """Returns what the stream of a lease is used for."""
+        if self._scheduler.of_lease(lease_id):
+            return StreamUse.PRESENT
+        return StreamUse.PAST if self._leases.is_used(lease_id) else StreamUse.NONE
 
     def is_for(self, lease_id: int, key: SessionKey) -> bool:
         """Whether a stream may command a session: false, and counted, if the session is open under another lease."""

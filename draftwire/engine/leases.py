@@ -33,6 +33,8 @@ class Leases(Generic[Event]):
         self.instance_id = secrets.randbits(64)
         """Random id of the process that grants the leases."""
         self._outboxes: dict[int, Outbox[Event]] = {}
+        self._used: set[int] = set()
+        """Leases that were asked for a session."""
 
     def open(self) -> tuple[int, Outbox[Event]]:
         """Returns the id and the outbox of a new lease."""
@@ -42,16 +44,22 @@ class Leases(Generic[Event]):
 
     def end(self, lease_id: int) -> None:
         """Ends a lease and closes its outbox; the caller closes the sessions."""
+        self._used.discard(lease_id)
         self._outboxes.pop(lease_id).close()
 
+    def is_used(self, lease_id: int) -> bool:
+        """Whether a session was asked for under an open lease."""
+        return lease_id in self._used
+
     def require(self, lease_id: int) -> None:
-        """Checks that a lease is open.
+        """Checks that a lease is open, under which a session is to be opened.
 
         Raises:
             ProtocolViolationError: the lease is unknown or has ended.
         """
         if lease_id not in self._outboxes:
             raise ProtocolViolationError("unknown lease")
+        self._used.add(lease_id)
 
     def send(self, lease_id: int, event: Event) -> None:
         """Puts an event into the outbox of an open lease. If the outbox is full (backpressure), the stream is cut."""

@@ -1,9 +1,10 @@
 """Limits of what the callers of a server may take of it, and the counters that enforce them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import TypeVar
 
 from draftwire.errors import NoRoomError
@@ -12,6 +13,9 @@ Result = TypeVar("Result")
 
 SPARE_CALLS = 1024
 """Calls that a server takes beside those that run a session each: questions, streams of peers, calls to be refused."""
+
+MAX_STREAMS = 384
+"""Streams of peers of one kind that may be open at once. Two kinds leave a quarter of `SPARE_CALLS` for other calls."""
 
 ARRIVING_BYTES = 256 * 2**20
 """What requests that have not arrived as a whole may hold together, as long as there may be so few; see `Arrivals`."""
@@ -119,6 +123,69 @@ class Arrivals:
             oldest = next(iter(self._hurried))
             del self._hurried[oldest]
             _reschedule(oldest, now)
+
+
+class StreamUse(Enum):
+    """What a peer's stream is used for."""
+
+    NONE = "none"
+    """Nothing, ever."""
+    PAST = "past"
+    """Nothing now."""
+    PRESENT = "present"
+    """It has to stay open."""
+
+
+class PeerStreams:
+    """Streams of peers of one kind, which stay open without sending anything.
+
+    Where there are too many, the oldest of those that were never used is ended, or of those that are not used now: so
+    whoever opens streams without end, and holds them, keeps nobody else out. Peers whose stream is ended open another
+    one. All methods run on the event loop.
+    """
+
+    def __init__(self, what: str, most: int = MAX_STREAMS) -> None:
+        """Counts `what`, such as "streams of drafters", of which `most` may be open at once."""
+        self._what, self._most = what, most
+        self._open: dict[asyncio.Timeout, Callable[[], StreamUse]] = {}
+        """What ends each stream, the oldest first, and what it is used for."""
+
+    @asynccontextmanager
+    async def one(self, use: Callable[[], StreamUse]) -> AsyncIterator[None]:
+        """Counts one more within the block.
+
+        Args:
+            use: returns what the stream is used for.
+
+        Raises:
+            NoRoomError: as many as possible are open, and all are used; or this one was not used, and another one was
+                opened.
+        """
+        self._make_room()
+        try:
+            async with asyncio.timeout(None) as deadline:
+                self._open[deadline] = use
+                try:
+                    yield
+                finally:
+                    self._open.pop(deadline, None)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise NoRoomError(f"{self._most} {self._what} are open, the limit, and this one was idle") from None
+
+    def _make_room(self) -> None:
+        """Ends a stream that is not used, if there is no room for another one."""
+        if len(self._open) < self._most:
+            return
+        idle = self._oldest(StreamUse.NONE) or self._oldest(StreamUse.PAST)
+        if idle is None:
+            raise NoRoomError(f"{self._most} {self._what} are open, which is the limit; retry in a second")
+        del self._open[idle]
+        _reschedule(idle, asyncio.get_running_loop().time())
+
+    def _oldest(self, wanted: StreamUse) -> asyncio.Timeout | None:
+        return next((deadline for deadline, use in self._open.items() if use() is wanted), None)
 
 
 def _reschedule(deadline: asyncio.Timeout, when: float) -> None:

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
 from draftwire.runtime.http_parser import MAX_EVENTS, RefusedRequest, RequestParser
+from draftwire.runtime.tls_reads import BoundedReads
 
 UVICORN, H11 = "0.54.0", "0.16.0"
 """The versions that pyproject.toml pins."""
@@ -341,10 +342,18 @@ class TlsHandshake(asyncio.Protocol):
         assert self._state.tls is not None, "handshakes need a context"
         secured: asyncio.Transport | None = None
         if not self.transport.is_closing():  # it may have made room for others at once
-            with suppress(OSError):  # all failures of TLS and of the network are
-                secured = await self._loop.start_tls(
+            handshake = self._loop.create_task(
+                self._loop.start_tls(
                     self.transport, self, self._state.tls, server_side=True, ssl_handshake_timeout=HEAD_SECONDS
                 )
+            )
+            await asyncio.sleep(0)  # it has begun, and nothing was read yet
+            tls, connections = self.transport.get_protocol(), self._state.connections
+            assert isinstance(tls, asyncio.BufferedProtocol), "as asyncio has it"
+            reads = BoundedReads(self.transport, tls, TLS_READ_BYTES, lambda: len(connections))
+            with suppress(OSError):  # all failures of TLS and of the network are
+                secured = await handshake
+            reads.is_shaking_hands = False
         self._state.connections.discard(self)
         self._state.waiting.pop(self, None)
         if secured is None or self._is_lost:

@@ -1,12 +1,23 @@
 """Bidirectional streams: concurrent reading and writing, and the queue of messages to be written."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Generic, TypeVar
 
 from draftwire.errors import UnavailableError
 
 Item = TypeVar("Item")
+
+ITEMS_IN_A_TURN = 256
+"""Commands of a message that are carried out in one turn of the event loop: peers may send any number."""
+
+
+async def in_turns(items: Iterable[Item]) -> AsyncIterator[Item]:
+    """Yields items, and lets others have their turn on the event loop after each `ITEMS_IN_A_TURN`."""
+    for index, item in enumerate(items):
+        if index and index % ITEMS_IN_A_TURN == 0:
+            await asyncio.sleep(0)
+        yield item
 
 
 async def exchange(

@@ -1,13 +1,28 @@
 """Client of `ModelService`: a peer's model, vocabulary and tokenizer."""
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 
+from draftwire.errors import ProtocolViolationError
 from draftwire.models.description import ModelDescription, vocabulary_mismatch
 from draftwire.runtime import messages
 from draftwire.runtime.status import error_of
 from draftwire.v1 import model_pb2, model_pb2_grpc
+
+Response = TypeVar("Response")
+
+
+def received(response: Response | None) -> Response:
+    """Returns what a peer has sent. In the place of bytes that are no message gRPC gives None.
+
+    Raises:
+        ProtocolViolationError: the bytes are no message.
+    """
+    if response is None:
+        raise ProtocolViolationError("the peer sent bytes that are no message")
+    return response
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +38,14 @@ class ModelPeer:
         Raises:
             ModelMismatchError: no protocol version is supported by both peers.
             UnavailableError: no response before the deadline.
+            ProtocolViolationError: the response is no message.
         """
         stub = model_pb2_grpc.ModelServiceStub(self.channel)
         try:
             answer = await stub.GetModel(model_pb2.GetModelRequest(), timeout=self.timeout_s, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from error
-        return messages.model_from_proto(answer.model)
+        return messages.model_from_proto(received(answer).model)
 
     async def vocabulary(self) -> list[str]:
         """Returns the token strings of the peer's model."""
@@ -38,7 +54,7 @@ class ModelPeer:
             answer = await stub.GetVocabulary(model_pb2.GetVocabularyRequest(), timeout=self.timeout_s)
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from error
-        return list(answer.tokens)
+        return list(received(answer).tokens)
 
     async def tokenizer_files(self) -> dict[str, bytes]:
         """Returns the files of the peer's tokenizer."""
@@ -47,7 +63,7 @@ class ModelPeer:
             answer = await stub.GetTokenizer(model_pb2.GetTokenizerRequest(), timeout=self.timeout_s)
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from error
-        return {file.name: file.content for file in answer.files}
+        return {file.name: file.content for file in received(answer).files}
 
 
 async def check_vocabularies(target: ModelPeer, drafter: ModelPeer) -> None:

@@ -4,7 +4,8 @@
 
 Each attack runs alone, in an order that is drawn, and behind its control if it has one, the same in an honest form;
 with `--minutes` they follow each other until the time is over. The first is `nothing`, so that gaps can be compared
-with those of a quiet stack. The status is 1 if a service ended, an honest completion was lost, a gap was too long or
+with those of a quiet stack. Attacks over TLS come once, at the end, on services of their own, whose users are those
+that notice them. The status is 1 if a service ended, an honest completion was lost, a gap was too long or
 more than `MAX_RATIO` times that of the control, memory passed its bound or grew in the last two thirds of
 `--minutes`, or with `--law`, honest texts are not distributed as the target's.
 """
@@ -17,15 +18,21 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+
+import trustme
 
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import embedded_model, stack_options
 from tests.attacks.honest_law import honest_p_value
-from tests.attacks.honest_users import HonestUsers
+from tests.attacks.honest_users import HonestUsers, Notes
 from tests.attacks.victim import HARM, Figures, Listed, Victim, all_attacks, judged, peak_memory
+from tests.certificates import NAME, write_identity
 
 MAX_GAP_S = 1.0
 """Longest wait of honest users for a delta."""
@@ -40,8 +47,9 @@ VERIFIER_CACHE_TOKENS = 13_648
 MAX_GROWTH = 1.1
 """Most memory at the end of `--minutes`, over that at a third of them."""
 MIN_P_VALUE = 1e-3
-ATTACKER_NICE = 10
-"""An attacker has a machine of its own: what its own work takes of this one is not what it does to others."""
+NICE = (10,)
+"""Of the thread that attacks, and of those that it starts: an attacker has a machine of its own, and what its own work
+takes of this one is not what it does to others."""
 
 
 def nothing(victim: Victim) -> Figures:
@@ -51,6 +59,24 @@ def nothing(victim: Victim) -> Figures:
 
 
 NOTHING = Listed("nothing", "nobody", nothing)
+
+
+@contextmanager
+def attacked(over_tls: bool) -> Iterator[tuple[LocalStack, HonestUsers]]:
+    """Starts services, and users of them who stream until the block is left.
+
+    Args:
+        over_tls: whether the gateway requires TLS, of users over gRPC and over HTTP.
+    """
+    services, of_users = stack_options(None, None, 4), dict[str, object]()
+    services["verifier"]["kv_cache_tokens"] = VERIFIER_CACHE_TOKENS
+    with TemporaryDirectory() as folder:
+        if over_tls:
+            files = write_identity(Path(folder) / "gateway", trustme.CA())
+            of_users = {"tls_ca": files.pop("tls_ca"), "tls_target_name": NAME}
+            services["gateway"] |= files
+        with LocalStack(services) as stack, HonestUsers(stack.address, **of_users) as users:
+            yield stack, users
 
 
 def victim_of(stack: LocalStack, seconds: float) -> Victim:
@@ -117,13 +143,14 @@ def growth_of(reports: Sequence[Figures], minutes: float) -> dict[str, float]:
     return {name: typical(name, 5 / 6, math.inf) / typical(name, 1 / 3, 1 / 2) for name in MAX_RESIDENT_MIB}
 
 
-def carry_out_all(stack: LocalStack, users: HonestUsers, options: argparse.Namespace) -> list[Figures]:
-    """Runs the attacks, and prints a line for each; a report's `failures` say in which ways it succeeded."""
-    chosen = [one for one in all_attacks() if not options.names or one.name in options.names]
+def carry_out_all(
+    chosen: Sequence[Listed], stack: LocalStack, users: HonestUsers, options: argparse.Namespace, minutes: float
+) -> list[Figures]:
+    """Runs attacks, and prints a line for each; a report's `failures` say in which ways it succeeded."""
     generator, victim = random.Random(options.seed), victim_of(stack, options.seconds_each)
     reports: list[Figures] = []
     began = time.monotonic()
-    while not reports or time.monotonic() - began < 60.0 * options.minutes:
+    while not reports or time.monotonic() - began < 60.0 * minutes:
         for listed in [NOTHING, *generator.sample(chosen, len(chosen))]:
             control = None
             if listed.control is not None:
@@ -142,7 +169,7 @@ def carry_out_all(stack: LocalStack, users: HonestUsers, options: argparse.Names
 def main() -> int:
     """Attacks, prints a line for each attack, and writes JSON."""
     parser = argparse.ArgumentParser(description="Attack running services and see what others notice.")
-    parser.add_argument("names", nargs="*", help="attacks [default: all]")
+    parser.add_argument("names", nargs="*", help="attacks [default: all, the long ones with --minutes only]")
     parser.add_argument("--seconds-each", type=float, default=5.0)
     parser.add_argument("--minutes", type=float, default=0.0, help="go on for so long")
     parser.add_argument("--max-gap-s", type=float, default=MAX_GAP_S, help="longest wait of honest users for a delta")
@@ -153,17 +180,21 @@ def main() -> int:
     known = [one.name for one in all_attacks()]
     if not set(options.names) <= set(known):
         parser.error(f"known: {', '.join(known)}")
-    services = stack_options(None, None, 4)
-    services["verifier"]["kv_cache_tokens"] = VERIFIER_CACHE_TOKENS
-    with LocalStack(services) as stack, HonestUsers(stack.address) as users:
-        os.nice(ATTACKER_NICE)
-        reports = carry_out_all(stack, users, options)
-    notes = users.notes
+    by_default = [one.name for one in all_attacks() if options.minutes or not one.is_long]
+    chosen = [one for one in all_attacks() if one.name in (options.names or by_default)]
+    reports, in_plaintext, notes = list[Figures](), list[Figures](), Notes()
+    for over_tls in sorted({one.over_tls for one in chosen}):
+        own, minutes = [one for one in chosen if one.over_tls == over_tls], 0.0 if over_tls else options.minutes
+        with attacked(over_tls) as (stack, users), ThreadPoolExecutor(1, initializer=os.nice, initargs=NICE) as thread:
+            new = thread.submit(carry_out_all, own, stack, users, options, minutes).result()
+        reports += new
+        in_plaintext += [] if over_tls else new
+        notes.add(users.notes)
     failures = [failure for report in reports for failure in report["failures"]] + notes.errors
     num_attacks = sum(report["attack"] != NOTHING.name for report in reports)
     print(f"{num_attacks} attacks, {notes.num_completed} honest completions, {len(notes.errors)} lost")
-    if options.minutes:
-        growth = growth_of(reports, options.minutes)
+    if options.minutes and in_plaintext:
+        growth = growth_of(in_plaintext, options.minutes)
         print("memory at the end over that at a third: " + " ".join(f"{name} {by:.3f}" for name, by in growth.items()))
         failures += [f"{name} grew" for name, by in growth.items() if by > MAX_GROWTH]
     if options.law:

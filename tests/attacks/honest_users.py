@@ -38,6 +38,12 @@ class Notes:
     waiting_since: dict[int, float] = field(default_factory=dict)
     """Of each user who waits for a delta now."""
 
+    def add(self, others: "Notes") -> None:
+        """Adds what users of another stack noticed, but for when it was."""
+        self.num_completed += others.num_completed
+        self.errors += others.errors
+        self.samples += others.samples
+
     def largest_gap_s(self, start: float, end: float) -> float:
         """Returns the longest wait for a delta that was over in a span of time, or is not over; seconds."""
         over = [gap for at, gap in list(self.gaps) if start <= at <= end]
@@ -47,10 +53,16 @@ class Notes:
 class HonestUsers:
     """The users' process. A context manager; `notes` has what they noticed once it is left."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, **options: Any) -> None:
+        """Starts nothing yet.
+
+        Args:
+            address: host:port of the gateway's gRPC.
+            options: of each user's `Client`, such as its TLS files.
+        """
         context = multiprocessing.get_context("spawn")
         self._questions, asked = context.Pipe()
-        self._process = context.Process(target=_serve, args=(address, asked), name="honest users")
+        self._process = context.Process(target=_serve, args=(address, options, asked), name="honest users")
         self.notes = Notes()
 
     def __enter__(self) -> "HonestUsers":
@@ -80,16 +92,16 @@ class HonestUsers:
 class _Users(ClientThreads):
     """Completions, one after the other, from several clients."""
 
-    def __init__(self, address: str, notes: Notes) -> None:
+    def __init__(self, address: str, options: dict[str, Any], notes: Notes) -> None:
         super().__init__(NUM_USERS)
         tokenizer = AutoTokenizer.from_pretrained(embedded_model("target"))
-        self._address, self._notes = address, notes
+        self._address, self._options, self._notes = address, options, notes
         self._prompts: list[list[int]] = [tokenizer(prompt)["input_ids"] for prompt in load_prompts()]
 
     @override
     def _ask(self, index: int) -> None:
         seed = index
-        with Client(self._address) as client:
+        with Client(self._address, **self._options) as client:
             while not self._ended.is_set():
                 seed += NUM_USERS
                 try:
@@ -113,10 +125,10 @@ class _Users(ClientThreads):
             notes.samples.append(Sample(prompt, token_ids))
 
 
-def _serve(address: str, questions: Connection) -> None:
+def _serve(address: str, options: dict[str, Any], questions: Connection) -> None:
     """Runs the users, and answers questions of spans of time until there is none."""
     notes, num_told = Notes(), 0
-    with _Users(address, notes):
+    with _Users(address, options, notes):
         questions.send("ready")
         while (span := questions.recv()) is not None:
             new_errors = notes.errors[num_told:]

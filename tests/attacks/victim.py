@@ -28,7 +28,7 @@ class Victim:
     gateway: str
     """host:port of the gateway's gRPC."""
     http: str
-    """http://host:port of its HTTP."""
+    """http://host:port of its HTTP, or https://."""
     verifier: str
     drafter: str
     metrics: dict[str, str]
@@ -62,25 +62,34 @@ class Listed:
 
     name: str
     attacker: str
-    """Who can do it: anyone, user, drafter, verifier, gateway or page; see docs/threats.md."""
+    """Who can do it: anyone, user, drafter, verifier, gateway, page, network, operator or machine; see
+    docs/threats.md."""
     run: Attack
     control: Attack | None = None
     """Sends as much in an honest form, first: what others wait for then is what the attack is compared with."""
+    over_tls: bool = False
+    """Whether the attacked stack is one whose gateway requires TLS."""
+    is_long: bool = False
+    """Whether it takes most of a minute: it is carried out by name and with `--minutes`."""
 
 
 _LISTED: list[Listed] = []
 
 
-def attack(attacker: str, *, control: Attack | None = None) -> Callable[[Attack], Attack]:
+def attack(
+    attacker: str, *, control: Attack | None = None, over_tls: bool = False, is_long: bool = False
+) -> Callable[[Attack], Attack]:
     """Puts a function on the list; its name is the attack's. It returns what `judged` does.
 
     Args:
         attacker: see `Listed.attacker`.
         control: see `Listed.control`.
+        over_tls: see `Listed.over_tls`.
+        is_long: see `Listed.is_long`.
     """
 
     def list_it(run: Attack) -> Attack:
-        _LISTED.append(Listed(getattr(run, "__name__", "attack"), attacker, run, control))
+        _LISTED.append(Listed(getattr(run, "__name__", "attack"), attacker, run, control, over_tls, is_long))
         return run
 
     return list_it

@@ -1,12 +1,21 @@
 """Calls that run and requests that arrive are limited, and who is slow keeps nobody else out."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from draftwire.errors import NoRoomError
 from draftwire.runtime import call_limits
-from draftwire.runtime.call_limits import SPARE_CALLS, Arrivals, CallCounter, CallLimits
+from draftwire.runtime.call_limits import (
+    MAX_STREAMS,
+    SPARE_CALLS,
+    Arrivals,
+    CallCounter,
+    CallLimits,
+    PeerStreams,
+    StreamUse,
+)
 
 
 async def settled() -> None:
@@ -144,3 +153,42 @@ def test_peers_may_send_the_prompts_of_all_sessions_at_once() -> None:
     assert CallLimits(2**26, 300 + SPARE_CALLS).max_arriving == 300
     assert CallLimits(2**26, 300 + SPARE_CALLS, is_public=True).max_arriving == 4
     assert CallLimits(2**20, 3 + SPARE_CALLS).max_arriving == 128
+
+
+async def keep(streams: PeerStreams, use: Callable[[], StreamUse]) -> None:
+    async with streams.one(use):
+        await asyncio.Event().wait()
+
+
+async def test_oldest_stream_that_is_not_used_makes_room_and_first_one_that_never_was() -> None:
+    uses = [StreamUse.PRESENT, StreamUse.PAST, *[StreamUse.NONE] * 4]
+    streams = PeerStreams("streams of gateways", 4)
+    tasks = [asyncio.create_task(keep(streams, lambda number=number: uses[number])) for number in range(6)]
+    await settled()
+    assert [number for number, task in enumerate(tasks) if task.done()] == [2, 3]
+    with pytest.raises(NoRoomError, match="4 streams of gateways are open, the limit, and this one was idle"):
+        await tasks[2]
+    uses[4:] = [StreamUse.PRESENT] * 2
+    tasks.append(asyncio.create_task(keep(streams, lambda: StreamUse.PRESENT)))
+    await settled()
+    assert tasks[1].done(), "it was used before, and is not now"
+    with pytest.raises(NoRoomError, match="retry in a second"):
+        await keep(streams, lambda: StreamUse.NONE)
+    tasks[0].cancel()
+    await settled()
+    async with streams.one(lambda: StreamUse.NONE):
+        assert len(streams._open) == 4, "whoever leaves makes room"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not streams._open
+
+
+async def test_error_of_a_stream_is_passed_on_though_it_is_a_timeout() -> None:
+    with pytest.raises(TimeoutError, match="of its own"):
+        async with PeerStreams("streams").one(lambda: StreamUse.NONE):
+            raise TimeoutError("of its own")
+
+
+def test_two_kinds_of_streams_leave_room_for_other_calls() -> None:
+    assert 2 * MAX_STREAMS <= 3 * SPARE_CALLS // 4

@@ -29,6 +29,7 @@ from draftwire.method.rounds import (
 from draftwire.models.card import ModelCard
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import ModelSettings
+from draftwire_drafter import core
 from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.core import BlockLink, DrafterCore
 
@@ -50,6 +51,9 @@ class FakeLink:
         if self.broken:
             raise UnavailableError("lost")
         self.blocks.append(block)
+
+    async def close(self) -> None:
+        self.broken = True
 
     def break_off(self) -> None:
         self.broken = True
@@ -171,6 +175,23 @@ async def test_sessions_of_a_lost_verifier_fail_at_once_and_no_others(rig: Rig) 
     rig.calibrate(2)
     await until(lambda: rig.links["b:1"][0].blocks, "the session of another verifier drafts")
     assert len(rig.events) == 2
+
+
+async def test_links_that_no_session_uses_are_closed_the_oldest_first_where_there_are_many(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway names the verifiers, and may name any."""
+    monkeypatch.setattr(core, "MAX_IDLE_LINKS", 2)
+    await rig.open(0, "used:1")
+    for session_id in range(1, 6):
+        await rig.open(session_id, f"idle:{session_id}")
+        rig.core.close_session(session_id, 0)
+    await rig.open(6, "used:2")
+    closed = [address for address, (link,) in rig.links.items() if link.broken]
+    assert closed == ["idle:1", "idle:2", "idle:3"]
+    assert not rig.events
+    await rig.open(7, "idle:1")
+    assert len(rig.links["idle:1"]) == 2, "it is opened again for who wants it"
 
 
 async def test_session_after_the_loss_gets_a_new_link_and_shows_its_permit_there(rig: Rig) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 
 from draftwire.errors import UnavailableError
-from draftwire.runtime.outbox import Outbox, exchange
+from draftwire.runtime.outbox import ITEMS_IN_A_TURN, Outbox, exchange, in_turns
 
 SOON_SECONDS = 5.0  # a deadline for what should happen at once
 A_MOMENT_SECONDS = 0.02  # long enough for a task that could run to have run
@@ -136,3 +136,20 @@ async def test_failure_of_a_writer_that_is_waited_for_is_raised_unless_the_reade
         async with asyncio.timeout(SOON_SECONDS):
             with pytest.raises(OSError, match=cause):
                 await exchange(reading, write(), outbox.close)
+
+
+async def test_others_have_their_turn_while_many_items_are_dealt_with_and_all_come_in_order() -> None:
+    num_turns, items = 0, list[int]()
+
+    async def count() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    counting = asyncio.create_task(count())
+    async for item in in_turns(range(10 * ITEMS_IN_A_TURN)):
+        items.append(item)
+    assert items == list(range(10 * ITEMS_IN_A_TURN))
+    assert 8 <= num_turns <= 10
+    counting.cancel()

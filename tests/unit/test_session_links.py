@@ -15,6 +15,7 @@ from draftwire.method.rounds import BlockSent
 from draftwire.requests import logprobs
 from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.runtime import messages
+from draftwire.runtime.peers import ModelPeer
 from draftwire.runtime.settings import ConnectionSettings
 from draftwire.runtime.status import MAX_MESSAGE
 from draftwire.v1 import drafter_pb2, session_pb2, verifier_pb2
@@ -116,6 +117,9 @@ class Stream:
     def send(self, kind: Any, *events: Any) -> None:
         self._messages.put_nowait(kind(events=events))
 
+    def send_garbage(self) -> None:
+        self._messages.put_nowait(None)
+
     def __aiter__(self) -> "Stream":
         return self
 
@@ -203,6 +207,23 @@ async def test_flood_of_a_drafter_ends_its_stream_alone(flood: str) -> None:
         assert (result.statistics.num_drafters_lost, result.statistics.num_verifiers_lost) == (1, 0)
         assert target.violations == []
     assert len(link.streams) == (1 if flood == "failure" else 2)
+
+
+@pytest.mark.parametrize("kind", [VerifierLink, DrafterLink])
+@in_virtual_time
+async def test_bytes_that_are_no_message_end_the_stream_alone(kind: Any) -> None:
+    """In their place gRPC gives None. The gateway ended."""
+    async with maintained(kind, "") as link:
+        link.streams[-1].send_garbage()
+    assert len(link.streams) == 2
+
+
+@pytest.mark.parametrize("ask", [ModelPeer.describe, ModelPeer.vocabulary, ModelPeer.tokenizer_files])
+async def test_answer_that_is_no_message_is_an_error_of_the_peer(ask: Any) -> None:
+    channel = MagicMock()
+    channel.unary_unary.return_value = AsyncMock(return_value=None)
+    with pytest.raises(ProtocolViolationError, match="bytes that are no message"):
+        await ask(ModelPeer(channel, 1.0))
 
 
 def test_session_that_failed_gets_no_more_events() -> None:

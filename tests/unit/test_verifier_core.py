@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 import pytest
 from engine_service_contract import EngineServiceContract, Served
@@ -15,23 +15,25 @@ from session_specs import target_spec
 from structlog.testing import capture_logs
 
 from draftwire.audit import AuditSums
-from draftwire.errors import ProtocolViolationError, Violation
+from draftwire.errors import NoRoomError, ProtocolViolationError, Violation
 from draftwire.method.encoding import Claim, DraftDistributions, decode
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import CommittedTokens, Fence, Permit, PlainRun, ReceivedBlock, Verdict
 from draftwire.runtime import messages
+from draftwire.runtime.call_limits import PeerStreams, StreamUse
 from draftwire.runtime.messages import MAX_BLOCKS
 from draftwire.runtime.metrics import PREFIX
-from draftwire.runtime.outbox import Outbox
+from draftwire.runtime.outbox import ITEMS_IN_A_TURN, Outbox
 from draftwire.runtime.settings import ModelSettings
 from draftwire.v1 import session_pb2, verifier_pb2
 from draftwire_verifier.brake import BURST, REST_S, Brake
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.core import BlockRefused, VerifierCore
 from draftwire_verifier.drafters import MAX_DRAFTERS, PROVEN_TOKENS, Drafters
+from draftwire_verifier.feeding import DrafterStream
 from draftwire_verifier.scheduler import Step, StepItem, StepResult
-from draftwire_verifier.server import VerifierServicer
+from draftwire_verifier.server import MAX_GREETINGS, VerifierServicer
 
 PROMPT = [1, 2, 3, 4]
 DRAFTER, OTHER = 7, 8
@@ -186,9 +188,9 @@ async def test_stream_of_useless_blocks_is_read_slowly(core: VerifierCore) -> No
     assert drafter is not None
     with patch("draftwire_verifier.server.asyncio.sleep") as sleep:
         for _ in range(BURST // MAX_BLOCKS):
-            await servicer._push_blocks(message_of(MAX_BLOCKS), drafter, brake)
+            await servicer._push_blocks(message_of(MAX_BLOCKS), DrafterStream(drafter), brake)
         sleep.assert_not_called()
-        await servicer._push_blocks(message_of(MAX_BLOCKS), drafter, brake)
+        await servicer._push_blocks(message_of(MAX_BLOCKS), DrafterStream(drafter), brake)
     sleep.assert_awaited_once_with(MAX_BLOCKS * REST_S)
     assert core.metrics.registry.get_sample_value(PREFIX + "drafter_rest_seconds_total") == MAX_BLOCKS * REST_S
 
@@ -200,10 +202,24 @@ async def test_message_of_more_blocks_than_there_may_be_sessions_ends_the_stream
     most = max(MAX_BLOCKS, core.config.engine.max_sessions)
     drafter = core.drafters.get(DRAFTER)
     assert drafter is not None
-    await servicer._push_blocks(message_of(most), drafter, Brake())
+    await servicer._push_blocks(message_of(most), DrafterStream(drafter), Brake())
     with patch.object(messages, "blocks_from_proto") as decode, pytest.raises(ProtocolViolationError, match="at most"):
-        await servicer._push_blocks(message_of(most + 1), drafter, Brake())
+        await servicer._push_blocks(message_of(most + 1), DrafterStream(drafter), Brake())
     decode.assert_not_called()
+
+
+async def test_commands_of_a_large_message_are_carried_out_in_turns(core: VerifierCore) -> None:
+    close = verifier_pb2.TargetCommand(close_session=session_pb2.CloseSession(epoch=1))
+    request = verifier_pb2.RunTargetSessionsRequest(commands=[close] * 10 * ITEMS_IN_A_TURN)
+
+    async def requests() -> AsyncIterator[verifier_pb2.RunTargetSessionsRequest]:
+        yield request
+
+    reading = asyncio.create_task(VerifierServicer(core)._read_commands(requests(), 0))
+    for _ in range(8):
+        await asyncio.sleep(0)
+        assert not reading.done(), "others have their turn"
+    await reading
 
 
 async def test_drafter_that_leaves_after_its_hello_is_answered_as_a_whole(core: VerifierCore) -> None:
@@ -223,6 +239,47 @@ async def test_drafter_that_leaves_after_its_hello_is_answered_as_a_whole(core: 
     (welcome,) = written
     assert welcome.HasField("welcome")
     assert len(welcome.identity.token) == 16
+
+
+def pushed(servicer: VerifierServicer, core: VerifierCore, *, says_hello: bool) -> "asyncio.Task[None]":
+    """Opens a drafter's stream that sends nothing more, ever."""
+
+    async def requests() -> AsyncIterator[verifier_pb2.PushDraftBlocksRequest]:
+        if says_hello:
+            hello = verifier_pb2.DrafterHello(model=messages.model_to_proto(core.description), instance_id=1)
+            yield verifier_pb2.PushDraftBlocksRequest(hello=hello)
+        await asyncio.Event().wait()
+
+    context: Any = SimpleNamespace(write=AsyncMock(), auth_context=dict, peer=str)
+    return asyncio.create_task(servicer.PushDraftBlocks(requests(), context))
+
+
+async def test_streams_that_never_say_hello_keep_no_drafter_out(core: VerifierCore) -> None:
+    servicer = VerifierServicer(core)
+    silent = [pushed(servicer, core, says_hello=False) for _ in range(4 * MAX_GREETINGS)]
+    honest = pushed(servicer, core, says_hello=True)
+    await asyncio.sleep(0.05)
+    assert sum(task.done() for task in silent) >= 2 * MAX_GREETINGS
+    assert not honest.done()
+    for task in (*silent, honest):
+        task.cancel()
+    ends = await asyncio.gather(*silent, honest, return_exceptions=True)
+    assert {type(end) for end in ends} == {NoRoomError, asyncio.CancelledError}
+
+
+async def test_streams_of_no_use_keep_no_drafter_out(core: VerifierCore) -> None:
+    servicer = VerifierServicer(core)
+    servicer._drafters = PeerStreams("streams of drafters", 2)
+    tasks = [pushed(servicer, core, says_hello=True)]
+    await asyncio.sleep(0.01)
+    core._streams[list(core._streams)[-1]].use = StreamUse.PRESENT
+    for _ in range(3):
+        tasks.append(pushed(servicer, core, says_hello=True))
+        await asyncio.sleep(0.01)
+    assert [task.done() for task in tasks] == [False, True, True, False]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_quarantine_ends_the_speculation_of_all_its_drafters_sessions_and_no_other(core: VerifierCore) -> None:

@@ -49,6 +49,9 @@ from draftwire_drafter.strategy_context import ConfiguredContext
 
 log = structlog.get_logger()
 
+MAX_IDLE_LINKS = 64
+"""Links to verifiers that are kept without a session, for the next one. Gateways may name any verifiers."""
+
 _ADDRESS = re.compile(r"[!-~]{1,250}:[0-9]{1,5}")
 
 
@@ -72,6 +75,9 @@ class BlockLink(Protocol):
 
     def request_features(self, request: FeatureRequest) -> None:
         """Queues a request of features, which then come as long as the link is not broken. Raises as `push`."""
+
+    async def close(self) -> None:
+        """Closes the connection. The link is broken then, and nobody is told that it was lost."""
 
 
 Connect = Callable[[str, ModelCard, Callable[[], None]], Awaitable[BlockLink]]
@@ -347,7 +353,15 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
             link = self._links[address] = await self._connect(address, self.card, lambda: self._on_link_lost(address))
         finally:
             del self._connecting[address]
+        await self._close_idle_links()
         return link
+
+    async def _close_idle_links(self) -> None:
+        """Closes the oldest of the links that no session uses, if there are too many."""
+        used = {session.spec.verifier_address for session in self._scheduler.sessions.values()}
+        idle = [address for address in self._links if address not in used]
+        for link in [self._links.pop(address) for address in idle[: max(0, len(idle) - MAX_IDLE_LINKS)]]:
+            await link.close()
 
     def _on_link_lost(self, address: str) -> None:
         """Fails the sessions of a lost verifier at once, so that no gateway waits for their blocks."""

@@ -16,11 +16,11 @@ from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import BlockSent, DrafterIdentity
 from draftwire.models.card import ModelCard
 from draftwire.runtime import messages
-from draftwire.runtime.call_limits import SPARE_CALLS, CallLimits
+from draftwire.runtime.call_limits import SPARE_CALLS, CallLimits, PeerStreams
 from draftwire.runtime.caller_identity import CallerRole, require_role
 from draftwire.runtime.channels import check_prompt_fits, in_messages
 from draftwire.runtime.model_service import ModelServicer
-from draftwire.runtime.outbox import exchange
+from draftwire.runtime.outbox import exchange, in_turns
 from draftwire.runtime.service import Service
 from draftwire.runtime.time_limits import Watchdog
 from draftwire.runtime.tls import Dialler, expiries_of, server_credentials, watch_tls
@@ -32,12 +32,16 @@ from draftwire_drafter.core import BlockLink, DrafterCore
 from draftwire_drafter.spans import DrafterSpans
 from draftwire_drafter.wire import GrpcBlockLink, Introduction, LinkEvents, check_block_fits
 
+MAX_IDENTITIES = 1024
+"""Verifiers of which a drafter remembers the identity that they gave it."""
+
 
 class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     """Decodes requests for the core and encodes its events."""
 
     def __init__(self, core: DrafterCore) -> None:
         self._core = core
+        self._streams = PeerStreams("streams of gateways")
 
     @override
     async def RunDraftSessions(
@@ -55,8 +59,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                     await context.write(message)
 
         try:
-            await context.write(drafter_pb2.RunDraftSessionsResponse(events=[lease]))
-            await exchange(self._read_commands(request_iterator, lease_id), write_events())
+            async with self._streams.one(lambda: self._core.use_of(lease_id)):
+                await context.write(drafter_pb2.RunDraftSessionsResponse(events=[lease]))
+                await exchange(self._read_commands(request_iterator, lease_id), write_events())
         finally:
             self._core.end_lease(lease_id)
 
@@ -73,7 +78,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     async def _read_commands(self, requests: AsyncIterator[drafter_pb2.RunDraftSessionsRequest], lease_id: int) -> None:
         core = self._core
         async for request in requests:
-            for command in request.commands:
+            async for command in in_turns(request.commands):
                 match command.WhichOneof("command"):
                     case "calibration":
                         calibration = messages.calibration_from_proto(command.calibration)
@@ -111,7 +116,7 @@ def make_service(config: DrafterConfig, place: Place | None = None, followers: F
     """
     tls = watch_tls(config.tls)
     dialler = Dialler(config.connections, config.tls, tls)
-    identities: dict[str, DrafterIdentity] = {}  # those that verifiers gave, by address
+    identities: dict[str, DrafterIdentity] = {}  # those that verifiers gave, by address, the latest last
 
     async def connect(address: str, card: ModelCard, on_lost: Callable[[], None]) -> BlockLink:
         introduction = Introduction(card, core.instance_id, identities.get(address), core.need)
@@ -119,7 +124,10 @@ def make_service(config: DrafterConfig, place: Place | None = None, followers: F
         events = LinkEvents(on_lost, core.metrics.draft_bytes.inc, on_outcomes, on_features)
         link = await GrpcBlockLink.connect(address, introduction, dialler, config.connect_timeout_s, events)
         if link.identity is not None:
+            identities.pop(address, None)
             identities[address] = link.identity
+        if len(identities) > MAX_IDENTITIES:
+            del identities[next(iter(identities))]
         return link
 
     core = DrafterCore(config, connect, place, followers)

@@ -17,7 +17,7 @@ from draftwire.models.description import FEATURES, vocabulary_mismatch
 from draftwire.runtime import messages
 from draftwire.runtime.channels import FRAME_BYTES, require_room
 from draftwire.runtime.outbox import Outbox
-from draftwire.runtime.peers import ModelPeer
+from draftwire.runtime.peers import ModelPeer, received
 from draftwire.runtime.served_request import context_of_no_request
 from draftwire.runtime.status import error_of
 from draftwire.runtime.tls import Dialler
@@ -156,6 +156,16 @@ class GrpcBlockLink:
             raise UnavailableError(f"verifier at {self.address} was lost")
         self._outbox.put(request)
 
+    async def close(self) -> None:
+        """Closes the connection; see `BlockLink.close`."""
+        self.broken = True
+        self._outbox.close()
+        lifetime, self._lifetime = self._lifetime, None
+        if lifetime is not None:
+            lifetime.cancel()
+            await asyncio.wait({lifetime})
+        await self._channel.close()
+
     async def _requests(self, hello: verifier_pb2.DrafterHello) -> AsyncIterator[verifier_pb2.PushDraftBlocksRequest]:
         yield verifier_pb2.PushDraftBlocksRequest(hello=hello)
         while queued := await self._outbox.take_all():
@@ -183,7 +193,9 @@ class GrpcBlockLink:
         """Reads outcomes until the end of the stream, then marks the link as broken."""
         reason: str | None = None
         try:
-            while isinstance(response := await call.read(), verifier_pb2.PushDraftBlocksResponse):
+            while (read := await call.read()) is not grpc.aio.EOF:
+                response = received(read)
+                assert isinstance(response, verifier_pb2.PushDraftBlocksResponse), "it is none but at the end"
                 if response.HasField("outcomes"):
                     self._events.on_outcomes(messages.outcomes_from_proto(response.outcomes))
                 elif response.HasField("features"):
@@ -191,6 +203,8 @@ class GrpcBlockLink:
             reason = await call.details()
         except grpc.aio.AioRpcError as error:
             reason = error.details()
+        except DraftwireError as error:
+            reason = str(error)
         finally:
             self.broken = True
             self._outbox.close()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from draftwire.engine.leases import SessionKey
 from draftwire.method.feature_format import FeatureEncoding
 from draftwire.method.rounds import RoundOutcome
+from draftwire.runtime.call_limits import StreamUse
 from draftwire.runtime.outbox import Outbox
 from draftwire.runtime.settings import LEAST_MESSAGE_BYTES
 from draftwire_verifier.drafters import Drafter
@@ -58,6 +59,8 @@ class DrafterStream:
         self.drafter = drafter
         self.takes_outcomes = takes_outcomes
         self.encoding = encoding
+        self.use = StreamUse.NONE
+        """None before a block of it is judged."""
         self.outbox = Outbox[RoundOutcome | SessionKey](MAX_TOLD)
         """Outcomes, and sessions that have features for it; see `VerifierCore.take_features`."""
 

@@ -16,12 +16,12 @@ from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import PromptRead, RoundOutcome, Verdict
 from draftwire.models.description import ISSUED_IDENTITIES, ModelDescription
 from draftwire.runtime import messages
-from draftwire.runtime.call_limits import SPARE_CALLS, CallLimits
+from draftwire.runtime.call_limits import SPARE_CALLS, Arrivals, CallLimits, PeerStreams, StreamUse
 from draftwire.runtime.caller_identity import CallerRole, origin_of, require_role
 from draftwire.runtime.channels import FRAME_BYTES, check_prompt_fits, in_messages
 from draftwire.runtime.interceptor import num_received_bytes
 from draftwire.runtime.model_service import ModelServicer
-from draftwire.runtime.outbox import exchange
+from draftwire.runtime.outbox import exchange, in_turns
 from draftwire.runtime.received_blocks import decoded_blocks
 from draftwire.runtime.service import Service
 from draftwire.runtime.time_limits import Watchdog
@@ -32,9 +32,12 @@ from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
 from draftwire_verifier.brake import Brake
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.core import BlockRefused, TargetEvent, VerifierCore
-from draftwire_verifier.drafters import Drafter, Greeting
+from draftwire_verifier.drafters import Greeting
 from draftwire_verifier.feeding import DrafterStream
 from draftwire_verifier.spans import VerifierSpans
+
+MAX_GREETINGS = 64
+"""Streams of drafters whose hello may come slowly at once."""
 
 _ORDER = "a drafter says hello once, first, and then sends blocks, or requests of features if its hello names some"
 
@@ -44,6 +47,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
 
     def __init__(self, core: VerifierCore) -> None:
         self._core = core
+        self._gateways, self._drafters = PeerStreams("streams of gateways"), PeerStreams("streams of drafters")
+        self._greetings = Arrivals(MAX_GREETINGS)
 
     @override
     async def RunTargetSessions(
@@ -63,8 +68,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                     await context.write(message)
 
         try:
-            await context.write(verifier_pb2.RunTargetSessionsResponse(events=[lease]))
-            await exchange(self._read_commands(request_iterator, lease_id), write_events())
+            async with self._gateways.one(lambda: self._core.use_of(lease_id)):
+                await context.write(verifier_pb2.RunTargetSessionsResponse(events=[lease]))
+                await exchange(self._read_commands(request_iterator, lease_id), write_events())
         finally:
             self._core.end_lease(lease_id)
 
@@ -89,7 +95,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     ) -> None:
         require_role(context, CallerRole.DRAFTER)
         requests = aiter(request_iterator)
-        first = await anext(requests, None)
+        first = await self._greetings.receive(lambda: anext(requests, None))
         if first is None:
             return
         if first.WhichOneof("message") != "hello":
@@ -121,8 +127,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 welcome=messages.model_to_proto(self._core.description),
                 identity=messages.identity_to_proto(drafter.identity),
             )
-            await context.write(response)
-            await exchange(self._read_drafter(requests, stream), write(), end)
+            async with self._drafters.one(lambda: stream.use):
+                await context.write(response)
+                await exchange(self._read_drafter(requests, stream), write(), end)
         finally:
             end()
             drafter.num_streams -= 1
@@ -134,7 +141,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         async for request in requests:
             match request.WhichOneof("message"):
                 case "blocks":
-                    await self._push_blocks(request, stream.drafter, brake)
+                    await self._push_blocks(request, stream, brake)
                 case "feature_requests" if stream.encoding is not None:
                     self._request_features(request, stream)
                 case _:
@@ -150,12 +157,16 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         """Blocks, or requests, in a message, at most: a session waits for one."""
         return max(messages.MAX_BLOCKS, self._core.config.engine.max_sessions)
 
-    async def _push_blocks(self, request: verifier_pb2.PushDraftBlocksRequest, drafter: Drafter, brake: Brake) -> None:
+    async def _push_blocks(
+        self, request: verifier_pb2.PushDraftBlocksRequest, stream: DrafterStream, brake: Brake
+    ) -> None:
         core, model = self._core, self._core.description
         core.metrics.count_bytes(num_received_bytes.get() + FRAME_BYTES)
         limits = (model.vocab_size, core.config.engine.max_draft_tokens, model.max_tree_nodes)
-        blocks = await decoded_blocks(request.blocks.blocks, drafter.id, limits, self._most_items)
-        rest_s = brake.rest_s(*core.push_blocks(blocks))
+        blocks = await decoded_blocks(request.blocks.blocks, stream.drafter.id, limits, self._most_items)
+        num_judged, num_useless = core.push_blocks(blocks)
+        stream.use = StreamUse.PRESENT if num_judged else stream.use
+        rest_s = brake.rest_s(num_judged, num_useless)
         if rest_s:
             core.metrics.rest_s.inc(rest_s)
             await asyncio.sleep(rest_s)
@@ -165,7 +176,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     ) -> None:
         core = self._core
         async for request in requests:
-            for command in request.commands:
+            async for command in in_turns(request.commands):
                 match command.WhichOneof("command"):
                     case "plain_run":
                         run = messages.plain_run_from_proto(command.plain_run)

@@ -26,7 +26,7 @@ from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.runtime import messages
 from draftwire.runtime.channels import in_messages
 from draftwire.runtime.outbox import Outbox
-from draftwire.runtime.peers import ModelPeer
+from draftwire.runtime.peers import ModelPeer, received
 from draftwire.runtime.served_request import request_metadata
 from draftwire.runtime.status import MAX_MESSAGE, error_of, error_of_number
 from draftwire.runtime.tls import Dialler, RenewedChannel
@@ -195,7 +195,7 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
     async def _open_session(self, call: Awaitable[Any]) -> Any:
         """Awaits the call that opens a session, returns its response, and converts its error."""
         try:
-            return await call
+            return received(await call)
         except grpc.aio.AioRpcError as error:
             refusal = error_of(error)
             if isinstance(refusal, UnavailableError):
@@ -208,7 +208,7 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
         call = self._open_stream(self._requests(self._outbox))
         try:
             async for response in call:
-                for event in response.events:
+                for event in received(response).events:
                     self._receive(event)
         finally:
             call.cancel()
@@ -337,7 +337,7 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
             if error.code() in UNANSWERED:
                 raise UnavailableError(f"{self.address} does not answer") from error
             return True  # it has no room for such questions, say
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return bool(received(answer).status == health_pb2.HealthCheckResponse.SERVING)
 
     def _end_openings(self) -> None:
         """Lets nobody wait who opens a session on a verifier that does not answer."""
