@@ -14,7 +14,8 @@ SPARE_CALLS = 1024
 """Calls that a server takes beside those that run a session each: questions, streams of peers, calls to be refused."""
 
 ARRIVING_BYTES = 256 * 2**20
-"""What requests that have not arrived as a whole may hold together, as long as there may be so few; see `Arrivals`."""
+"""Bytes that requests that have not arrived as a whole may hold together, as long as there may be so few; see
+`Arrivals`."""
 
 LEAST_ARRIVING = 4
 """Requests of users that may arrive slowly at once, however large each may be."""
@@ -28,7 +29,7 @@ GRACE_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What callers of a gRPC server may take of it."""
+    """Limits of the callers of a gRPC server."""
 
     max_request_bytes: int = 64 * 2**20
     """Largest message that is accepted."""

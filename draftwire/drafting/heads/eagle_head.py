@@ -90,7 +90,7 @@ class EagleHead(HeadCache):
         self._joining: Linear | None = None
         self._norm: Norm | None = None
         if shape.config.kind is HeadKind.EAGLE3:
-            # Nothing else reads the embeddings, so that they are normalised once and for all.
+            # Nothing else reads the embeddings, so they are normalised once, here.
             self._embedding = Norm(tensors[f"{first}input_layernorm.weight"], epsilon)(self._embedding)
             self._hidden_norm = Norm(tensors[f"{first}hidden_norm.weight"], epsilon)
             self._norm = Norm(tensors["norm.weight"], epsilon)
@@ -119,7 +119,7 @@ class EagleHead(HeadCache):
 
     @property
     def token_bytes(self) -> int:
-        """What the cache stores of a token, bytes."""
+        """Bytes that the cache stores of a token."""
         return 2 * len(self._layers) * self.kv_heads * self.head_dim * self._embedding.element_size()
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class EagleHead(HeadCache):
             segments: of the pairs.
             token_ids: of the pairs, `[tokens]`.
             features: of the pairs, fused, `[tokens, hidden_size]`.
-            unknown: pairs of whose token nothing is known: of MTP the first of each text, as its authors do.
+            unknown: pairs whose embedding is zero: of MTP the first of each text, as its authors do.
         """
         step = pack(segments, self._storage, self.device)
         rotation = self._rotations.at(step.positions)
@@ -201,7 +201,7 @@ class _Layer:
     """A decoder layer."""
 
     norm: Norm | None
-    """Before attention; None in the first layer of EAGLE heads."""
+    """Norm before attention; None in the first layer of EAGLE heads."""
     queries_keys_values: Linear
     head_norms: tuple[Norm | None, Norm | None]
     attention_output: Linear
