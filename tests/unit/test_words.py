@@ -1,4 +1,4 @@
-"""Docstrings begin with the thing or its verb. Read off the sources."""
+"""Docstrings are sentences about the thing, and names of tests are short: both are read off the sources."""
 
 import ast
 from collections.abc import Iterator
@@ -36,6 +36,9 @@ FRAGMENTS = frozenset(
 )
 """First words of docstrings that are no sentence about the thing, in lower case."""
 
+LONGEST_NAME = 70
+"""Characters of the name of a test, `test_` included."""
+
 LEFT_FOR_LATER = "services/gateway/draftwire_gateway/speculation/"
 
 
@@ -60,6 +63,18 @@ def fragments(source: str) -> list[int]:
     return sorted(
         line for line, text in strings(source) if text.split() and text.split()[0].strip(",.:;").lower() in FRAGMENTS
     )
+
+
+def long_names(source: str) -> list[tuple[int, str]]:
+    """Returns lines and names of tests with more than `LONGEST_NAME` characters."""
+    functions = [
+        each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return [
+        (each.lineno, each.name)
+        for each in functions
+        if each.name.startswith("test_") and len(each.name) > LONGEST_NAME
+    ]
 
 
 def test_docstrings_begin_with_the_thing_or_its_verb() -> None:
@@ -90,3 +105,18 @@ def test_sentence_is_no_fragment() -> None:
     assert not fragments(
         '"""Forms of it."""\nsize = 0\n"""Whether it asks for some."""\n"by itself: no docstring" + ""'
     )
+
+
+def test_names_of_tests_are_short() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {len(name)} characters: {name}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for line, name in long_names(path.read_text())
+    ]
+    assert not found, f"names of tests with more than {LONGEST_NAME} characters:\n" + "\n".join(found)
+
+
+def test_long_name_of_a_test_is_seen() -> None:
+    fits, long = (f"test_{'x' * length}" for length in (65, 66))
+    source = f"def {fits}(): ...\nclass TestSome:\n    async def {long}(self): ...\ndef {'x' * 80}(): ..."
+    assert long_names(source) == [(3, long)]
