@@ -83,7 +83,7 @@ class EagleHead(HeadCache):
         self.device, self.dtype = tensors[FUSING].device, tensors[FUSING].dtype
         streamed = sum(tensor.nbytes for name, tensor in tensors.items() if name != EMBEDDING) > STREAMED_BYTES
         self._embedding = tensors[EMBEDDING]
-        self._fused = Fusion(shape, tensors, streamed)
+        self._fusion = Fusion(shape, tensors, streamed)
         self._norm_before_residual = shape.norm_before_residual
         first = "layers.0."
         self._hidden_norm: Norm | None = None
@@ -124,7 +124,7 @@ class EagleHead(HeadCache):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Returns `fc` of the joined features; of EAGLE-1 the target's final norm of them, and of MTP its own norm."""
-        return self._fused(features)
+        return self._fusion(features)
 
     @torch.inference_mode()
     def read(self, readings: Sequence[PairReading]) -> HeadState:
@@ -220,9 +220,9 @@ class _Layer:
         def fused(*names: str) -> Linear:
             weights = [tensors[f"layers.{index}.{name}.weight"] for name in names]
             biases = [tensors.get(f"layers.{index}.{name}.bias") for name in names]
-            known = [bias for bias in biases if bias is not None]
-            assert len(known) in (0, len(names)), "checked when the head was loaded"
-            return Linear(torch.cat(weights), torch.cat(known) if known else None, streamed=streamed)
+            present = [bias for bias in biases if bias is not None]
+            assert len(present) in (0, len(names)), "checked when the head was loaded"
+            return Linear(torch.cat(weights), torch.cat(present) if present else None, streamed=streamed)
 
         mlp_norm = norm("post_attention_layernorm")
         assert mlp_norm is not None

@@ -41,7 +41,7 @@ class ReceivedFeatures:
 
     def between(self, start: int, stop: int) -> Tensor:
         """Returns the rows of some positions, all of them there."""
-        assert self.start <= start <= stop <= self.stop, "the head reads what was fed"
+        assert self.start <= start <= stop <= self.stop, "the head reads received features only"
         return self._rows[start - self.start : stop - self.start]
 
     def forget_before(self, position: int) -> None:

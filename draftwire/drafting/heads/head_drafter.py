@@ -109,7 +109,7 @@ class HeadDrafter(Generic[Text]):
         return drafts
 
     def _readings(self, draftings: Sequence[HeadDrafting[Text]]) -> tuple[list[PairReading], list[int]]:
-        """Returns what to read of each sequence, and the indices of those that can draft then."""
+        """Returns the pairs to read of each sequence, and the indices of the sequences that can draft then."""
         bounds = []
         for drafting in draftings:
             sequence, stop = drafting.sequence, len(drafting.committed) - 1

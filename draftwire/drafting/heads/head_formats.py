@@ -36,7 +36,7 @@ TAPS = "eagle_aux_hidden_state_layer_ids"
 BLOCK_DIFFUSION = ("dflash", "dspark", "jetspec")
 """Kinds of the `speculators` format that draft a whole block in one pass, from masks."""
 LAYER_TYPES = ("llama", "qwen3")
-"""Kinds of decoder layers of which heads are made."""
+"""Kinds of decoder layers that heads have."""
 MTP_TYPE = "mimo"
 """`model_type` of the targets whose multi-token-prediction layers are read."""
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -86,7 +86,7 @@ def shape_of(name: str, config: Mapping[str, Any], target: TargetFacts) -> HeadS
 
     Raises:
         InvalidRequestError: the head is of a kind or form that is not supported, or for another target; the message
-            says which.
+            names it.
     """
     kind = config.get(SPECULATORS)
     if kind in BLOCK_DIFFUSION:
@@ -296,10 +296,10 @@ def known_names(shape: HeadShape, names: list[str]) -> dict[str, str]:
     if shape.config.kind in WITH_LAYERS:
         renamed = {}
         for name in names:
-            known = name
+            own = name
             for pattern, other in RENAMED:
-                known = pattern.sub(other, known)
-            renamed[name] = known
+                own = pattern.sub(other, own)
+            renamed[name] = own
         return renamed
     found = {name: match for name in names if (match := MLP_NAMES.match(name))}
     places: dict[str, list[int]] = {}

@@ -50,7 +50,7 @@ def read_shape(folder: Path, target: Path) -> HeadShape:
 
     Raises:
         InvalidRequestError: a file is missing or cannot be read, the head is of a kind or form that is not supported,
-            or it is for another hidden size, other layers or another vocabulary; the message says which.
+            or it is for another hidden size, other layers or another vocabulary; the message names it.
     """
     check_folder(target)
     config = _config_of(folder)
@@ -122,7 +122,7 @@ def load_fusion(
         folder: of the head.
         target: folder of the target model.
         dtype: as of `load_head`.
-        device: likewise.
+        device: as of `load_head`.
 
     Raises:
         InvalidRequestError: as for `load_head`, of these tensors.

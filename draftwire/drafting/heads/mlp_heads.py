@@ -48,7 +48,7 @@ class MlpHead(HeadCache):
         self.device, self.dtype = tensors[TARGET_NORM].device, tensors[TARGET_NORM].dtype
         streamed = sum(tensor.nbytes for name, tensor in tensors.items() if name != EMBEDDING) > STREAMED_BYTES
         self._embedding = tensors[EMBEDDING] if shape.config.kind is HeadKind.HYDRA else None
-        self._fused = Fusion(shape, tensors)
+        self._fusion = Fusion(shape, tensors)
         self._draft_ids = DraftIds(tensors.get(DRAFT_IDS), self.config.vocab_size)
 
         def layer(name: str) -> Linear:
@@ -66,7 +66,7 @@ class MlpHead(HeadCache):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Returns the target's final norm of the features."""
-        return self._fused(features)
+        return self._fusion(features)
 
     @torch.inference_mode()
     def read(self, readings: Sequence[PairReading]) -> HeadState:

@@ -58,8 +58,8 @@ class EagleTrainee(nn.Module):
 
         Args:
             features: `[batch, count, feature_size]`, of the first `count` tokens of each text.
-            token_ids: `[batch, count + steps] int64`, for as many steps as they are longer. What step `s` drafts after
-                token `i` is the one at `i + 2 + s`, after the one at `i + 1 + s`, which it reads.
+            token_ids: `[batch, count + steps] int64`, for as many steps as they are longer. Step `s` reads the token at
+                `i + 1 + s` and drafts the one at `i + 2 + s`, after the pairs up to token `i`.
         """
         count = features.shape[1]
         layer: Any = self.layers[0]

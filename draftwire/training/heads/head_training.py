@@ -153,11 +153,11 @@ def train_head(
     decoder = decoder_of(model.to(device))
     lessons_of = partial(streamed_lessons, decoder, config.taps, pass_tokens=recipe.batch_tokens)
 
-    def measured(what: str) -> list[DraftAcceptance]:
+    def measured(when: str) -> list[DraftAcceptance]:
         lessons = lessons_of(texts=_windows(held_out), num_steps=lambda _: recipe.num_steps)
         found = draft_acceptance(head, draft_ids, lessons(0))
         for each in found:
-            report(f"{what}: {each}")
+            report(f"{when}: {each}")
         return found
 
     before = measured("before")
