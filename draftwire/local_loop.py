@@ -149,7 +149,7 @@ def _drafts_of_strategy(
 def _drafts_of_head(
     drafter: HeadDrafter[CachedSequence], judged: CachedSequence, committed: list[int], cleanup: ExitStack
 ) -> Callable[[DraftRequest], Draft]:
-    """As `_drafts_of_strategy`; the target has read all that is committed but the last token."""
+    """Returns what `_drafts_of_strategy` does; the target has read all that is committed but the last token."""
     sequence = drafter.open()
     cleanup.callback(drafter.close, sequence)
 

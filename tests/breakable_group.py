@@ -146,7 +146,7 @@ class BreakingGroup:
         assert len(group.of("group_lost")) == 1
         assert group.ended_statuses == [-signal.SIGKILL]
 
-    def test_stopped_follower_ends_the_group_within_the_timeout_and_what_it_served_goes_on(
+    def test_stopped_follower_ends_its_group_and_what_it_served_goes_on(
         self, group: Group, gateway: LocalStack, expected: list[int]
     ) -> None:
         seconds = TIMEOUT_S + END_SECONDS
@@ -154,7 +154,7 @@ class BreakingGroup:
         assert group.ended_statuses == [-signal.SIGKILL], "a stopped process is killed"
 
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_rank_that_fails_in_the_middle_of_a_step_ends_the_group_at_once_and_what_it_served_goes_on(
+    def test_rank_that_fails_within_a_step_ends_the_group_and_its_texts_go_on(
         self, group: Group, gateway: LocalStack, faults: Path, expected: list[int], rank: int
     ) -> None:
         fault = faults / f"rank_{rank}"

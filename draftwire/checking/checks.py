@@ -68,15 +68,15 @@ class CheckPlan:
     """The sizes that a check enumerates for each kind of rule."""
 
     stated: tuple[Size, ...]
-    """For rules that state their law."""
+    """Sizes for rules that state their law."""
     decided: tuple[Size, ...]
-    """For rules whose decisions are integrated over their random numbers."""
+    """Sizes for rules whose decisions are integrated over their random numbers."""
     coupled: tuple[Size, ...]
-    """For coupled rules."""
+    """Sizes for coupled rules."""
     stateful: tuple[Size, ...]
-    """For `greedy_block`, whose blocks are of one length."""
+    """Sizes for `greedy_block`, whose blocks are of one length."""
     sampled: tuple[Size, ...]
-    """For rules whose decisions have to be sampled."""
+    """Sizes for rules whose decisions have to be sampled."""
     edges: tuple[int, ...]
     """Block lengths, with a vocabulary of three, that are decided with uniforms at the ends of their range."""
 

@@ -27,7 +27,7 @@ LEAST_CELL = 1e-13
 deviation."""
 
 WITNESSES = ((0.5, 2.0, 1.0), (0.25, 5.0, 0.3), (0.0, 2.0, 1.0), (1.0, 2.0, 1.0))
-"""For each witness: its place in the cell's range of r, how far losers are beyond the finish, the scale of e. The last
+"""Place of each witness in the cell's range of r, distance of its losers beyond the finish, and scale of e. The last
 two witnesses are as close as `MARGIN` to where another token wins, one on each side."""
 
 MARGIN = 1e-7

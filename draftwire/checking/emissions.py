@@ -16,7 +16,7 @@ class Emissions:
     """The law of the tokens that one round emits after each context."""
 
     of_count: tuple[Tensor, ...]
-    """For k = 1, 2, ... `[contexts, vocab ** k] float64`: the probability of emitting exactly these k tokens."""
+    """`[contexts, vocab ** k] float64` for k = 1, 2, ...: the probability of emitting exactly these k tokens."""
 
     def expected_accepted(self) -> Tensor:
         """Returns the mean number of accepted tokens, one less than emitted, `[contexts]`."""

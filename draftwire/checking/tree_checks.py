@@ -40,7 +40,7 @@ MANY_NODES = 4
 """Trees of more nodes are enumerated for few models."""
 
 NUM_SAMPLES = 50_000
-"""Of the noise of coupled trees, whose mean number of accepted tokens is sampled."""
+"""Samples of the noise of coupled trees, from which their mean number of accepted tokens is estimated."""
 
 
 def check_trees(rule: TreeRule, shapes: Sequence[TokenTree] = SHAPES) -> TreeReport:

@@ -13,10 +13,10 @@ from draftwire.method.token_source import TokenSource
 
 
 class ColorWhen(StrEnum):
-    """When a text is coloured."""
+    """Choice of when a text is coloured."""
 
     AUTO = "auto"
-    """On a terminal, unless NO_COLOR is set; elsewhere if FORCE_COLOR is set."""
+    """Colours on a terminal, unless NO_COLOR is set; elsewhere if FORCE_COLOR is set."""
     ALWAYS = "always"
     NEVER = "never"
 

@@ -37,7 +37,7 @@ TlsTargetName = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
-    """Where the gateway is, and who calls it."""
+    """Address of the gateway, and identity of its caller."""
 
     address: Annotated[
         str, typer.Option(envvar=ADDRESS_VARIABLE, help="host:port of the gateway, or of several, by commas.")

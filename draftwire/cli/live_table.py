@@ -57,7 +57,7 @@ class Row:
     name: str
     state: str = "starting"
     since: float = field(default_factory=time.monotonic)
-    """When the service began to start, by `time.monotonic`."""
+    """Start of the service's start-up, by `time.monotonic`."""
     is_serving: bool = False
     num_unanswered: int = 0
     """Requests for metrics since the last one that was answered."""

@@ -43,7 +43,7 @@ class ServiceProcess:
     is_serving: bool = False
     """Whether it has served."""
     served_at: float = 0.0
-    """When it began to serve, by `time.monotonic`."""
+    """Time at which it began to serve, by `time.monotonic`."""
     ending: ProcessEnd | None = None
     """How the process ended; None while it runs."""
     last_line: str = ""
@@ -55,7 +55,7 @@ class ServiceProcess:
 
     @property
     def reason(self) -> str:
-        """Why it ended: in its own words if it had any, else the signal or status, with its last line."""
+        """Reason of its end: in its own words if it had any, else the signal or status, with its last line."""
         if self.has_failed or self.ending is None:
             return self.last_line
         return f"it {self.ending}" + (f" ({self.last_line})" if self.last_line else "")

@@ -41,7 +41,7 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions(SamplingNumbers):
-    """What is asked for; where nothing is said, the server decides."""
+    """Options of a request; the server decides those that are not set."""
 
     max_tokens: Annotated[
         int | None,

@@ -10,9 +10,9 @@ from draftwire.cli.process_end import ProcessEnd
 STEADY_SECONDS = 60.0
 """A service that has served for so long is well: earlier losses do not count any more."""
 MAX_LOSSES = 3
-"""With so many losses in a row a service is given up."""
+"""Losses in a row with which a service is given up."""
 FIRST_PAUSE_S = 0.5
-"""Before the first start; before each further one it is four times as long."""
+"""Pause before the first restart; before each further one it is four times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class Loss:
     name: str
     ending: ProcessEnd
     number: int
-    """Of its losses in a row."""
+    """Number of its losses in a row."""
     pause_s: float | None
-    """Until it is started again; None if it is given up."""
+    """Seconds until it is started again; None if it is given up."""
 
     def __str__(self) -> str:
         """Returns the sentence about it."""
@@ -44,7 +44,7 @@ class Supervisor:
     _losses: dict[str, int] = field(default_factory=dict)
     """Losses in a row of each service."""
     _due: dict[str, float] = field(default_factory=dict)
-    """When services are started again, by `time.monotonic`."""
+    """Times at which services are started again, by `time.monotonic`."""
 
     def run(self) -> Loss:
         """Returns the loss of the first service that is given up.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 KINDS = ("eagle3", "medusa", "hydra")
 HELD_OUT_SHARE = 0.05
-"""Of the tokens, at the end of the files, that are not trained on."""
+"""Share of the tokens, at the end of the files, that are not trained on."""
 
 
 def train(

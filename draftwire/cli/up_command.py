@@ -41,7 +41,7 @@ DRAIN_SECONDS = 2.0
 SMALL_MODEL_BYTES = 64 * 2**20
 """Models with fewer bytes of weights run as fast on one thread as on several."""
 NO_DRAFTER = "none"
-"""In place of a draft model."""
+"""Stands in the place of a draft model."""
 COLORS = {"drafter": "cyan", "verifier": "magenta", "gateway": "green"}
 
 
@@ -332,7 +332,7 @@ def embedded_model(name: str) -> str:
 
 @dataclass(slots=True)
 class Interrupts:
-    """What signals do: the first one raises `KeyboardInterrupt`. Later ones do not interrupt the shutdown, which takes
+    """Handles signals: the first one raises `KeyboardInterrupt`. Later ones do not interrupt the shutdown, which takes
     a bounded time.
     """
 

@@ -26,7 +26,7 @@ class Display:
 
     @property
     def when(self) -> ColorWhen:
-        """When the text is coloured."""
+        """Choice of when the text is coloured."""
         return ColorWhen.NEVER if self.no_color else self.color
 
 

@@ -30,7 +30,7 @@ _ERRORS: dict[grpc.StatusCode, type[DraftwireError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """Why a call ended before its completions were finished."""
+    """Reason why a call ended before its completions were finished."""
 
     error: DraftwireError
     may_pass: bool

@@ -26,7 +26,8 @@ class Piece:
     logprobs: list[TokenLogprob] | None = None
     """One for each of the tokens; None unless requested."""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """Of the prompt's next tokens, without its first token. They come in pieces of their own, before all others."""
+    """Log-probabilities of the prompt's tokens, without its first one. They arrive in pieces of their own, before all
+    others."""
     choice: int = 0
     """Index of the completion; in a piece with `prompt_logprobs`, of the prompt's first completion."""
     prompt_token_ids: list[int] | None = None
@@ -60,7 +61,7 @@ class Completion:
     is_lossy: bool
     """Whether that rule changes the distribution of the text."""
     drafter_error: str
-    """Why the completion went on without a drafter; empty if no drafter was lost."""
+    """Reason why the completion went on without a drafter; empty if no drafter was lost."""
     statistics: gateway_pb2.GenerationStatistics
     """Statistics; after an interruption, of the last part only."""
     num_resumed: int = 0
@@ -72,9 +73,9 @@ class Completion:
     sources: list[TokenSource] = field(default_factory=list)
     """Source of each token."""
     token_texts: list[str] | None = None
-    """As in `Piece`."""
+    """Texts of the tokens, as in `Piece`."""
     draft_logprobs: list[float] | None = None
-    """As in `Piece`."""
+    """Log-probabilities of the drafter, as in `Piece`."""
     choice: int = 0
     """Index among the request's completions, counted over all its prompts."""
     prompt_text: str | None = None

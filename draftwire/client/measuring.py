@@ -17,9 +17,9 @@ class Timing:
 
     completion: Completion
     first_token_s: float
-    """From sending the request to the first token."""
+    """Seconds from sending the request to the first token."""
     duration_s: float
-    """From sending the request to the end."""
+    """Seconds from sending the request to the end."""
 
     @property
     def num_tokens(self) -> int:
@@ -38,7 +38,7 @@ class Run:
 
     timings: list[Timing]
     duration_s: float
-    """From the first request to the end of the last completion."""
+    """Seconds from the first request to the end of the last completion."""
 
     @property
     def num_tokens(self) -> int:

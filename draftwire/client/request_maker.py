@@ -64,7 +64,7 @@ class TextOptions(TypedDict, total=False):
     num_draft_nodes: int | None
     """Draft tokens of a token tree per round, whose paths have at most `num_speculative_tokens`; 0 drafts chains."""
     drafter: str | Sequence[str] | None
-    """What may draft, by name: draft models, or strategies of the verifier such as "suffix"; by default all."""
+    """Names of what may draft: draft models, or strategies of the verifier such as "suffix"; by default all."""
     rejection_sample_method: str | None
     """Verification rule: "block", "token", "coupled" or "typical", which is lossy."""
     logprobs: int | None

@@ -1,4 +1,4 @@
-"""When an interrupted completion is retried."""
+"""Decides when an interrupted completion is retried."""
 
 import time
 

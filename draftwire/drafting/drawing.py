@@ -45,13 +45,13 @@ class _DrawMode(Enum):
     """How the tokens of a block are drawn and their distributions sent."""
 
     COUPLED = auto()
-    """With the noise of their positions in the text; no distribution is sent."""
+    """Draws with the noise of the tokens' positions in the text; no distribution is sent."""
     SPARSE = auto()
-    """From a few tokens with integer weights, which are sent."""
+    """Draws from a few tokens with integer weights, which are sent."""
     DENSE = auto()
-    """From all probabilities, which are sent."""
+    """Draws from all probabilities, which are sent."""
     UNSTATED = auto()
-    """From all probabilities, which are not sent: the rule does not read them, or they are one-hot."""
+    """Draws from all probabilities, which are not sent: the rule does not read them, or they are one-hot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Ranking:
 
     blocks: list[int]
     rows: list[int]
-    """Of each block, among all rows of the step."""
+    """Row of each block, among all rows of the step."""
     logits: Tensor
     """`[blocks, vocab] float32`."""
 

@@ -1,4 +1,4 @@
-"""What a session's requests do to logits, kept from one draft block to the next."""
+"""Edits of the logits by a session's requests, kept from one draft block to the next."""
 
 from operator import is_
 

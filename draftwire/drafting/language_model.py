@@ -147,7 +147,7 @@ class _Member:
 
     @property
     def text(self) -> tuple[DraftRequest, list[int], Callable[[DraftRequest], TokenEdits]]:
-        """What `span_of_next` needs of it."""
+        """Arguments of `span_of_next` for it."""
         return self.request, self.sequence.ids, self.sequence.edits.of
 
     def reading(self, unread: list[int], drawn: list[int]) -> Reading:

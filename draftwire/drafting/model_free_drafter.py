@@ -25,7 +25,7 @@ class ModelFreeSequence:
         self.text: FollowedText = drafter.open((), salt)
         """Those of them that were read."""
         self.prompt_len: int | None = None
-        """Of the first of them, which are the prompt; None before the first draft."""
+        """Number of the first of them, which are the prompt; None before the first draft."""
 
     @property
     def num_unread(self) -> int:

@@ -1,4 +1,4 @@
-"""What the target's sampling parameters make of the next place of a block that is being drafted."""
+"""Applies the target's sampling parameters to the next place of a block that is being drafted."""
 
 from collections.abc import Callable, Sequence
 

@@ -84,9 +84,9 @@ class Draft:
     token_ids: list[int]
     distributions: DraftDistributions
     guesses: list[list[int]] = field(default_factory=list)
-    """For each token, what else may stand in its place: the likeliest others, the likeliest first, or those that come
-    next in the race of the place under a coupled rule. If no token was requested, those of the next place. No random
-    number of the round was used for them. Empty unless `DraftRequest.num_guesses` asks for them."""
+    """Other tokens that may stand in the place of each token: the likeliest others, the likeliest first, or those that
+    come next in the race of the place under a coupled rule. If no token was requested, those of the next place. No
+    random number of the round was used for them. Empty unless `DraftRequest.num_guesses` asks for them."""
     parents: tuple[int, ...] = CHAIN
     """The parent of each token in a tree, as `TokenTree.parents`; `CHAIN` if each follows the one before it."""
     is_whole: bool = True
@@ -123,7 +123,7 @@ class Drafting:
     request: DraftRequest | None
     """The block to draft; None reads only."""
     max_read: int | None = None
-    """If more committed tokens are unread than this, only so many are read and nothing is drafted."""
+    """Limit of unread committed tokens: if there are more, only so many are read and nothing is drafted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class TreeStart:
     vocab_size: int
     """Only ids below it may be proposed."""
     edits: TokenEdits
-    """Of the request."""
+    """Edits of the request's logits."""
 
 
 @dataclass(slots=True)

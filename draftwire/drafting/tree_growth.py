@@ -26,7 +26,7 @@ class GrownTree:
     parents: tuple[int, ...]
     """Its shape, as `TokenTree.parents`."""
     numbers: tuple[int, ...]
-    """What the growth called each node."""
+    """Numbers of the nodes in the growth."""
 
 
 class ShapedGrowth:

@@ -1,4 +1,4 @@
-"""What the children of a node are in a drafted token tree, by the rule that will decide about it.
+"""Choices of the children of a node in a drafted token tree, by the rule that will decide about it.
 
 Rules that walk a tree look the target's own tokens up in it, whatever it is: the children are the tokens that come
 first in the race of their position, under a coupled rule, or the likeliest ones of a greedy text. Which they are, and
@@ -28,7 +28,7 @@ from draftwire.method.randomness import exponentials, uniforms
 from draftwire.method.token_tree import ROOT, TokenTree
 
 SHARPNESS = 1.25
-"""Of `log_race_chances` in trees that grow under a coupled rule: between those that `calibrate` of
+"""Sharpness of `log_race_chances` in trees that grow under a coupled rule: between those that `calibrate` of
 benchmarks/tree_efficiency.py finds for the embedded pair at temperatures 0.6 and 1."""
 
 

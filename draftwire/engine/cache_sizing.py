@@ -23,7 +23,7 @@ GATHERED_LAYERS = 4
 """How many layers' worth of the whole cache is kept back for attention, which gathers the keys and values of one layer
 at a time for all sessions of a step, padded, and the scores over them."""
 MOST_SESSIONS = "max_sessions x context"
-"""What bounds a cache that every session can fill its context in: more room would never be used."""
+"""Bound of a cache that every session can fill its context in: more room would never be used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class FreeMemory:
     num_bytes: int
     """May be negative: then there is less than a step needs."""
     bound: str
-    """What limits it, for the log."""
+    """Name of what limits it, for the log."""
 
 
 class MemoryMeter(Protocol):

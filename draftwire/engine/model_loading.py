@@ -47,7 +47,7 @@ class LoadedDraftModel:
     card: ModelCard
     model: DraftModel
     fit: Callable[[], int] | None = None
-    """As of a target."""
+    """Gives the KV cache the size that fits, as that of a target."""
 
 
 MakeHead = Callable[[ModelCard, Decoder], FeatureUser]

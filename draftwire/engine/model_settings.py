@@ -1,4 +1,4 @@
-"""What settings make of models, with weights or without. No torch here."""
+"""Derives cache sizes and context lengths of models from settings, with weights or without. No torch here."""
 
 from dataclasses import replace
 

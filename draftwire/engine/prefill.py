@@ -12,7 +12,7 @@ CHUNKS_PER_TOKEN = 6
 verifier each, the chunk of the step that runs when its work arrives and that of the step that includes its work. Two
 more cover indirect costs: sessions fall out of step with each other, and cores and memory are shared."""
 STEP_SHARE = 0.25
-"""Where steps take long, a chunk may take so much of the time of one without prompts: to wait for another prompt is
+"""A chunk may take so much of the time of a step without prompts where steps are long: to wait for another prompt is
 little beside the step itself, and where few tokens are read in each, texts that begin together wait for a minute. With
 a quarter they are all read in five times the time that it takes to read them alone."""
 PROBE_EVERY = 16
@@ -64,7 +64,7 @@ class PrefillPacer:
     """Cost of prompt tokens in steps of their own, the fixed cost of a step included."""
     _steps_beside: int = 0
     _step_s: float | None = None
-    """Of a step that reads no prompt, seconds; None before there was one."""
+    """Time of a step that reads no prompt, seconds; None before there was one."""
 
     def learn(self, num_prompt_tokens: int, num_other_tokens: int, seconds: float) -> None:
         """Adds the time of a step to the estimates."""

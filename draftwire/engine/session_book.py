@@ -120,7 +120,7 @@ class SessionBook(ABC, Generic[Session, Step]):
 
     @property
     def holds_for_s(self) -> float | None:
-        """After how many seconds to ask for a step again, where there was none and no work comes; None for never."""
+        """Seconds after which to ask for a step again, where there was none and no work comes; None for never."""
         return None
 
     def is_open(self, session: Session) -> bool:

@@ -1,4 +1,4 @@
-"""What identifies random numbers; `draftwire.method.randomness` makes them. No torch here."""
+"""Keys of random numbers; `draftwire.method.randomness` draws the numbers. No torch here."""
 
 import hashlib
 from dataclasses import dataclass

@@ -195,7 +195,7 @@ class Claim:
 
     @property
     def rows(self) -> list[int]:
-        """Which of them each token was drawn from: that of its parent."""
+        """Row that each token was drawn from: that of its parent."""
         if self.tree is None:
             return list(range(len(self.token_ids)))
         row_of = {node: row for row, node in enumerate(self.tree.inner_nodes)}

@@ -15,7 +15,7 @@ class FeatureNeed:
     """The features that a drafter's head reads."""
 
     fingerprint: bytes
-    """Of the head's first layer, which the verifier computes."""
+    """Fingerprint of the head's first layer, which the verifier computes."""
     encoding: FeatureEncoding
     size: int
     """Numbers of a row."""
@@ -37,11 +37,11 @@ class FeatureRequest:
     session_id: int
     epoch: int
     permit: Permit
-    """Of the drafter: nobody else gets them."""
+    """Permit of the drafter: nobody else gets them."""
     limit: int
     """Positions before this one are asked for, and no others until the limit is raised."""
     first_position: int | None = None
-    """Where to begin; None goes on behind those that were sent."""
+    """Position to begin at; None goes on behind those that were sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class SessionFeatures:
     epoch: int
     first_position: int
     num_positions: int
-    """At least 1."""
+    """Number of tokens, at least 1."""
     rows: bytes
     """`[num_positions, size]` numbers of the encoding, little-endian."""
     scales: bytes = b""

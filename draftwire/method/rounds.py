@@ -90,10 +90,10 @@ class DraftTimings:
 
 @dataclass(frozen=True, slots=True)
 class DrafterIdentity:
-    """What a verifier knows a drafter by: chosen by the verifier, and shown by the drafter when it connects again."""
+    """Identity of a drafter: chosen by the verifier, and shown by the drafter when it connects again."""
 
     drafter_id: int
-    """In permits, refusals, logs and metrics."""
+    """Number in permits, refusals, logs and metrics."""
     token: bytes
     """Secret of `KEY_BYTES`, which shows that the identity was given to whoever has it."""
 
@@ -137,7 +137,8 @@ class DraftBlock:
     is_ahead: bool = False
     """Whether the drafter began to draft it before it knew the text."""
     parents: tuple[int, ...] = CHAIN
-    """Of a token tree, as `TokenTree.parents`; `distributions` then has a row for each token with children."""
+    """Parents of the nodes of a token tree, as `TokenTree.parents`; `distributions` then has a row for each token with
+    children."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ class Verdict:
     is_ahead: bool = False
     """Whether the drafter began to draft the judged block before it knew the text."""
     num_wasted_draft_tokens: int = 0
-    """Of blocks that were drafted ahead for nothing, as was found since the verdict before."""
+    """Draft tokens of blocks that were drafted ahead for nothing, as was found since the verdict before."""
     held_bytes: int = 0
     """Size of the blocks that are held for coming rounds."""
     draft_depth: int = 0
@@ -238,7 +239,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class WatchedGuess:
-    """What the verifier would have drafted in a round in which it did not, compared with the round's tokens."""
+    """A draft that the verifier would have made in a round in which it did not, compared with the round's tokens."""
 
     has_guess: bool
     num_right: int = 0
@@ -256,7 +257,7 @@ class PromptRead:
 
 @dataclass(frozen=True, slots=True)
 class LocalDraft:
-    """What a verifier drafts by itself."""
+    """Request for drafts that a verifier makes by itself."""
 
     strategy: str
     """One of the verifier's `local_strategies`."""
@@ -273,7 +274,7 @@ class PlainRun:
     fence: Fence
     num_rounds: int
     draft: LocalDraft | None = None
-    """What the verifier drafts in them; None is plain decoding, one token a round."""
+    """Drafts of the verifier in them; None is plain decoding, one token a round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +284,7 @@ class DraftTree:
     num_nodes: int
     """Draft tokens at most, 1 or more."""
     shape: TokenTree | None = None
-    """Of so many nodes, depth by depth; None where the drafter looks for the best nodes."""
+    """Shape of so many nodes, depth by depth; None where the drafter looks for the best nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,9 +296,9 @@ class Calibration:
     base_len: int
     token_ids: list[int]
     num_draft_tokens: int
-    """With `tree`, on each path at most."""
+    """Draft tokens; with `tree`, on each path at most."""
     permit: Permit | None = None
-    """With the first one, unless the session was opened with it."""
+    """Permit of the drafter, sent with the first calibration unless the session was opened with it."""
     max_rounds_ahead: int = 0
     """Rounds beyond this one to draft for before their calibrations come."""
     tree: DraftTree | None = None
@@ -354,7 +355,7 @@ class TargetSessionSpec:
     reports_draft_logprobs: bool = False
     """Whether the verifier also reports the drafter's log-probabilities."""
     watched: LocalDraft | None = None
-    """What the verifier could draft: verdicts of rounds in which it does not report how that would have fared."""
+    """Drafts that the verifier could make: verdicts of rounds in which it does not report how they would have fared."""
     max_held_blocks: int = 0
     """Blocks of coming rounds that it holds at most; 0 refuses them."""
     max_tree_nodes: int = 0

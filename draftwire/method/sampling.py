@@ -35,7 +35,7 @@ TOP_P_CANDIDATES = 1024
 
 
 class TokenEdits:
-    """What a request's bias and masks do to logits, as tensors. They do not depend on the text: keep one per session.
+    """A request's bias and masks, as tensors. They do not depend on the text: keep one per session.
 
     Made when they are first needed, in time and memory of one row over the vocabulary each, however long the lists are.
     Used on the torch thread.
@@ -97,8 +97,8 @@ class Span:
     edits: TokenEdits | None = None
     """Those of `params` and `stop_token_ids`, kept from earlier calls; None makes them for this one."""
     paths: Sequence[Sequence[int]] | None = None
-    """Of a tree: the generated tokens between `text` and each position; `text` then comes before all of them, and is
-    counted once. None: positions are consecutive."""
+    """Paths of a tree: the generated tokens between `text` and each position; `text` then comes before all of them, and
+    is counted once. None: positions are consecutive."""
 
     @property
     def num_generated(self) -> int:

@@ -32,11 +32,11 @@ class Reading:
 
     sequence: CachedSequence
     token_ids: list[int]
-    """At least one."""
+    """Tokens to read, at least one."""
     keep: int
     """How many of the last tokens to return logits after, 0 to `len(token_ids)`."""
     parents: tuple[int, ...] = ()
-    """If the last of these tokens are nodes of the sequence's token tree: each one's parent, an index among all nodes,
+    """Parents of the last of these tokens, if they are nodes of the sequence's token tree: an index among all nodes,
     those that were read earlier included, or -1 for the token before the tree. Until a path is kept, the sequence reads
     nodes only."""
 
@@ -57,7 +57,7 @@ class FeatureSpan(Generic[Text]):
     """The text, as whoever has its features knows it: a sequence of the target's cache, where that is."""
     start: int
     stop: int
-    """At most as many as it has: of a sequence its length, of tokens that are in the cache, read or shared."""
+    """End, at most as many as it has: of a sequence its length, of tokens that are in the cache, read or shared."""
 
 
 class SequenceModel(Protocol):
@@ -143,7 +143,7 @@ class ForkingModel(DraftModel, Protocol):
 
 
 class FeatureReader(Protocol[Text]):
-    """What has features of the tokens of texts; see `draftwire.models.taps`."""
+    """A holder of the features of texts' tokens; see `draftwire.models.taps`."""
 
     def features(self, spans: Sequence[FeatureSpan[Text]]) -> Tensor:
         """Returns what is kept of some tokens' hidden states.
@@ -190,7 +190,7 @@ class CachedModel:
 
     @property
     def token_bytes(self) -> tuple[int, int]:
-        """What all layers, and what the largest one, store of a token, bytes; 0 before the first step."""
+        """Bytes that all layers, and that the largest one, store of a token; 0 before the first step."""
         of_layers = self._storage.token_bytes_of_layers
         return sum(of_layers), max(of_layers, default=0)
 

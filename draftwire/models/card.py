@@ -1,4 +1,4 @@
-"""What is known of a Hugging Face model without its weights: description, vocabulary and tokenizer. No torch here."""
+"""Facts of a Hugging Face model without its weights: description, vocabulary and tokenizer. No torch here."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is missing or broken in a model's folder, in words. Reads no tensors, and imports no torch."""
+"""Names what is missing or broken in a model's folder. Reads no tensors, and imports no torch."""
 
 import json
 from difflib import get_close_matches
@@ -20,9 +20,9 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "voc
 POINTER = b"version https://git-lfs"
 """How a file begins that git-lfs has not fetched."""
 LENGTH_BYTES = 8
-"""Of the header's length, at the start of a safetensors file."""
+"""Size of the header's length, at the start of a safetensors file."""
 MOST_HEADER_BYTES = 100_000_000
-"""Of a safetensors file, by its format."""
+"""Limit of the header of a safetensors file, by its format."""
 
 
 def check_model(name: str, *, needs_weights: bool = True) -> None:

@@ -44,8 +44,8 @@ class CachedSequence:
     length: int = 0
     """Tokens in the cache."""
     parents: tuple[int, ...] = ()
-    """If the last of these tokens are the nodes of a token tree, of which no path has been kept yet: each one's parent,
-    an index among them, or -1 for the token before the tree. The tokens before them are a text."""
+    """Parents of the last of these tokens, if they are the nodes of a token tree of which no path has been kept yet: an
+    index among them, or -1 for the token before the tree. The tokens before them are a text."""
     num_published: int = 0
     """Leading blocks that are final and may be shared."""
     chain: bytes = b""

@@ -33,11 +33,11 @@ class KvStorage:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._stacked: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self.token_bytes = 0
-        """What a layer stores of a token; 0 before the first step."""
+        """Bytes that a layer stores of a token; 0 before the first step."""
 
     @property
     def token_bytes_of_layers(self) -> list[int]:
-        """What each layer stores of a token, bytes; of the layers that a step has reached. The last is the features',
+        """Bytes that each layer stores of a token; of the layers that a step has reached. The last is the features',
         if they are stored.
         """
         of_layers = [sum(tensor.nbytes // self._num_slots for tensor in layer) for layer in self._layers.values()]

@@ -23,8 +23,8 @@ from draftwire.models.kv_storage import KvStorage
 from draftwire.models.paged_attention import LoneSegment, Masks, PackedStep, SegmentGroup, Trees
 
 LEAST_BYTES = 2**19
-"""On a CPU, a segment whose keys and values take less in a layer is gathered with others: to copy them takes no longer
-than operations of its own."""
+"""Segments whose keys and values take less in a layer on a CPU are gathered with others: to copy them takes no longer
+than operations of their own."""
 MOST_RUNS = 8
 """Runs of slots that are read in place: two matrix products are computed for each."""
 LEAST_RUN = 64
@@ -38,10 +38,10 @@ class Segment:
     """New tokens of one sequence in a step."""
 
     sequence: CachedSequence
-    """When the step is laid out, its length already includes the new tokens, and its tree the new nodes."""
+    """Sequence whose length already includes the new tokens when the step is laid out, and whose tree the new nodes."""
     num_tokens: int
     parents: tuple[int, ...] = ()
-    """If the last new tokens are nodes of the sequence's tree: each one's parent; see `CachedSequence.parents`."""
+    """Parents of the last new tokens, if they are nodes of the sequence's tree; see `CachedSequence.parents`."""
 
     @property
     def num_nodes(self) -> int:

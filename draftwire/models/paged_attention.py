@@ -69,7 +69,7 @@ class Trees:
 
 @dataclass(slots=True)
 class Masks:
-    """What the queries of some rows see of their keys."""
+    """Masks of the keys that the queries of some rows see."""
 
     positions: Tensor
     """`[rows, queries] int64`: position of each query in its sequence."""
@@ -80,7 +80,7 @@ class Masks:
     trees: Trees | None = None
     """None if every row's keys are those of a text."""
     _biases: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)
-    """By sliding window, query heads per key head, and layers."""
+    """Biases by sliding window, query heads per key head, and layers."""
 
     def bias(self, window: int | None, repeats: int, num_layers: int, dtype: torch.dtype) -> Tensor | None:
         """Returns the attention mask to add to the scores, 0 or -inf; None if every query sees every key.
@@ -119,9 +119,9 @@ class SegmentGroup:
     """`[rows, keys] int64`: slots of each row's keys in the cache; padding points into the null block."""
     masks: Masks
     _indices: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """By heads and slots of the stored tensor."""
+    """Indices by heads and slots of the stored tensor."""
     _gathered_last: dict[KeysOrValues, Tensor] = field(default_factory=dict)
-    """What the layer before had gathered: memory to gather into again, whose pages are there already."""
+    """Tensors that the layer before had gathered: memory to gather into again, whose pages are there already."""
 
     def parts(self, stored: Tensor, kind: KeysOrValues) -> list[Tensor]:
         """Gathers `[rows, kv_heads, keys, any]` from a layer's keys or values, `[kv_heads, num_slots, any]`.
@@ -167,7 +167,7 @@ class LoneSegment:
     """A segment whose keys and values are in few contiguous runs of slots, and are read where they are."""
 
     tokens: slice
-    """Of the packed step."""
+    """Tokens of the packed step."""
     runs: list[slice]
     """Slots of the keys, in order."""
     masks: Masks

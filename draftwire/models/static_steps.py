@@ -47,7 +47,7 @@ class StepShape:
     queries: int
     keys: int
     nodes: int = 0
-    """Of trees; 0 if no sequence has one."""
+    """Nodes of trees; 0 if no sequence has one."""
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> "StepShape":

@@ -35,7 +35,7 @@ class Tap(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FeatureSource:
-    """What features a model keeps of each token."""
+    """Features that a model keeps of each token."""
 
     layers: tuple[int, ...]
     """Ids of the taps."""
@@ -61,7 +61,7 @@ class SlotFeatures:
 
     @property
     def token_bytes(self) -> int:
-        """What is kept of a token, bytes; 0 before the first pass."""
+        """Bytes that are kept of a token; 0 before the first pass."""
         return 0 if self.rows is None else self.rows[0].nbytes
 
     def take(self, states: Mapping[int, Tensor], slots: Tensor) -> None:

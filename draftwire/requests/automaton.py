@@ -100,9 +100,9 @@ failure. Usual forms take a second for 30,000 tokens."""
 MAX_TEXT_MASKS_PER_TOKEN_S = 3 * MASKS_PER_TOKEN_S
 """CPU time that the masks of a text may take for each of its tokens, seconds, drafts that were rejected not counted."""
 TEXT_MASKS_CREDIT_S = 0.05
-"""What they may take beside, so that no text ends for a few slow masks."""
+"""CPU time that they may take beside, so that no text ends for a few slow masks."""
 SLOW_DECAY = 0.9
-"""What of the time of a mask is remembered for the next call, unless that takes longer."""
+"""Share of the time of a mask that is remembered for the next call, unless that takes longer."""
 TRIAL_TOKENS = 200
 """Tokens of the random texts along which a form is tried."""
 TRIAL_S = 0.2
@@ -136,7 +136,8 @@ class BlockMasks:
     num_places: int
     """Number of leading positions with a mask; at the others every token is possible."""
     fault: InvalidRequestError | None = None
-    """Why the other positions have no mask; a text that reaches them fails with it. None if there is no error."""
+    """Reason why the other positions have no mask; a text that reaches them fails with it. None if there is no
+    error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +383,7 @@ class Automaton:
 
 @dataclass(frozen=True, slots=True)
 class FormVocabulary:
-    """What forms are compiled for: a tokenizer and the ids of its model. Plain data, which another process can get."""
+    """Tokenizer that forms are compiled for, and the ids of its model. Plain data, which another process can get."""
 
     tokenizer: str
     """JSON of the tokenizers library; empty if no form can be compiled."""
@@ -393,7 +394,7 @@ class FormVocabulary:
     stop_token_ids: tuple[int, ...]
     """They end a text that matches its form."""
     refusal: str = ""
-    """Why no form can be compiled for this model."""
+    """Reason why no form can be compiled for this model."""
 
     @classmethod
     def of(

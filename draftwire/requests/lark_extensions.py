@@ -10,7 +10,7 @@ _HIDDEN = re.compile(
     """,
     re.VERBOSE,
 )
-"""What may hold anything. One that is not closed extends as far as it can, so that nothing is looked at twice."""
+"""Parts that may hold anything. One that is not closed extends as far as it can, so that nothing is looked at twice."""
 
 _EXTENSION = re.compile(
     r"""

@@ -16,7 +16,7 @@ MAX_PROMPT_PART = 128
 
 
 class LogprobsMode(Enum):
-    """Which of the target's distributions is reported."""
+    """Choice of the target's distribution that is reported."""
 
     RAW = "raw"
     """Log-softmax of the model's unprocessed logits."""
@@ -45,8 +45,8 @@ class LogprobsRequest:
     """
 
     logprobs: int | None = None
-    """For each generated token, its log-probability and this number of the likeliest tokens at its position, 0 to 20;
-    None reports nothing."""
+    """Number of the likeliest tokens to report with each generated token, beside its own log-probability, 0 to 20; None
+    reports nothing."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first."""
     mode: LogprobsMode = LogprobsMode.RAW

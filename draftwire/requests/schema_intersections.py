@@ -21,7 +21,9 @@ _CHILDREN = ("additionalItems", "additionalProperties", "items", "prefixItems")
 
 
 class _Factor(NamedTuple):
-    """What a string has to match beside the other factors of its subschema: a pattern, or one of several subschemas."""
+    """One factor of a subschema, which a string has to match beside the others: a pattern, or one of several
+    subschemas.
+    """
 
     length: int
     choices: "list[_Node]"
@@ -34,7 +36,7 @@ class _Node:
     schema: dict[str, Any]
     is_properties: bool
     number: int = 0
-    """In the order in which they are reached; 0 before that."""
+    """Number in the order in which they are reached; 0 before that."""
     lowest: int = 0
     """Least number of a node that it is known to lead back to."""
     factors: list[_Factor] = field(default_factory=list)
@@ -65,7 +67,7 @@ class _Sizes:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._nodes: dict[tuple[int, bool], _Node] = {}
-        """By the identity of the subschema, and whether its properties are meant."""
+        """Nodes by the identity of the subschema, and whether its properties are meant."""
         self._num_reached = 0
         self._open: list[_Node] = []
         """Nodes that were reached and whose size is not known, in that order."""

@@ -34,7 +34,7 @@ class ToolSyntax:
     arguments: str = "arguments"
     """Key of a call's arguments."""
     prefix: str = ""
-    """What may stand before the calls where these are the whole answer."""
+    """Text that may stand before the calls where these are the whole answer."""
 
 
 HERMES = ToolSyntax("hermes", "<tool_call>", "</tool_call>", "\n")
@@ -60,7 +60,7 @@ class CallableTool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallForm:
-    """What `StructuredOutput.tool_calls` prescribes.
+    """The calls that `StructuredOutput.tool_calls` prescribes.
 
     Raises:
         InvalidRequestError: there is no tool, one has another name than functions can have, one name is there twice,

@@ -18,7 +18,8 @@ MAX_STREAMS = 384
 """Streams of peers of one kind that may be open at once. Two kinds leave a quarter of `SPARE_CALLS` for other calls."""
 
 ARRIVING_BYTES = 256 * 2**20
-"""What requests that have not arrived as a whole may hold together, as long as there may be so few; see `Arrivals`."""
+"""Bytes that requests that have not arrived as a whole may hold together, as long as there may be so few; see
+`Arrivals`."""
 
 LEAST_ARRIVING = 4
 """Requests of users that may arrive slowly at once, however large each may be."""
@@ -32,7 +33,7 @@ GRACE_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What callers of a gRPC server may take of it."""
+    """Limits of the callers of a gRPC server."""
 
     max_request_bytes: int = 64 * 2**20
     """Largest message that is accepted."""

@@ -1,4 +1,4 @@
-"""Who calls a service, as far as the connection proves it: the certificate with its role, or the host."""
+"""Identifies callers of a service, as far as connections prove it: by the certificate with its role, or by the host."""
 
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
@@ -20,7 +20,7 @@ ROLE_PREFIX = "urn:draftwire:role:"
 
 
 class CallerRole(Enum):
-    """What a caller's certificate may say that it is."""
+    """A role that a caller's certificate may state."""
 
     GATEWAY = "gateway"
     DRAFTER = "drafter"

@@ -1,4 +1,4 @@
-"""When certificates expire, and what is logged of that. `ssl` says it only of certificates that it has verified.
+"""Reads when certificates expire, and logs it. `ssl` reports it only of certificates that it has verified.
 
 Source: RFC 5280, section 4.1 (the fields of a certificate), and X.690 (their encoding, DER).
 """
@@ -18,7 +18,7 @@ log = structlog.get_logger()
 WARNING_SECONDS = 30 * 86_400.0
 """How long before its end a certificate is warned of; at most a third of its life: short ones are renewed late."""
 AGAIN_SECONDS = 86_400.0
-"""After which the same is logged again."""
+"""Seconds after which the same is logged again."""
 
 _BLOCK = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0xA0, 0x17, 0x18
@@ -28,14 +28,14 @@ _VALIDITY = 3
 
 @dataclass(frozen=True, slots=True)
 class Validity:
-    """When a certificate is valid, seconds since 1970."""
+    """Validity period of a certificate, seconds since 1970."""
 
     start: float
     end: float
 
     @property
     def warned_from(self) -> float:
-        """When its end is near enough for a warning."""
+        """Time from which its end is near enough for a warning."""
         return self.end - min(WARNING_SECONDS, (self.end - self.start) / 3.0)
 
 
@@ -46,7 +46,7 @@ class ExpiryLog:
         """Has logged nothing yet; `clock` returns seconds since 1970."""
         self._clock = clock
         self._logged: dict[str, tuple[Validity, bool, float]] = {}
-        """Of each option: what was logged last, whether it had ended, and when."""
+        """Validity of each option's certificates that was logged last, whether it had ended, and the time of that."""
 
     def check(self, validities: Mapping[str, Validity]) -> None:
         """Looks at the certificates of each option, as they are now. Takes a microsecond; for any thread."""

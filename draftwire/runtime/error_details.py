@@ -37,7 +37,7 @@ REASONS: dict[type[BaseException], str] = {
 """Reasons by class of error, the more special ones first."""
 
 _NAME = re.compile(r"\b([a-z_]+)(?=:|\[| must| takes| has to)")
-"""What may be a name in a message, since it goes on about it."""
+"""Pattern of what may be a name in a message, since the message goes on about it."""
 
 
 def details_of(error: BaseException) -> tuple[tuple[str, bytes], ...]:

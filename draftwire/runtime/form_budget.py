@@ -8,14 +8,14 @@ from draftwire.errors import NoRoomError
 FULL_S = 10.0
 """CPU seconds that a caller may spend at once."""
 REFILL_S = 60.0
-"""In which an empty budget is full again, seconds."""
+"""Seconds in which an empty budget is full again."""
 CHEAP_S = 0.02
 """CPU seconds of a form that are free when its cost is known already: others do not notice them."""
 MAX_CALLERS = 10_000
 """Callers that are remembered. Beyond, those whose budgets are full are forgotten, or else the one nearest to it."""
 
 _S_PER_CPU_S = REFILL_S / FULL_S
-"""In which a CPU second is refilled, seconds."""
+"""Seconds in which a CPU second is refilled."""
 
 
 class FormBudget:
@@ -29,7 +29,7 @@ class FormBudget:
         """
         self._clock = clock
         self._full_at: dict[str, float] = {}
-        """When the budgets are full again that were not when they were last charged."""
+        """Times at which the budgets are full again that were not when they were last charged."""
 
     def charge(self, caller: str, cpu_s: float) -> None:
         """Takes CPU seconds out of a caller's budget, below zero if needed."""

@@ -55,15 +55,15 @@ _ONE_THREAD = dict.fromkeys(("MALLOC_ARENA_MAX", "OMP_NUM_THREADS", "OPENBLAS_NU
 
 @dataclass(frozen=True, slots=True)
 class FormCost:
-    """What it took to compile a form, in its own process."""
+    """Cost of compiling a form, in its own process."""
 
     cpu_s: float
     memory_bytes: int
-    """At least 1: 0 stands for a form that was not measured."""
+    """Memory that was taken, at least 1: 0 stands for a form that was not measured."""
     trial_s: float = 0.0
     """CPU time of following random texts of it, which no service does again."""
     reason: str = ""
-    """What is wrong with the form; empty if it can be compiled."""
+    """Fault of the form; empty if it can be compiled."""
 
 
 @dataclass(slots=True, eq=False)

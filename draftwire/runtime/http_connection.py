@@ -43,7 +43,7 @@ records, which may have one byte each, and grows with its square: asyncio reads 
 
 
 class Connections(ServerState):
-    """What the connections of one server share."""
+    """State that the connections of one server share."""
 
     def __init__(self, most: int, tls: ssl.SSLContext | None = None, *, takes_bodies: bool = True) -> None:
         """Has no connection yet.

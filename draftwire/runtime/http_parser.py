@@ -12,7 +12,7 @@ from typing_extensions import override
 MAX_EVENTS = 64
 """Events of one connection in one turn of the event loop; further ones wait for the next turn."""
 MAX_HEAD_BYTES = 2**14
-"""Of a head or of trailers that are not complete, and of a line between chunks."""
+"""Size of a head or of trailers that are not complete, and of a line between chunks."""
 MAX_HEAD_LINES = 128
 """Lines of a head, the request line counted."""
 MAX_TRAILER_LINES = 16
@@ -25,7 +25,7 @@ BODILESS = frozenset({b"GET", b"HEAD", b"OPTIONS"})
 """Methods whose requests have no body."""
 
 _LAST_CHUNK = re.compile(rb"(?:\r?\n)?0+(?:[; \t][^\n]*)?\r\n")
-"""With the end of the chunk before it, of which a part may have been parsed."""
+"""Pattern of the last chunk, with the end of the chunk before it, of which a part may have been parsed."""
 _LINE = rb"(?:[^\r\n][^\n]*\n){%d}"
 _LONG_HEAD = re.compile(_LINE % (MAX_HEAD_LINES + 1))
 _LONG_TRAILERS = re.compile(_LINE % (MAX_TRAILER_LINES + 1))
@@ -42,11 +42,11 @@ class RequestParser(h11.Connection):
         """
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self.events_left = MAX_EVENTS
-        """In this turn of the event loop; set by the connection."""
+        """Events left in this turn of the event loop; set by the connection."""
         self.is_held = False
         """Whether events may be left of what was received."""
         self.fault: h11.RemoteProtocolError | None = None
-        """Why the request is refused."""
+        """Reason why the request is refused."""
         self._takes_bodies = takes_bodies
         self._is_chunked = False
         self._is_between_chunks = False

@@ -33,7 +33,7 @@ MAX_HTTP_CONNECTIONS = 1024
 
 @dataclass(frozen=True, slots=True)
 class HttpEndpoint:
-    """Where a server listens."""
+    """Address on which a server listens."""
 
     host: str
     port: int
@@ -43,7 +43,7 @@ class HttpEndpoint:
     name: str = "http"
     """The option `<name>_port` sets the port, and the log names it so."""
     max_connections: int = MAX_HTTP_CONNECTIONS
-    """At most half of the files that the process may open are taken."""
+    """Most open connections; never more than half of the files that the process may open."""
     takes_bodies: bool = True
     """Whether any request may have a body."""
 

@@ -64,7 +64,7 @@ class EndedCall:
     code: str
     """Name of its gRPC status, such as OK."""
     duration_s: float
-    """Since its headers were read."""
+    """Seconds since its headers were read."""
 
 
 def ignore_ends(_call: EndedCall) -> None:
@@ -123,7 +123,7 @@ class ServiceGate(grpc.aio.ServerInterceptor):
 
     @property
     def unready(self) -> str:
-        """Why the service should get no calls: all that probes of readiness say."""
+        """Reason why the service should get no calls: all that probes of readiness report."""
         return self.refusal or self._why_unready()
 
     @override

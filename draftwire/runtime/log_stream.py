@@ -20,7 +20,7 @@ PAUSE_SECONDS = 1.0
 
 @dataclass(slots=True)
 class WriteErrors:
-    """What this process could not write to its logs."""
+    """Count of what this process could not write to its logs."""
 
     count: int = 0
     """Writes, a line each, that failed or that fell into the pause after a failure."""

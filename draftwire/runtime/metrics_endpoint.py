@@ -43,15 +43,15 @@ class MetricsPage:
 
 
 class State(Protocol):
-    """What probes ask of a service."""
+    """State of a service, for probes."""
 
     @property
     def refusal(self) -> str:
-        """Why it refuses calls; empty if it does not."""
+        """Reason why it refuses calls; empty if it does not."""
 
     @property
     def unready(self) -> str:
-        """Why it should get no calls, refused or not; empty if it is ready."""
+        """Reason why it should get no calls, refused or not; empty if it is ready."""
 
     @property
     def is_live(self) -> bool:

@@ -15,7 +15,7 @@ OPEN_FILES = 2 * MAX_CONNECTIONS + 1024
 """Files that a service asks for, open at once: the connections of gRPC that it accepts, as many for HTTP, whose servers
 take half of the files at most (`MAX_HTTP_CONNECTIONS`), those to its peers, and its own."""
 AGAIN_SECONDS = 60.0
-"""After which it is logged again that no more files can be opened."""
+"""Seconds after which it is logged again that no more files can be opened."""
 
 
 def allow_open_files() -> None:
@@ -36,7 +36,7 @@ class OpenFilesLog:
         self._clock = clock
         self._logged_at = -AGAIN_SECONDS
         self._num_failures = 0
-        """Since the last line."""
+        """Failures since the last line."""
 
     def takes(self, error: BaseException | None) -> bool:
         """Returns whether an error is of this kind: then nothing else is to be logged of it."""

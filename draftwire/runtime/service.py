@@ -83,7 +83,7 @@ class Service:
     num_sessions: Callable[[], int]
     """Returns the number of sessions that a drain still waits for."""
     limits: CallLimits = field(default_factory=CallLimits)
-    """What callers of the gRPC services may take."""
+    """Limits of the callers of the gRPC services."""
     admit: Admit = admit_all
     """Decides on each call of the gRPC services, before its request is received."""
     on_call_end: Callable[[EndedCall], None] = ignore_ends

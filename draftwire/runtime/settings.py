@@ -28,7 +28,7 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Where a service listens and how it stops."""
+    """Addresses on which a service listens, and how it stops."""
 
     host: str = "127.0.0.1"
     """Address to listen on. One that other machines reach needs tls_cert, or allow_plaintext."""
@@ -117,7 +117,7 @@ LEAST_KEEPALIVE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ConnectionSettings:
-    """What a service allows and expects on its connections, those that it opens and those that it accepts."""
+    """Limits and timeouts of a service's connections, those that it opens and those that it accepts."""
 
     max_message_bytes: int = 64 * 2**20
     """Largest gRPC message, bytes: vocabularies, tokenizers, prompts (5 bytes x tokens), draft blocks (dense ones take
@@ -144,7 +144,7 @@ class ConnectionSettings:
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Which model a service runs and how."""
+    """Model that a service runs, and how it runs it."""
 
     model: str
     """Folder or hub name of a Hugging Face causal language model."""
@@ -157,8 +157,8 @@ class ModelSettings:
     threads: int = 1
     """CPU threads of torch."""
     decoder: str = "auto"
-    """What does the forward passes: "lean", our own code for the Llama family, "transformers", or auto: lean for models
-    that it can run."""
+    """Code that does the forward passes: "lean", our own code for the Llama family, "transformers", or auto: lean for
+    models that it can run."""
     cuda_graphs: bool = True
     """Whether the lean decoder on a GPU replays recorded steps instead of launching every kernel; takes a little memory
     for each shape of a step."""
@@ -170,7 +170,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class LayerParallelSettings:
-    """Which layers of the draft model run at the same time, and on how many devices."""
+    """Layers of the draft model that run at the same time, and the number of devices."""
 
     layer_parallel_size: int = 1
     """Consecutive layers whose attention runs at the same time, on the same input, while tokens are drafted (EasySpec);
@@ -261,7 +261,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class TextDraftSettings:
-    """What drafts without a model read beside the text itself; see docs/model-free.md."""
+    """Texts that drafts without a model read beside the text itself; see docs/model-free.md."""
 
     retrieval_store: Path | None = None
     """Folder that draftwire index build made: texts go on as its files do."""
@@ -275,7 +275,7 @@ class TextDraftSettings:
 
 @dataclass(frozen=True, slots=True)
 class TracingSettings:
-    """Where spans go; see docs/tracing.md."""
+    """Destination of spans; see docs/tracing.md."""
 
     otlp_endpoint: str | None = None
     """Collector of OpenTelemetry that gets the spans of traced requests, over gRPC: http://host:port without TLS, or

@@ -15,7 +15,7 @@ class Deadline:
     seconds: float
     submitted_at: float = field(default_factory=time.monotonic)
     begun_at: float | None = None
-    """When a thread began the work; None while it is queued."""
+    """Time at which a thread began the work; None while it is queued."""
 
     @property
     def left_s(self) -> float:

@@ -37,8 +37,8 @@ class TlsMaterial:
     ca: bytes | None
     """PEM certificates of the trusted issuers."""
     validities: Mapping[str, Validity] = field(default_factory=dict)
-    """When the certificates of each option are valid: the first to expire of the chain that is shown, and the last of
-    the issuers, without which nobody is believed."""
+    """Validity of the certificates of each option: the first to expire of the chain that is shown, and the last of the
+    issuers, without which nobody is believed."""
 
 
 class TlsFiles(WatchedFiles[TlsMaterial]):

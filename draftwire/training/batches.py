@@ -29,12 +29,12 @@ class Repetition:
     edits_per_token: tuple[float, ...]
     """Edits in each token of a copy; one of these is drawn for each window."""
     shortest: float = 0.25
-    """Of a passage, as a share of the window; the longest take half of it."""
+    """Length of the shortest passage, as a share of the window; the longest take half of it."""
     copies: int = 1
-    """Of a passage in one window, at most; fewer where no more fit."""
+    """Most copies of a passage in one window; fewer where no more fit."""
     alphabet: tuple[int, int] | None = None
-    """If set, passages are no text but random tokens, drawn from so few, at least and at most, that the same two or
-    three in a row come at many places, and only longer matches tell which place is copied."""
+    """Range of alphabet sizes. If set, passages are random tokens, not text, drawn from so few that the same two or
+    three in a row occur at many places, and only longer matches show which place is copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class TrainingTexts:
     ids: Ids
     """All of them, joined."""
     share: float
-    """Of the windows of a batch, as nearly as whole numbers allow."""
+    """Share of the windows of a batch, as nearly as whole numbers allow."""
     repetition: Repetition | None = None
-    """If set, every window begins with a passage and copies of it."""
+    """Repetitions: if set, every window begins with a passage and copies of it."""
 
 
 def batches(sources: Sequence[TrainingTexts], plan: TrainingPlan, first_step: int = 0) -> Iterator[TrainingBatch]:

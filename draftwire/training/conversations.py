@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}"
 )
-"""In the language of transformers' chat templates: a message is its role, a colon, a line break and its content.
+"""Chat template of transformers: a message is its role, a colon, a line break and its content.
 
 Functions and calls are written too, as models do that were trained for them; the models of this repository were not.
 """

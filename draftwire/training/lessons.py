@@ -1,4 +1,4 @@
-"""What the target says about texts, written down once, so that drafters learn from it many times over.
+"""The target's distributions on texts, stored once, so that drafters learn from them many times over.
 
 The target's forward pass would take longer than everything else in a small drafter's training step.
 """
@@ -26,7 +26,7 @@ class Lessons:
     """
 
     plan: TrainingPlan
-    """Which windows of the texts; one reading of the lessons."""
+    """Plan of the windows of the texts; one reading of the lessons."""
     folder: Path
     """Holds two arrays for each of the plan's phases, of all its steps."""
 

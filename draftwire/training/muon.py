@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
-"""Of the polynomial that brings every singular value near one, applied `STEPS` times."""
+"""Coefficients of the polynomial that brings every singular value near one, applied `STEPS` times."""
 STEPS = 5
 MOMENTUM = 0.95
 EPSILON = 1e-7

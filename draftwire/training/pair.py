@@ -52,7 +52,7 @@ class DrafterName(StrEnum):
 
     DRAFTER = "drafter"
     EIGHT_LAYERS = "drafter-8-layers"
-    """To try layer-parallel drafting on."""
+    """Drafter to try layer-parallel drafting on."""
 
 
 DRAFTERS = {

@@ -12,7 +12,7 @@ class Phase:
     """
 
     share: float
-    """Of the run's tokens, in (0, 1]."""
+    """Share of the run's tokens, in (0, 1]."""
     sequence_length: int
     """Tokens of context in each training window."""
 
@@ -24,7 +24,7 @@ class TrainingPlan:
     total_tokens: int
     """Tokens to train on, repeats included."""
     phases: tuple[Phase, ...] = (Phase(1.0, 256),)
-    """In order; their shares sum up to 1."""
+    """Phases in order; their shares sum up to 1."""
     batch_tokens: int = 8_192
     """Tokens in one optimiser step."""
     micro_batch_tokens: int = 4_096

@@ -1,4 +1,4 @@
-"""Which type training multiplies in."""
+"""Chooses the type in which training multiplies."""
 
 import torch
 

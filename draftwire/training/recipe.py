@@ -1,4 +1,4 @@
-"""What the embedded pair is trained on, how long and how fast."""
+"""Texts, length and rates of the training of the embedded pair."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -91,11 +91,11 @@ LAST_STAGES = (
 each of them."""
 
 LESSONS = TrainingPlan(2_400_000, (Phase(0.8, 256), Phase(0.2, 1024)), batch_tokens=4_096, seed=3)
-"""What drafters learn from, half of it the target's own text. Long windows at the end too: a model knows nothing of
+"""Plan of drafters' lessons, half of them the target's own text. Long windows at the end too: a model knows nothing of
 positions that it was not trained on."""
 
 DRAFTER_TOKENS = {DrafterName.DRAFTER: 20_000_000, DrafterName.EIGHT_LAYERS: 5_000_000}
 """The lessons are read several times over."""
 
 EMBEDDED_HEAD = HeadRecipe(HeadKind.EAGLE3, 2_400_000)
-"""Of the head of the target."""
+"""Recipe of the head of the target."""

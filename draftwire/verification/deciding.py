@@ -123,7 +123,7 @@ class StillReading:
     """Nothing was decided: only part of the committed tokens was read, as in chunked prefill."""
 
     prompt: PromptPart | None = None
-    """As in `Judgement`."""
+    """Log-probabilities of the prompt, as in `Judgement`."""
 
 
 JudgingOutcome = Judgement | StillReading | DraftwireError
@@ -138,9 +138,9 @@ class Decided:
     members: list[int]
     """Indices of the step's judgings, or of the cases that were decided."""
     blocks: BlockBatch
-    """With their draft tokens, also of cases whose tokens are not used."""
+    """Blocks with their draft tokens, also of cases whose tokens are not used."""
     lacks_next: list[bool]
-    """For each block, whether the row after its last token is not a distribution; a placeholder stands there. If the
+    """Whether the row after each block's last token is not a distribution; a placeholder stands there. If the
     block is accepted as a whole, its last token takes the place of the extra one. Whoever derives the law of the text
     from `blocks`, as `tests/enumeration.py` does, needs it: the length of a block whose own rows are all good does not
     show it."""
@@ -151,10 +151,10 @@ class DecidedTrees:
     """A batch of trees that a rule which reads draft distributions decided in a step."""
 
     members: list[int]
-    """As in `Decided`."""
+    """Indices, as in `Decided`."""
     trees: TreeBatch
-    """Without what follows nodes after which the target has no distribution. With their draft tokens, also of cases
-    whose tokens are not used."""
+    """Trees without what follows nodes after which the target has no distribution. With their draft tokens, also of
+    cases whose tokens are not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class _Scored:
     first_row: int
     """First of its `draft_len + 1` rows."""
     bad_rows: tuple[int, ...] = ()
-    """Which of these rows are no distributions, ascending."""
+    """Indices of these rows that are no distributions, ascending."""
 
     @property
     def num_good(self) -> int:

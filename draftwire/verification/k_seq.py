@@ -68,7 +68,7 @@ class KSeqRule(TreeLawRule):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What is judged after one node of each tree."""
+    """Input of the decisions after one node of each tree."""
 
     target: Tensor
     """`[batch, vocab] float64`."""

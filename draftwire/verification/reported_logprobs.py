@@ -30,7 +30,7 @@ class PromptRows:
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     edits: TokenEdits | None = None
-    """As in `Span`."""
+    """Edits of the logits, as in `Span`."""
 
 
 @dataclass(frozen=True, slots=True)

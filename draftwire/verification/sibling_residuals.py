@@ -71,7 +71,7 @@ class DrawnTreeRule(TreeLawRule):
 
 
 class _Residuals:
-    """What both layouts share."""
+    """State of both layouts."""
 
     def __init__(self, trees: TreeBatch, level: TreeLevel, weights: Tensor) -> None:
         self.weights = weights.clone()

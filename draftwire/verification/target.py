@@ -58,7 +58,8 @@ class Judging:
     stop_token_ids: frozenset[int] = frozenset()
     """The tokens that `SamplingParams.min_tokens` masks."""
     max_read: int | None = None
-    """If the cache lacks more committed tokens than this, only so many are read and nothing is decided."""
+    """Limit of committed tokens that the cache lacks: if there are more, only so many are read and nothing is
+    decided."""
     logprobs: LogprobsRequest = NO_LOGPROBS
     """The log-probabilities to report. A step reports the prompt tokens that it reads."""
     automaton: Automaton | None = None

@@ -1,4 +1,4 @@
-"""Which rule decides about the token trees of a session."""
+"""Chooses the rule that decides about the token trees of a session."""
 
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.parameters import SamplingParams

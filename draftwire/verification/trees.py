@@ -14,7 +14,7 @@ from draftwire.method.token_tree import ROOT, TokenTree
 from draftwire.verification.blocks import BlockBatch
 
 NOTHING = -2
-"""In the place of a node where there is none; `ROOT` is -1."""
+"""Placeholder where there is no node; `ROOT` is -1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What vLLM loads of draftwire: drafts of drafter services for an existing `vllm serve`. See docs/vllm.md."""
+"""Plugin for vLLM: drafts of drafter services for an existing `vllm serve`. See docs/vllm.md."""
 
 from draftwire.vllm.remote_drafter import RemoteDrafter
 

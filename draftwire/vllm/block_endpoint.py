@@ -1,4 +1,4 @@
-"""Where drafters send their blocks: as much of a verifier as they need. No vLLM here."""
+"""Receives the blocks of drafters: as much of a verifier as they need. No vLLM here."""
 
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 

@@ -34,9 +34,9 @@ log = structlog.get_logger()
 IDS_ALONE = RuleFacts("ids", needs_draft_probs=False)
 """vLLM judges tokens, and takes no distributions with them."""
 ABSENT_SECONDS = 1.0
-"""After so long outside of vLLM's batch a text has ended. One that comes back is opened again."""
+"""Seconds outside of vLLM's batch after which a text has ended. One that comes back is opened again."""
 IDLE_SECONDS = 10.0
-"""After so long without a step of vLLM all texts have ended."""
+"""Seconds without a step of vLLM after which all texts have ended."""
 RETRY_SECONDS = 1.0
 """How long a text is not opened again after its session failed."""
 RESERVED_TOKENS = 2048
@@ -146,7 +146,7 @@ class DraftedText:
     ids: RowIds
     """`[num_tokens]`, as last seen."""
     row: int
-    """Of vLLM's batch, where it was last seen."""
+    """Row of vLLM's batch where it was last seen."""
     seen_at: float
     retry_at: float = 0.0
     session: RemoteSession | None = None
@@ -178,7 +178,7 @@ class DraftedTexts:
     target: ModelDescription
     """Its context is the longest text."""
     address: str
-    """Where drafters send blocks."""
+    """Address to which drafters send blocks."""
     num_draft_tokens: int
     deadline_s: float
     """How long somebody waits for the blocks of `ask`."""
@@ -189,7 +189,8 @@ class DraftedTexts:
     """Sessions of each drafter."""
     _lateness: dict[str, Lateness] = field(default_factory=dict)
     _refusals: defaultdict[str, Lateness] = field(default_factory=lambda: defaultdict(Lateness))
-    """By drafter, how often in a row it has refused or lost a session, and until when no new one is opened on it."""
+    """Number of times in a row that each drafter has refused or lost a session, and until when no new one is opened on
+    it."""
 
     def ask(self, rows: Mapping[int, RowIds]) -> dict[int, Future[list[int]]]:
         """Requests a block for each text whose drafter is ready for one; opens sessions for new texts.

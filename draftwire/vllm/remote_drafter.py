@@ -63,7 +63,7 @@ class RemoteDrafter:
         self._work: asyncio.Task[None] | None = None
         self._failed = ""
         self._lateness = Lateness()
-        """Of the event loop. Kept by the thread of `propose`, since a loop that is blocked decides nothing."""
+        """Lateness of the event loop. Kept by the thread of `propose`, since a loop that is blocked decides nothing."""
         self._thread = Thread(target=self._run, name="draftwire-drafts", daemon=True)
 
     def load_model(self, model: Any) -> None:

@@ -11,14 +11,14 @@ from draftwire.runtime.addresses import host_of
 from draftwire.runtime.settings import TlsSettings, require
 
 KEY = "draftwire"
-"""Of `additional_config`."""
+"""Entry of `additional_config`."""
 ANY_HOST = ("0.0.0.0", "::", "[::]", "")
 """Hosts to listen at that nobody can call."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteDrafterSettings:
-    """Which drafters are asked, how they reach this process, and how long vLLM waits for them.
+    """Drafters to ask, how they reach this process, and how long vLLM waits for them.
 
     Raises:
         InvalidRequestError: a value is missing or out of range.
@@ -35,7 +35,7 @@ class RemoteDrafterSettings:
     deadline_ms: float = 200.0
     """How long a step of vLLM waits for blocks at most, milliseconds. Whoever has none by then goes on without."""
     tls: TlsSettings = field(default_factory=TlsSettings)
-    """As of a gateway, towards drafters, and as of a verifier, for the blocks."""
+    """TLS as of a gateway, towards drafters, and as of a verifier, for the blocks."""
 
     def __post_init__(self) -> None:
         require(bool(self.drafters), "drafters must name the host:port of at least one drafter")

@@ -151,7 +151,7 @@ async def test_request_of_whoever_is_refused_is_neither_received_nor_decoded(met
         assert server.held_when_served == [], "what has arrived has no place among what arrives"
 
 
-async def test_large_request_of_too_many_messages_is_refused_before_it_is_decoded() -> None:
+async def test_large_request_of_too_many_messages_is_refused_undecoded() -> None:
     async with serving() as (server, channel):
         code, text = await code_of(channel, EMPTIES)
         assert (code, server.num_decoded) == (Code.INVALID_ARGUMENT, 0)
@@ -163,7 +163,7 @@ LARGE = gateway_pb2.GenerateRequest(text="x" * SCANNED_BYTES).SerializeToString(
 
 
 @pytest.mark.parametrize("is_public", [False, True])
-async def test_large_request_is_decoded_on_a_thread_and_has_arrived_before_that_from_a_peer(is_public: bool) -> None:
+async def test_large_request_is_decoded_on_a_thread_and_a_peers_arrives_before(is_public: bool) -> None:
     async with serving(is_public=is_public) as (server, channel):
         server.may_decode.clear()
         call = asyncio.create_task(code_of(channel, LARGE))
@@ -188,7 +188,7 @@ async def test_large_messages_of_streams_are_decoded_on_a_thread_in_their_order(
         assert [thread == own for thread in server.decoded_on] == [True, False, True]
 
 
-async def test_calls_are_limited_over_all_connections_and_end_when_their_requests_do_not_come(
+async def test_calls_are_limited_over_all_connections_and_end_without_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with serving() as (server, channel):
@@ -390,7 +390,7 @@ async def test_message_is_freed_with_the_stream_whose_reader_refuses_it() -> Non
     assert statuses == [Code.RESOURCE_EXHAUSTED]
 
 
-def test_service_that_takes_calls_may_be_unready_and_one_that_refuses_them_is() -> None:
+def test_unready_service_may_take_calls_and_one_that_refuses_is_unready() -> None:
     reasons = [""]
     gate = ServiceGate(why_unready=lambda: reasons[0])
     states = []

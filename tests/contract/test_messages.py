@@ -466,7 +466,7 @@ def test_message_survives_the_wire(kind: type, data: st.DataObject) -> None:
     assert getattr(message, "lease_id", LEASE) == LEASE
 
 
-def test_sampling_parameters_have_fields_of_their_names_and_are_sent_even_where_they_are_zero() -> None:
+def test_sampling_parameters_are_sent_by_their_names_even_if_zero() -> None:
     assert set(PARAMETERS) <= set(session_pb2.SamplingParameters.DESCRIPTOR.fields_by_name)
     assert messages.sampling_from_proto(session_pb2.SamplingParameters()) == SamplingParams()
     message = sent(messages.sampling_to_proto(SamplingParams(temperature=0.0, top_k=0, top_p=1.0)))
@@ -825,7 +825,7 @@ def test_malformed_message_is_refused_by_the_name_of_what_is_wrong() -> None:
             pytest.fail(f"accepted: {WIRE[kind][2](sent(message))}")
 
 
-def test_model_that_says_too_much_of_itself_is_refused_before_anything_is_made_of_it() -> None:
+def test_model_with_too_long_a_description_is_refused_before_it_is_parsed() -> None:
     rules = [session_pb2.VerificationRule(name="\N{GRINNING FACE}")] * (messages.MAX_SAID + 1)
     for much, said in (
         ({"rules": rules}, "rules: a model has at most 64"),
@@ -909,7 +909,7 @@ def test_tree_that_nobody_can_have_drawn_is_refused(
     assert isinstance(good.draft, Supports)
 
 
-def test_trees_are_refused_where_none_are_accepted_and_dense_ones_are_decoded() -> None:
+def test_trees_are_refused_unless_accepted_and_dense_ones_are_decoded() -> None:
     block = tree_block([-1, -1, 1, 1], [300, 9, 7, 5], ROWS)
     (refused,) = messages.blocks_from_proto([block], DRAFTER_ID, VOCAB_SIZE, MAX_DRAFT_TOKENS)
     assert isinstance(refused.draft, BlockViolationError)

@@ -185,7 +185,7 @@ def test_error_tree_is_the_one_that_this_table_knows() -> None:
 
 
 @EVERY_CLASS
-def test_every_class_of_the_error_tree_has_its_status_and_keeps_its_message(kind: type[DraftwireError]) -> None:
+def test_every_error_class_has_its_status_and_keeps_its_message(kind: type[DraftwireError]) -> None:
     """So do subclasses, and errors inside nested groups; one without a message is named by its class."""
     code, child = EXPECTED.get(kind), type("Child", (kind,), {})  # of this module, so the tree does not have it
     group = ExceptionGroup("outer", [ExceptionGroup("inner", [made(kind, "why")]), ValueError("other")])
@@ -239,7 +239,7 @@ def test_every_status_is_found_by_its_number() -> None:
 
 
 @EVERY_FAILURE
-async def test_unary_call_and_streams_end_with_the_same_status_also_after_a_response(
+async def test_calls_and_streams_end_with_the_same_status_even_after_a_response(
     error: Exception, code: grpc.StatusCode, text: str
 ) -> None:
     async with serving(error) as (channel, _):
@@ -281,7 +281,7 @@ async def test_bytes_that_are_no_message_are_refused_also_inside_a_stream() -> N
 # When to try again
 
 
-def test_hint_is_the_metadata_that_grpc_itself_reads_and_an_interrupted_completion_says_how_far_it_came() -> None:
+def test_retry_hint_is_grpcs_metadata_and_an_interruption_has_its_progress() -> None:
     """Source: gRPC proposal A6, "Client Retries"."""
     assert RETRY_KEY == "grpc-retry-pushback-ms"
     assert hints(NoRoomError("full", retry_after_s=2.5)) == (("grpc-retry-pushback-ms", "2500"),)
@@ -334,7 +334,7 @@ def refusal_of_a_peer(*metadata: tuple[str, str]) -> grpc.aio.AioRpcError:
         *(([(RETRY_KEY, nonsense)], None) for nonsense in ("", "soon", "nan", "inf", "-1")),
     ],
 )
-def test_refusal_of_a_peer_has_a_time_that_can_be_waited_for_whatever_its_hint(
+def test_refusal_of_a_peer_names_a_wait_whatever_its_hint(
     metadata: list[tuple[str, str]], seconds: float | None
 ) -> None:
     """A proxy may have written it. Where there is none, it is a second."""
@@ -362,7 +362,7 @@ async def test_client_learns_when_to_try_again(streams: bool) -> None:
     assert raised.value.retry_after_s == 2.5
 
 
-async def test_internal_error_is_logged_once_with_its_traceback_and_method_and_an_expected_one_is_not() -> None:
+async def test_internal_error_is_logged_once_with_traceback_unlike_expected_ones() -> None:
     expected = [("rpc.method_failed", "/draftwire.v1.GatewayService/Generate", True)]
     for error, logged in ((KeyError(SECRET), expected), (InvalidRequestError("temperature"), [])):
         async with serving(error) as (channel, _):

@@ -99,7 +99,7 @@ def test_parser_of_this_test_finds_every_declaration(proto: Path) -> None:
 
 
 @EVERY_PROTO
-def test_every_message_field_value_and_method_has_a_comment_directly_above_it(proto: Path) -> None:
+def test_every_message_field_value_and_method_has_a_comment_above_it(proto: Path) -> None:
     assert [name for name, explained in declarations(proto.read_text()) if not explained] == []
 
 

@@ -273,7 +273,7 @@ def test_full_room_never_preempts(vllm, own) -> None:
 
 
 @pytest.mark.skipif(RANKS > 1, reason="the logits of another process")
-def test_logits_that_are_not_finite_fail_their_session_alone_and_are_reused_by_nobody(
+def test_logits_that_are_not_finite_fail_their_session_and_are_not_reused(
     vllm, own, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = Alone(vllm, own)

@@ -59,7 +59,7 @@ def engines_in_processes() -> Iterator[None]:
         yield
 
 
-def test_texts_are_those_without_drafts_and_stay_so_when_the_drafter_is_killed(folder) -> None:
+def test_texts_are_those_without_drafts_even_if_the_drafter_is_killed(folder) -> None:
     engine = start(folder)
     expected = write(engine)
     engine.llm_engine.engine_core.shutdown()

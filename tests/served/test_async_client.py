@@ -55,7 +55,7 @@ def wait_until_idle(stack: InProcessStack) -> None:
 # Both clients
 
 
-def test_both_clients_get_the_same_as_it_is_committed_and_the_same_refusals(stack: InProcessStack) -> None:
+def test_both_clients_get_the_same_stream_and_the_same_refusals(stack: InProcessStack) -> None:
     options: dict[str, Any] = {"max_tokens": 30, "seed": 7, "rejection_sample_method": "coupled", "logprobs": 1}
     found = []
     for kind in TWINS.values():
@@ -84,9 +84,7 @@ def test_both_clients_get_the_same_as_it_is_committed_and_the_same_refusals(stac
     assert found[0] == found[1]
 
 
-def test_server_that_is_not_there_is_told_within_the_time_and_one_gateway_of_several_is_enough(
-    stack: InProcessStack, twin: Any
-) -> None:
+def test_absent_server_is_reported_in_time_and_one_gateway_is_enough(stack: InProcessStack, twin: Any) -> None:
     with twin("127.0.0.1:1") as client:
         with pytest.raises(UnavailableError, match=r"no gateway answered at 127\.0\.0\.1:1 within 0\.3 s"):
             client.wait_ready(0.3)
@@ -157,7 +155,7 @@ def test_completion_is_resumed_where_its_connection_breaks(slow_stack: InProcess
         assert stream.completion.num_resumed >= 1
 
 
-def test_batch_asks_again_where_the_gateway_is_full_and_gives_up_one_that_stays_full(
+def test_batch_retries_a_full_gateway_and_gives_up_one_that_stays_full(
     slow_stack: InProcessStack, twin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room for two, and six at a time."""
@@ -214,7 +212,7 @@ async def test_request_is_sent_when_the_first_piece_is_asked_for(stack: InProces
     assert read_metric(stack, "verifier", "prefix_cache_queries") > before
 
 
-async def test_completion_frees_what_it_held_where_its_task_or_call_is_cancelled_or_its_client_closed(
+async def test_completion_frees_what_it_held_if_cancelled_or_its_client_closed(
     slow_stack: InProcessStack,
 ) -> None:
     async def read(stream: AsyncCompletionStream, has_begun: asyncio.Event) -> None:
@@ -245,7 +243,7 @@ async def test_completion_frees_what_it_held_where_its_task_or_call_is_cancelled
             await asyncio.to_thread(wait_until_idle, slow_stack)
 
 
-async def test_completion_and_batch_that_a_timeout_or_a_failure_beside_them_ends_free_what_they_held(
+async def test_timed_out_or_failed_completion_and_batch_free_what_they_held(
     slow_stack: InProcessStack, slow_client: AsyncClient
 ) -> None:
     async def fail() -> None:

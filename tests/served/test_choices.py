@@ -120,7 +120,7 @@ def test_prompt_of_several_choices_is_computed_once(stack: InProcessStack, clien
         assert read_metric(stack, "verifier", "prefix_cache_hits") - before["hits"] == 7 * covered
 
 
-def test_prompts_of_every_kind_are_completed_as_if_each_were_asked_for_alone(client: Client) -> None:
+def test_prompts_of_every_kind_are_completed_as_if_asked_for_alone(client: Client) -> None:
     options = {"temperature": 0.0, "max_tokens": 12}
     alone = [client.generate(prompt, **options) for prompt in PROMPTS]
     texts = [" ".join(f"t{token}" for token in prompt) for prompt in PROMPTS]
@@ -173,9 +173,7 @@ def test_prompts_are_reported_each_once_to_all_their_choices(client: Client) -> 
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_stop_token_of_the_model_is_a_token_like_others_where_it_is_ignored(
-    stopping: InProcessStack, rule: str
-) -> None:
+def test_ignored_stop_token_of_the_model_is_a_token_like_others(stopping: InProcessStack, rule: str) -> None:
     """With the token made likely, and against its own probability: 300 completions of 12 tokens. False alarm: 1e-6."""
     with Client(stopping.address) as client:
         options = {"max_tokens": 12, "rejection_sample_method": rule, "num_speculative_tokens": 3}

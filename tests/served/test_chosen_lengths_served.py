@@ -84,7 +84,7 @@ def padded(histogram: list[int]) -> list[int]:
 
 @pytest.mark.usefixtures("restless")
 @pytest.mark.parametrize("number", [20, pytest.param(200, marks=pytest.mark.evidence)])
-def test_text_of_a_seed_is_the_same_under_coupled_with_lengths_chosen_and_given(
+def test_coupled_text_of_a_seed_is_the_same_for_chosen_and_given_lengths(
     adaptive_stack: InProcessStack, number: int
 ) -> None:
     with Client(adaptive_stack.address) as client:
@@ -124,7 +124,7 @@ def draw_at_rest(client: Client, rounds: list[RoundTimes], seed: int, max_tokens
 
 
 @pytest.mark.usefixtures("restless")
-def test_requests_with_a_seed_are_repeatable_at_rest_whatever_others_did_between(rounds: list[RoundTimes]) -> None:
+def test_seeded_requests_are_repeatable_at_rest_whatever_others_did(rounds: list[RoundTimes]) -> None:
     """On a pair whose drafter is ready before the first token: when it is decides on the first rounds."""
     script = Path("scripted:acceptance=0.8/0.5,verify_ms=10")
     options = stack_options(script, script)

@@ -118,9 +118,7 @@ def test_drafter_that_is_added_drafts_and_one_that_is_removed_does_not(
     wait_until(lambda: cluster.num_peers("drafter", "leaving") == 0, "no drafter is leaving")
 
 
-def test_drafter_that_comes_and_goes_again_and_again_drafts_while_it_is_there(
-    cluster: Cluster, background: ThreadPoolExecutor
-) -> None:
+def test_drafter_that_comes_and_goes_drafts_while_it_is_there(cluster: Cluster, background: ThreadPoolExecutor) -> None:
     running = [background.submit(cluster.complete, LONG) for _ in range(2)]
     for _ in range(3):
         cluster.show(["verifier-1"], ["drafter-1"])
@@ -132,7 +130,7 @@ def test_drafter_that_comes_and_goes_again_and_again_drafts_while_it_is_there(
     assert all(future.result(DEADLINE_S) for future in running)
 
 
-def test_verifier_that_is_added_takes_sessions_and_the_first_can_be_drained(
+def test_added_verifier_takes_sessions_and_the_first_can_be_drained(
     cluster: Cluster, background: ThreadPoolExecutor
 ) -> None:
     cluster.show(["verifier-1"], ["drafter-1"])

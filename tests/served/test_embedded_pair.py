@@ -96,7 +96,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("rule", "block_length", "concurrency", "num_prompts"), SETTINGS)
-def test_greedy_output_is_what_transformers_generates_with_the_target_alone(
+def test_greedy_output_is_what_transformers_generates_with_the_target(
     embedded_stack: InProcessStack,
     target: PreTrainedModel,
     reference: Reference,
@@ -215,7 +215,7 @@ def services_marked(mark: str) -> list[str]:
     return [line for line in lines if "draftwire.cli\0serve" in line]
 
 
-def test_up_on_a_terminal_shows_a_table_until_it_is_stopped_and_leaves_nothing_running(mark: str) -> None:
+def test_up_on_a_terminal_shows_a_table_and_leaves_nothing_running(mark: str) -> None:
     with Terminal("up", *SCRIPTED, *FREE) as terminal:
         for shown in ("efficiency", "starting", "ready", ", or in another terminal"):
             terminal.wait_for(shown)
@@ -244,7 +244,7 @@ def test_up_on_a_terminal_shows_a_table_until_it_is_stopped_and_leaves_nothing_r
 
 
 @pytest.mark.slow
-def test_up_on_a_terminal_prints_lines_where_they_are_asked_for_and_ends_before_all_is_up(mark: str) -> None:
+def test_up_on_a_terminal_prints_lines_if_asked_and_ends_before_all_is_up(mark: str) -> None:
     with Terminal("up", "--log", *SCRIPTED, *FREE) as terminal:
         terminal.wait_for("verifier")
         terminal.type("\x03")
@@ -254,7 +254,7 @@ def test_up_on_a_terminal_prints_lines_where_they_are_asked_for_and_ends_before_
 
 
 @pytest.mark.slow
-def test_up_in_pipes_serves_until_it_is_stopped_and_a_port_that_is_taken_is_one_line(mark: str) -> None:
+def test_up_in_pipes_serves_until_stopped_and_a_taken_port_is_one_line(mark: str) -> None:
     command = [sys.executable, "-m", "draftwire.cli", "up", *SCRIPTED, *FREE]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -278,7 +278,7 @@ def test_up_in_pipes_serves_until_it_is_stopped_and_a_port_that_is_taken_is_one_
     assert services_marked(mark) == []
 
 
-def test_demo_shows_a_completion_and_its_statistics_and_leaves_nothing_running(mark: str) -> None:
+def test_demo_shows_a_completion_with_statistics_and_stops_everything(mark: str) -> None:
     command = [sys.executable, "-m", "draftwire.cli", "demo", "--max-tokens", "48"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr

@@ -61,7 +61,7 @@ def test_text_that_the_head_drafts_for_follows_the_law_of_the_target(
     assert result.p_value > ALPHA, result
 
 
-def test_text_of_a_seed_is_the_same_under_coupled_with_the_head_and_without(stack: InProcessStack) -> None:
+def test_coupled_text_of_a_seed_is_the_same_with_the_head_and_without(stack: InProcessStack) -> None:
     given: dict[str, Any] = {"rejection_sample_method": "coupled", "max_tokens": 40, "ignore_eos": True}
     num_accepted = 0
     with Client(stack.address) as client:
@@ -96,9 +96,7 @@ def test_head_has_a_name_that_requests_may_say_and_metrics_show(stack: InProcess
     assert read_metric(stack, "verifier", "audit_draft_tokens", f'model_name="{kind}",span="total"') > 0
 
 
-def test_lost_drafter_is_followed_by_another_that_is_sent_the_features_again(
-    pair: tuple[Path, Path], kind: str, head: Path
-) -> None:
+def test_drafter_after_a_lost_one_is_sent_the_features_again(pair: tuple[Path, Path], kind: str, head: Path) -> None:
     """From the target's cache: its session stays open, so that no prompt is read again."""
     if kind != REMOTE:
         pytest.skip("nothing is sent to a head beside the target")

@@ -22,7 +22,7 @@ def wait_for(stub: health_pb2_grpc.HealthStub, status: int) -> None:
     wait_until(lambda: all(stub.Check(request, timeout=SECONDS).status == status for request in requests), str(status))
 
 
-def test_service_with_a_hung_device_is_neither_ready_nor_alive_until_the_call_ends() -> None:
+def test_hung_device_makes_a_service_unready_and_dead_until_the_call_ends() -> None:
     """All steps of the verifier take too long, those at its start included."""
     events: list[str] = []
     verifier = {"model": f"scripted:verify_ms={STEP_MS}", "watchdog_s": STUCK_AFTER_S}

@@ -286,7 +286,7 @@ def test_chats_are_those_of_grpc(client: openai.OpenAI, grpc_client: Client, nam
     assert reasons == {one.choice: one.finish_reason for one in completions}
 
 
-def test_completion_without_max_tokens_has_16_and_a_chat_what_the_context_leaves(client: openai.OpenAI) -> None:
+def test_max_tokens_defaults_to_16_and_in_a_chat_to_the_rest_of_context(client: openai.OpenAI) -> None:
     ignoring = {"ignore_eos": True}
     short = client.completions.create(model="target", prompt="hello", extra_body=ignoring)
     assert short.usage.completion_tokens == 16
@@ -390,9 +390,7 @@ def test_token_that_cannot_be_has_a_log_probability_that_json_can_say(client: op
     assert all(value in (IMPOSSIBLE, 0.0) for value in told)
 
 
-def test_details_say_of_each_token_where_it_came_from_and_what_the_drafter_gave_it(
-    client: openai.OpenAI, grpc_client: Client
-) -> None:
+def test_details_state_each_tokens_source_and_draft_probability(client: openai.OpenAI, grpc_client: Client) -> None:
     asked: dict[str, Any] = {"model": "target", "prompt": "hello", "max_tokens": 60, "seed": SEED, "logprobs": 0}
     extra = {
         "token_details": True,
@@ -627,7 +625,7 @@ def test_models_are_the_target_alone(client: openai.OpenAI) -> None:
             client.models.retrieve(other)
 
 
-def test_text_that_does_not_fit_the_context_is_refused_as_clients_look_for_it(client: openai.OpenAI) -> None:
+def test_text_beyond_the_context_is_refused_as_clients_expect(client: openai.OpenAI) -> None:
     for asked in ({"prompt": "a" * 300}, {"prompt": "hello", "max_tokens": 300}):
         with pytest.raises(
             openai.BadRequestError, match="This model's maximum context length is 256 tokens"

@@ -178,7 +178,7 @@ async def test_request_that_takes_long_is_not_cut_by_the_deadline_of_its_head(
         assert not app.ended.is_set()
 
 
-async def test_connection_beyond_the_limit_is_closed_at_once_where_all_others_are_at_work() -> None:
+async def test_connection_beyond_the_limit_is_closed_if_all_others_are_at_work() -> None:
     app = Endless()
     async with listening(app, max_connections=1) as port, connected(port) as first:
         await send(first, HEAD.replace(b"/ ", b"/silent ") + b"ab")
@@ -364,7 +364,7 @@ async def test_body_that_is_asked_for_is_parsed_in_many_turns_and_whole() -> Non
     assert app.sizes == [SMALL_CHUNKS - 1 + len(PART) * 40 + 99] * 2
 
 
-async def test_body_of_tiny_chunks_that_is_asked_for_is_refused_and_its_request_ends() -> None:
+async def test_body_of_tiny_chunks_is_refused_and_its_request_ends() -> None:
     app = Refusing()
     async with listening(app) as port, connected(port) as raw:
         sending = asyncio.create_task(send(raw, CHUNKED.replace(b"/ ", b"/read ") + TINY * 300_000))
@@ -374,7 +374,7 @@ async def test_body_of_tiny_chunks_that_is_asked_for_is_refused_and_its_request_
     assert SMALL_CHUNKS - MAX_EVENTS <= app.sizes[0] <= SMALL_CHUNKS
 
 
-async def test_connection_that_ends_before_its_request_is_closed_though_its_client_does_nothing(
+async def test_connection_that_ends_early_is_closed_though_its_client_is_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_connection, "LINGER_SECONDS", 0.3)
@@ -514,7 +514,7 @@ async def test_metrics_take_no_bodies() -> None:
                 assert (await received(raw)).startswith(b"HTTP/1.1 413")
 
 
-async def test_server_without_files_fails_seldom_says_so_once_and_goes_on_when_there_are_some(
+async def test_server_without_files_logs_it_once_and_goes_on_when_there_are_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failures = 0
@@ -628,7 +628,7 @@ async def test_what_is_sent_ahead_is_bounded() -> None:
             await asyncio.wait_for(send(raw, b"x" * 2**25), 1.0)
 
 
-async def test_failure_of_the_server_is_seen_and_does_not_keep_it_from_being_stopped(
+async def test_failure_of_the_server_is_seen_and_does_not_block_its_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     listener = HttpListener(lambda _gate: Endless(), HttpEndpoint("127.0.0.1", 0), ConnectionSettings())

@@ -187,7 +187,7 @@ def events_of(stack: InProcessStack, body: dict[str, Any]) -> Iterator[str]:
         yield from (line for line in answer.iter_lines() if line)
 
 
-def test_stream_that_fails_in_the_middle_says_so_and_does_not_end_as_if_it_were_whole() -> None:
+def test_stream_that_fails_midway_reports_it_and_does_not_end_as_if_whole() -> None:
     options = {"verifier": {"model": SCRIPT}, "gateway": {"failover_timeout_s": 0.2, "drain_seconds": 0.3}}
     with InProcessStack(options) as stack:
         body = asked(stack, 10_000)
@@ -315,7 +315,7 @@ def test_certificate_that_changes_is_shown_at_the_next_handshake(
         client.get(f"{stack.http_address}/health")
 
 
-def test_gateway_that_would_refuse_the_next_request_is_full_and_not_ready_until_one_ends(
+def test_gateway_that_would_refuse_the_next_request_is_not_ready(
     scripted: InProcessStack,
 ) -> None:
     def state() -> tuple[int, str]:

@@ -86,7 +86,7 @@ def test_text_that_the_verifier_drafts_for_follows_the_law_of_the_target(
 
 
 @pytest.mark.slow
-def test_text_of_a_model_that_a_guess_continues_follows_the_law_of_the_target(
+def test_text_that_a_guess_continues_follows_the_law_of_the_target(
     pair: tuple[Path, Path], store: Path, law: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cascade_drafter, "LEAST_MATCH", 2)  # texts of three tokens are short
@@ -98,7 +98,7 @@ def test_text_of_a_model_that_a_guess_continues_follows_the_law_of_the_target(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_text_that_a_drafter_without_weights_drafts_for_follows_the_law_of_the_target(
+def test_text_with_a_drafter_without_weights_follows_the_targets_law(
     pair: tuple[Path, Path], store: Path, law: dict[tuple[int, ...], float], strategy: str
 ) -> None:
     options = stack_options(*pair)
@@ -162,7 +162,7 @@ def test_requests_name_what_may_draft(pair: tuple[Path, Path]) -> None:
             client.generate(PROMPT, drafter="nobody", **given)
 
 
-def test_text_of_a_seed_is_the_same_under_coupled_with_local_drafts_and_without(local_stack: InProcessStack) -> None:
+def test_coupled_text_of_a_seed_is_the_same_with_local_drafts_and_without(local_stack: InProcessStack) -> None:
     def draw(seed: int, num_speculative_tokens: int) -> Completion:
         options: dict[str, Any] = {"rejection_sample_method": "coupled", "max_tokens": 40, "ignore_eos": True}
         return client.generate(PROMPT, seed=seed, num_speculative_tokens=num_speculative_tokens, **options)
@@ -189,7 +189,7 @@ def test_chosen_lengths_of_local_drafts_are_explained_and_leave_the_law(
     assert compare("block", drawn, law).p_value > ALPHA
 
 
-def test_verifier_drafts_on_where_the_only_drafter_is_lost_within_the_stream() -> None:
+def test_verifier_drafts_on_in_the_stream_when_the_only_drafter_is_lost() -> None:
     """And the rounds of the run commit several tokens each."""
     script = "scripted:verify_ms=5,draft_ms=1,acceptance=0.9"
     options: Options = {

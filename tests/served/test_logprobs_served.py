@@ -105,9 +105,7 @@ def check_completion(model: PreTrainedModel, prompt: list[int], options: Options
             check(told, rows[start - 1 : start - 1 + len(ids)], ids, options[name])
 
 
-def test_every_token_of_mixed_requests_has_the_log_probability_of_a_plain_forward_pass(
-    client: Client, reference: PreTrainedModel
-) -> None:
+def test_tokens_have_the_log_probability_of_a_plain_forward_pass(client: Client, reference: PreTrainedModel) -> None:
     """All rules, blocks of 0 to 4, prompts of any length, several at once; some ask, some do not."""
     generator = random.Random(4)
     requests: list[tuple[list[int], Options]] = []
@@ -133,9 +131,7 @@ def test_every_token_of_mixed_requests_has_the_log_probability_of_a_plain_forwar
     assert any(completion.logprobs is None for completion in completions)
 
 
-def test_tokens_of_a_text_that_ends_at_a_stop_string_keep_their_log_probabilities(
-    client: Client, reference: PreTrainedModel
-) -> None:
+def test_text_cut_at_a_stop_string_keeps_its_log_probabilities(client: Client, reference: PreTrainedModel) -> None:
     prompt, options = [1, 2, 3], {"rejection_sample_method": "coupled", "max_tokens": 30, "logprobs": 2}
     for seed in range(6):
         whole = client.generate(prompt, seed=seed, **options)
@@ -245,7 +241,7 @@ def test_wish_out_of_range_is_refused_by_name(client: Client, options: Options, 
         client.generate([1], max_tokens=2, **options)
 
 
-def test_token_details_say_what_each_token_came_from_and_what_the_drafter_gave_it(client: Client) -> None:
+def test_token_details_state_each_tokens_source_and_draft_probability(client: Client) -> None:
     """Under `token`, what is drawn in place of a rejected token is what the target has more of than the drafter."""
     num_certain = 0
     options: Options = {"max_tokens": 60, "token_details": True, "logprobs": 0, "logprobs_mode": "processed"}

@@ -101,9 +101,7 @@ def test_parts_of_rounds_explain_the_time_of_completions(stack: InProcessStack, 
     assert read_metric(stack, "gateway", 'rounds_total{kind="speculative"}') > 20
 
 
-def test_a_verifier_is_busy_or_waits_for_drafts_while_it_serves_one_session(
-    stack: InProcessStack, client: Client
-) -> None:
+def test_verifier_is_busy_or_waits_for_drafts_while_it_serves_a_session(stack: InProcessStack, client: Client) -> None:
     names = ("engine_busy_seconds_total", "engine_waiting_for_drafts_seconds_total")
     before = [read_metric(stack, "verifier", name) for name in names]
     started = time.perf_counter()

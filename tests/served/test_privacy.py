@@ -112,7 +112,7 @@ def faulty(place: str) -> str:
     return f"{MARKER} fault:{place} {MARKER}"
 
 
-def test_internal_errors_that_quote_the_prompt_are_neither_logged_nor_returned_with_it(watched: Watched) -> None:
+def test_internal_errors_quote_the_prompt_neither_in_logs_nor_to_clients(watched: Watched) -> None:
     with Client(watched.stack.address) as client:
         refused = fail(client, faulty("tokenize"))
         assert str(refused) == "internal error"

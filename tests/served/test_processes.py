@@ -50,7 +50,7 @@ def test_hung_drafter_costs_its_timeout_only(own_stack: LocalStack, pair: tuple[
         assert ids == greedy_ids(pair[0], PROMPT, 55)
 
 
-def test_gateway_of_a_frozen_verifier_is_not_ready_and_keeps_nobody_waiting(
+def test_gateway_of_a_frozen_verifier_is_unready_and_nobody_waits(
     own_stack: LocalStack, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By all its probes, until the verifier goes on; it lives all the time. Times are a tenth of the real ones."""
@@ -118,7 +118,7 @@ def status_of(url: str) -> int:
         return error.code
 
 
-def test_second_server_on_a_port_in_use_ends_with_a_clear_error_and_status_2(
+def test_second_server_on_a_port_ends_with_a_clear_error_and_status_2(
     own_stack: LocalStack, pair: tuple[Path, Path]
 ) -> None:
     options = {"verifier": {**stack_options(*pair)["verifier"], "port": own_stack.services["verifier"].port}}
@@ -160,7 +160,7 @@ def test_killed_drafter_costs_speed_only_and_a_killed_verifier_its_request(pair:
 
 
 @pytest.mark.slow
-def test_drafter_that_is_killed_starts_again_where_the_gateway_looks_for_it() -> None:
+def test_killed_drafter_starts_again_where_the_gateway_looks_for_it() -> None:
     """As `draftwire up` does it; the text that runs meanwhile is whole."""
     script = {"model": "scripted:acceptance=1,verify_ms=5,draft_ms=1,context_length=4096"}
     losses: list[Loss] = []

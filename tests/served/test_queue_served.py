@@ -49,7 +49,7 @@ async def complete(client: openai.AsyncOpenAI, served: list[str], caller: str) -
     served.append(caller)
 
 
-def test_three_hundred_at_once_are_served_without_a_retry_and_a_flood_delays_nobody(running: InProcessStack) -> None:
+def test_three_hundred_at_once_need_no_retry_and_a_flood_delays_nobody(running: InProcessStack) -> None:
     served: list[str] = []
 
     async def flood() -> None:

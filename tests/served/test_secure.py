@@ -196,7 +196,7 @@ def test_prompt_of_one_holder_is_not_found_by_another(rig: Rig) -> None:
         assert num_cached("bob", salt) == 0
 
 
-def test_tokens_are_charged_as_they_are_generated_and_a_running_request_is_not_cut(rig: Rig) -> None:
+def test_tokens_are_charged_as_generated_and_a_running_request_is_not_cut(rig: Rig) -> None:
     with rig.client("carol") as carol:
         assert len(carol.generate(PROMPT, max_tokens=120, temperature=0.0).token_ids) == 120
         with pytest.raises(NoRoomError, match="60 tokens a minute") as refused:
@@ -239,7 +239,7 @@ def test_command_line_takes_certificates_and_token_from_its_environment(rig: Rig
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_each_service_says_when_its_certificates_expire_and_follows_its_files(rig: Rig, service: str) -> None:
+def test_services_report_the_expiry_of_certificates_and_reload_their_files(rig: Rig, service: str) -> None:
     def expiry(option: str) -> float:
         return read_metric(rig.stack, service, "certificate_expiry_timestamp_seconds", f'option="{option}"')
 
@@ -252,7 +252,7 @@ def test_each_service_says_when_its_certificates_expire_and_follows_its_files(ri
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_health_command_needs_nothing_but_what_the_service_is_configured_by(rig: Rig, service: str) -> None:
+def test_health_command_needs_only_the_configuration_of_the_service(rig: Rig, service: str) -> None:
     files = {f"tls_{part}": rig.folder / service / f"{part}.pem" for part in ("cert", "key", "ca")}
     own = {"port": rig.stack.services[service].port, **files}
     environment = {f"DRAFTWIRE_{service}_{name}".upper(): str(value) for name, value in own.items()}
@@ -312,7 +312,7 @@ def odd_stack(tmp_path: Path) -> Iterator[tuple[InProcessStack, Path, trustme.CA
         yield stack, tmp_path, ca
 
 
-def test_drafter_that_the_verifier_does_not_believe_sends_no_block_until_it_has_a_better_certificate(
+def test_distrusted_drafter_sends_no_block_until_its_certificate_is_better(
     odd_stack: tuple[InProcessStack, Path, trustme.CA],
 ) -> None:
     """And users of this gateway need certificates."""
@@ -346,7 +346,7 @@ def test_certificates_change_while_a_stream_runs_on(rig: Rig) -> None:
     assert token_ids == expected_tokens(len(PROMPT), 1000)
 
 
-def test_services_find_each_other_again_after_all_certificates_have_changed(rig: Rig) -> None:
+def test_services_reconnect_after_all_certificates_have_changed(rig: Rig) -> None:
     """Connections break once under the new certificates; the old ones are good for nothing then."""
     try:
         for ca in (trustme.CA(), rig.ca):

@@ -118,7 +118,7 @@ def test_same_seed_gives_the_same_text_under_coupled_whatever_the_blocks(client:
     assert len(others) == 5, "the seed matters"
 
 
-def test_stop_tokens_are_kept_away_until_min_tokens_and_allowed_ones_alone_appear(client: Client) -> None:
+def test_stop_tokens_wait_for_min_tokens_and_only_allowed_tokens_appear(client: Client) -> None:
     for seed in range(10):
         completion = client.generate(PROMPT, max_tokens=40, seed=seed, stop_token_ids=[1], min_tokens=7)
         assert 1 not in completion.token_ids[:7]
@@ -193,9 +193,7 @@ def test_services_report_health(stack: InProcessStack) -> None:
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_drafter_with_another_vocabulary_is_refused_with_the_first_differing_token(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_other_vocabulary_is_refused_with_the_first_differing_token(pair: tuple[Path, Path], tmp_path: Path) -> None:
     odd = save_tiny_model(tmp_path / "odd", 3, seed=2, tokens=["t0", "zebra", "t2"])
     with pytest.raises(UnavailableError, match=r"token 1: 't1' against 'zebra'"):
         InProcessStack(stack_options(pair[0], odd)).__enter__()
@@ -320,7 +318,7 @@ def test_one_step_serves_many_sessions(scripted_stack: InProcessStack, scripted_
     assert draft_steps < blocks
 
 
-def test_full_kv_cache_refuses_new_sessions_and_leaves_the_running_ones_alone(
+def test_full_kv_cache_refuses_new_sessions_and_spares_running_ones(
     scripted_stack: InProcessStack, scripted_client: Client
 ) -> None:
     prompt = list(SCRIPTED_PROMPT.encode())

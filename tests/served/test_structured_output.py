@@ -131,9 +131,7 @@ def test_generated_tokens_that_do_not_have_the_form_are_refused(running: InProce
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
 
 
-def test_processed_logprobs_are_those_of_the_masked_law_and_raw_ones_are_not(
-    running: InProcessStack, target: Path
-) -> None:
+def test_processed_logprobs_are_of_the_masked_law_and_raw_ones_are_not(running: InProcessStack, target: Path) -> None:
     law = masked_law(target)
     with Client(running.address) as client:
         form = {"structured_output": FORM, "seed": 3, "logprobs": 0}
@@ -214,7 +212,7 @@ def test_a_target_of_two_processes_follows_the_form(target: Path, tmp_path: Path
     ],
     ids=lambda form: form.texts[0],
 )
-def test_forms_that_cannot_be_followed_are_refused_before_anything_is_opened(
+def test_forms_that_cannot_be_followed_are_refused_before_anything_opens(
     running: InProcessStack, form: StructuredOutput
 ) -> None:
     with Client(running.address) as client, pytest.raises(InvalidRequestError, match="structured_output"):

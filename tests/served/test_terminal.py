@@ -27,7 +27,7 @@ def code(source: TokenSource) -> str:
     return f"\x1b[{mark}38;5;{number}m"
 
 
-def test_terminal_shows_where_tokens_came_from_and_a_pipe_the_same_text_alone(embedded_stack: InProcessStack) -> None:
+def test_terminal_shows_sources_of_tokens_and_a_pipe_the_text_alone(embedded_stack: InProcessStack) -> None:
     command = ["generate", PROMPT, *GREEDY, "--address", embedded_stack.address]
     piped = run(*command, NO_COLOR="", FORCE_COLOR="")
     assert piped.returncode == 0, piped.stderr
@@ -69,7 +69,7 @@ def cancelling(stack: InProcessStack, count: int) -> Iterator[None]:
 LONG = ["--max-tokens", "450", "--ignore-eos", "--num-speculative-tokens", "0"]
 
 
-def test_interrupt_while_text_is_streamed_ends_with_130_and_ends_the_generation(embedded_stack: InProcessStack) -> None:
+def test_interrupt_of_a_stream_exits_with_130_and_ends_the_generation(embedded_stack: InProcessStack) -> None:
     command = ["generate", "import", *LONG, "--temperature", "0", "--address", embedded_stack.address]
     with cancelling(embedded_stack, 1), Terminal(*command) as terminal:
         terminal.wait_for("import" + code(TokenSource.PLAIN))  # the legend shows the colour before anything is asked

@@ -365,7 +365,7 @@ def imported_by(stack_lines: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("is_traced", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_without_a_collector_services_serve_and_stop_and_without_the_option_they_import_nothing(
+def test_services_serve_without_a_collector_and_import_tracing_by_option(
     is_traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody listens at the collector's address."""

@@ -101,7 +101,7 @@ def test_details_of_tokens_are_those_of_the_accepted_path(client: Client) -> Non
             assert source is not TokenSource.ACCEPTED or not is_told or value > -math.inf
 
 
-def test_trees_are_refused_where_a_rule_takes_none_and_chains_drafted_where_a_peer_does(
+def test_trees_are_refused_by_rules_without_them_and_chains_by_their_peers(
     client: Client, scripted_client: Client
 ) -> None:
     for rule in ("token", "typical"):

@@ -14,7 +14,7 @@ from tests.unwritable_logs import SilentService, Unwritable
 SCRIPT = "scripted:acceptance=1,verify_ms=1,draft_ms=1"
 
 
-def test_gateways_that_cannot_log_outlive_their_drafter_and_end_with_status_0() -> None:
+def test_gateways_that_cannot_log_outlive_their_drafter_and_exit_with_0() -> None:
     """They log each call, the loss of the drafter, and their end."""
     with InProcessStack({"verifier": {"model": SCRIPT}, "drafter": {"model": SCRIPT}}) as peers, ExitStack() as exits:
         options = {name: f"127.0.0.1:{service.port}" for name, service in peers.services.items()}

@@ -58,9 +58,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
 """
 
 
-def test_gpu_benchmark_runs_without_a_gpu_and_without_what_a_gpu_machine_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_benchmark_runs_on_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert run("-c", f"import importlib.util; print({{*map(importlib.util.find_spec, {MISSING})}})") == "{None}\n"
@@ -154,7 +152,7 @@ def check_speculation(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.evidence
-def test_gpu_benchmark_goes_on_after_a_section_that_fails_or_takes_too_long() -> None:
+def test_gpu_benchmark_goes_on_after_a_failed_or_too_long_section() -> None:
     code = """
 import json, time
 from benchmarks.gpu_sections.section import Findings, Row, Section
@@ -179,7 +177,7 @@ print(json.dumps([Section("failing", 9.0, fail).run(), Section("slow", 0.1, dawd
     assert any("what was found" in line for line in table)
 
 
-def test_wire_benchmark_finds_that_keeping_less_takes_fewer_bytes_and_is_accepted_less(tmp_path: Path) -> None:
+def test_wire_benchmark_finds_fewer_bytes_and_acceptance_for_less_mass(tmp_path: Path) -> None:
     sizes = ("--prompts", "2", "--max-tokens", "16", "--repetitions", "20")
     report, _ = report_of(tmp_path, "benchmarks.wire", "--parts", "codec", "settings", *sizes)
     assert report["codec"][0]["bytes_per_token"] == 32 * 5
@@ -191,7 +189,7 @@ def test_wire_benchmark_finds_that_keeping_less_takes_fewer_bytes_and_is_accepte
     assert 0.0 < small["acceptance"] < large["acceptance"] <= report["shape at T=1.0"]["dense_acceptance"]
 
 
-def test_decoder_benchmark_takes_longer_than_reading_and_lists_all_products(tmp_path: Path) -> None:
+def test_decoder_benchmark_exceeds_reading_time_and_lists_all_products(tmp_path: Path) -> None:
     sizes = ("--shape", "tiny", "--threads", "1", "--sessions", "1", "3", "--steps", "3", "--repetitions", "3")
     report, _ = report_of(tmp_path, "benchmarks.decoder", *sizes, "--length", "40", "--profile")
     assert report["million_parameters_read"] == pytest.approx(0.2177, rel=1e-3), "without the embedding"
@@ -205,7 +203,7 @@ def test_decoder_benchmark_takes_longer_than_reading_and_lists_all_products(tmp_
     assert copied == [0.0, report["attended_mb_per_token"]], "one text is read where it is, short ones are gathered"
 
 
-def test_prediction_for_a_pair_follows_from_the_passes_and_grows_with_acceptance(tmp_path: Path) -> None:
+def test_prediction_for_a_pair_follows_passes_and_grows_with_acceptance(tmp_path: Path) -> None:
     sizes = ("--targets", "3x64", "--drafters", "1x64", "--repetitions", "1", "--steps", "2")
     report, _ = report_of(tmp_path, "benchmarks.pair_shapes", *sizes, "--draw-ms", "0.5")
     target, draft_ms = report["passes_ms"]["target 3x64x1"], report["passes_ms"]["drafter 1x64x1"]["1 tokens"] + 0.5
@@ -220,7 +218,7 @@ def test_prediction_for_a_pair_follows_from_the_passes_and_grows_with_acceptance
     assert rates == sorted(rates)
 
 
-def test_layer_parallel_benchmark_loses_acceptance_and_gives_each_exchange_its_time(tmp_path: Path) -> None:
+def test_layer_parallel_benchmark_loses_acceptance_and_times_each_exchange(tmp_path: Path) -> None:
     sizes = ("--sizes", "3", "--places", "2", "--prompts", "2", "--max-tokens", "16")
     texts = ("--texts", "2", "--text-tokens", "6")
     steps = ("--models", "tiny", "--repetitions", "1", "--seconds", "0.01")
@@ -359,7 +357,7 @@ def test_peers_benchmark_compares_exact_numbers_of_the_same_tokens(tmp_path: Pat
     assert set(agreement.values()) == {1.0}
 
 
-def test_peers_benchmark_runs_a_pair_at_its_temperature_and_without_an_end_of_text(tmp_path: Path) -> None:
+def test_peers_benchmark_runs_a_pair_at_its_temperature_without_text_ends(tmp_path: Path) -> None:
     for name in ("target", "drafter"):
         save_tiny_model(tmp_path / name, stop_token_id=2)
     (tmp_path / "synthesis.json").write_text(json.dumps({"temperature": 0.0}))

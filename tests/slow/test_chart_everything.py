@@ -387,7 +387,7 @@ def test_group_has_the_nodes_of_a_topology_for_itself() -> None:
 # Several targets
 
 
-def test_each_target_has_gateways_that_find_its_own_verifiers_and_drafters_and_no_others() -> None:
+def test_gateways_of_each_target_find_its_own_verifiers_and_drafters_only() -> None:
     rendered = render("two-targets")
     for target in ("", "coder-"):
         environment = container_of(rendered.template(f"{target}gateway")["spec"])["env"]

@@ -32,7 +32,7 @@ def test_queries_ask_services_for_what_they_export() -> None:
     assert [fault for asked in queries.values() for query in asked for fault in faults_of(query)] == []
 
 
-def test_variables_of_the_dashboard_ask_for_what_there_is_and_panels_have_a_title_and_a_place_each() -> None:
+def test_dashboard_variables_query_what_exists_and_panels_have_titles() -> None:
     board = json.loads(dashboard())
     names = set(re.findall(r"draftwire:\w+", json.dumps(board["templating"]["list"])))
     assert names
@@ -76,7 +76,7 @@ def test_monitor_finds_the_metrics_of_all_services() -> None:
     )
 
 
-def test_alerts_are_those_of_compose_with_the_namespace_of_the_release_and_jobs_called_as_its_services() -> None:
+def test_alerts_are_those_of_compose_with_the_releases_namespace_and_jobs() -> None:
     """Prometheus calls a job by the Service that it was found through."""
     rendered, ours = render("llama-70b"), alerts_of_compose()
     names = {service["metadata"]["name"] for service in rendered.all("Service")}

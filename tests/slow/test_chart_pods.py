@@ -311,7 +311,7 @@ def test_pod_has_time_to_drain_and_to_end_its_ranks(service: str) -> None:
     )
 
 
-def test_requests_have_minutes_to_end_and_drafters_less_because_sessions_continue_without() -> None:
+def test_requests_have_minutes_to_end_and_drafters_less() -> None:
     """Not every HTTP client resumes."""
     drains = {service: drain_of(render("tp8"), service) for service in SERVICES}
     assert drains["gateway"] >= 300.0

@@ -51,7 +51,7 @@ SCALED = (
 FIXED = ("StatefulSet", "llm-dw-small-verifier")
 
 
-def test_release_becomes_what_its_values_say_at_each_step_and_leaves_nothing_but_downloads(
+def test_release_follows_its_values_at_each_step_and_leaves_only_downloads(
     server: ObjectServer,
 ) -> None:
     """How many pods there are is left to autoscalers."""

@@ -137,7 +137,7 @@ def test_gateways_service_is_as_values_say() -> None:
 
 
 @pytest.mark.parametrize("service", PORTS)
-def test_nodes_can_be_drained_one_pod_at_a_time_and_of_pods_that_never_get_ready(service: str) -> None:
+def test_nodes_can_be_drained_pod_by_pod_even_of_pods_that_never_get_ready(service: str) -> None:
     spec = f"PodDisruptionBudget/{service}.spec"
     expect("tp8", {f"{spec}.maxUnavailable": 1, f"{spec}.unhealthyPodEvictionPolicy": "AlwaysAllow"})
 

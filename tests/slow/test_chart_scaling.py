@@ -58,7 +58,7 @@ WAITS = 'sum(rate(draftwire:draft_wait_seconds_total{namespace="llm",job="prod-d
         ('drafter.autoscaling.query="vector(1)"', "8", "vector(1)"),
     ],
 )
-def test_drafters_follow_how_many_sessions_wait_for_drafts_or_another_query(
+def test_drafters_scale_with_sessions_waiting_for_drafts_or_another_query(
     setting: str, threshold: str, query: str
 ) -> None:
     """An average value of all drafters is a sum of the query."""

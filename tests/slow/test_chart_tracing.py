@@ -55,7 +55,7 @@ def test_values_that_trace_nothing_are_refused(settings: tuple[str, ...], messag
         ("http://collector:4318", ("networkPolicy.enabled=false",)),
     ],
 )
-def test_collector_is_reached_on_any_port_that_policies_let_through_and_without_policies(
+def test_collector_is_reached_on_ports_that_policies_allow_or_without_them(
     endpoint: str, settings: tuple[str, ...]
 ) -> None:
     expected = {"environment/drafter.DRAFTWIRE_DRAFTER_OTLP_ENDPOINT": endpoint}

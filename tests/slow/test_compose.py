@@ -194,7 +194,7 @@ def speculates(stack: Stack) -> bool:
         return False
 
 
-def test_everything_is_locked_down_and_the_gateway_is_published_on_this_machine_alone(stack: Stack) -> None:
+def test_everything_is_locked_down_and_the_gateway_published_locally_alone(stack: Stack) -> None:
     for service in SERVICES:
         host = inspect(stack.container(service))["HostConfig"]
         assert host["ReadonlyRootfs"], service
@@ -234,7 +234,7 @@ def test_text_comes_to_a_client_on_the_host_and_most_of_it_is_drafted(stack: Sta
     assert completion.text == generate(stack).text
 
 
-def test_stream_goes_on_when_the_drafter_is_killed_and_drafts_come_again_when_it_is_back(stack: Stack) -> None:
+def test_stream_outlives_a_killed_drafter_and_drafts_come_back_with_it(stack: Stack) -> None:
     with Client(stack.address) as connected:
         stream = connected.stream(PROMPT, max_tokens=1500, min_tokens=1500, temperature=1.0, timeout_s=2 * SECONDS)
         pieces = iter(stream)
@@ -260,7 +260,7 @@ def blocks_sent(container: str) -> float:
     return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith("draftwire:blocks_sent_total"))
 
 
-def test_every_drafter_of_a_scaled_service_is_used_and_one_less_harms_nothing(stack: Stack) -> None:
+def test_every_drafter_of_a_scaled_service_is_used_and_none_is_missed(stack: Stack) -> None:
     wait = ("--wait", "--wait-timeout", str(UP_SECONDS))
     up = ("up", "--detach", "--no-build", "--no-recreate", *wait)
     stack.compose(*up, "--scale", "drafter=2", timeout_s=UP_SECONDS + SECONDS)
@@ -276,7 +276,7 @@ def test_every_drafter_of_a_scaled_service_is_used_and_one_less_harms_nothing(st
     wait_until(lambda: speculates(stack), "completions are speculative", SECONDS)
 
 
-def test_stream_ends_with_how_to_resume_it_when_the_verifier_is_out_of_reach(stack: Stack) -> None:
+def test_stream_ends_with_how_to_resume_it_if_the_verifier_is_out_of_reach(stack: Stack) -> None:
     network, verifier = f"{stack.project}_services", stack.container("verifier")
     request = gateway_pb2.GenerateRequest(
         text=PROMPT,

@@ -99,7 +99,7 @@ def test_head_elsewhere_drafts_from_the_features_of_rank_0(rig: Rig, alone: list
     assert read_metric(rig.verifier, "verifier", "feature_bytes") > 0
 
 
-def test_killed_drafter_is_followed_by_another_without_a_pass_over_the_prompt(rig: Rig) -> None:
+def test_drafter_after_a_killed_one_needs_no_pass_over_the_prompt(rig: Rig) -> None:
     """The features come out of the target's cache again. Leaves one drafter, so that it is the last test of the rig."""
     prompt = [2, *PROMPT, 2]
     drafters = [stack.services["drafter"] for stack in rig.drafters]

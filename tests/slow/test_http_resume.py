@@ -109,7 +109,7 @@ def complete(gateways: Gateways, seed: int) -> tuple[list[int], str, int]:
 
 
 @pytest.mark.timeout(300)
-def test_no_completion_is_lost_and_no_token_comes_twice_whichever_gateway_is_killed(
+def test_killed_gateway_loses_no_completion_and_repeats_no_token(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("resume")

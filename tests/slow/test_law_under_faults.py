@@ -283,7 +283,7 @@ def test_law_holds_while_links_are_cut_and_drafters_pause(
 
 
 @pytest.mark.parametrize("rule", ["block"])
-def test_law_holds_while_the_only_drafter_freezes_and_takes_longer_for_some_tokens(
+def test_law_holds_if_the_drafter_freezes_and_is_slower_for_some_tokens(
     pair: tuple[Path, Path], law: Tensor, rule: str
 ) -> None:
     """150 and 160 completions. False alarm: 1e-6, by chi-square. Who is slow is hardly ever taken for frozen.
@@ -362,7 +362,7 @@ def draw_and_cut(rig: Rig, client: Client, seed: int, cuts: bool) -> Completion:
     "rule", [LOSSLESS[0], *(pytest.param(rule, marks=pytest.mark.evidence) for rule in LOSSLESS[1:])]
 )
 @pytest.mark.parametrize("has_seed", [True, False])
-def test_law_holds_when_completions_are_resumed_under_the_same_seed_or_another_one(
+def test_law_holds_for_resumed_completions_under_the_same_seed_or_another(
     rig: Rig, law: Tensor, rule: str, has_seed: bool
 ) -> None:
     """200 completions, cut by the client after 3 tokens; without a seed the gateway draws one for each call.

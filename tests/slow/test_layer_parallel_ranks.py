@@ -77,7 +77,7 @@ def complete_with_drafts(gateway: LocalStack) -> Completion:
 # What comes out
 
 
-def test_blocks_of_two_processes_are_judged_and_the_text_is_the_targets_own(
+def test_blocks_of_two_processes_are_judged_and_the_text_is_the_targets(
     gateway: LocalStack, expected: list[int]
 ) -> None:
     assert complete_with_drafts(gateway).token_ids == expected

@@ -9,7 +9,7 @@ NUM_PROMPTS = 4
 NUM_TOKENS = 24
 
 
-def test_text_for_a_seed_is_the_same_for_all_drafters_block_lengths_and_batches_up_to_near_ties() -> None:
+def test_text_of_a_seed_is_the_same_however_drafted_up_to_near_ties() -> None:
     torch.set_num_threads(1)
     comparisons = list(compare(load_prompts()[:NUM_PROMPTS], NUM_TOKENS))
     for one in comparisons:

@@ -195,7 +195,7 @@ def streamed(connection: HTTPConnection, num_tokens: int) -> list[int]:
 
 
 @pytest.mark.timeout(400)
-def test_rolling_restart_of_pods_loses_no_completion_of_grpc_and_none_of_http(
+def test_rolling_restart_of_pods_loses_no_completion_of_grpc_or_http(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))

@@ -81,9 +81,7 @@ def plain(gateway: LocalStack, plain_port: int, pair: tuple[Path, Path]) -> Iter
 # What comes out
 
 
-def test_greedy_output_of_two_processes_is_the_targets_own_as_transformers_computes_it(
-    gateway: LocalStack, expected: list[int]
-) -> None:
+def test_greedy_output_of_two_processes_is_what_transformers_computes(gateway: LocalStack, expected: list[int]) -> None:
     with Client(gateway.address) as client:
         for num_speculative_tokens in (0, 1, 4, 8):
             done = client.generate(
@@ -136,9 +134,7 @@ class TestBreakingVerifier(BreakingGroup):
 # How it is started and stopped
 
 
-def test_sigterm_lets_running_requests_finish_and_all_processes_end_with_status_0(
-    group: Group, gateway: LocalStack
-) -> None:
+def test_sigterm_lets_requests_finish_and_all_processes_exit_with_0(group: Group, gateway: LocalStack) -> None:
     group.ensure()
     with Client(gateway.address) as client:
         pieces = iter(client.stream(PROMPT, max_tokens=LENGTH, num_speculative_tokens=1))
@@ -149,9 +145,7 @@ def test_sigterm_lets_running_requests_finish_and_all_processes_end_with_status_
     end_with_status_0(group)
 
 
-def test_model_that_cannot_be_shared_out_is_refused_with_the_sizes_that_can(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_model_that_cannot_be_split_is_refused_with_the_sizes_that_can(pair: tuple[Path, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(pair[0], tmp_path / "one_head")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_attention_heads": 1}))

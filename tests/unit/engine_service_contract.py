@@ -95,9 +95,7 @@ class EngineServiceContract:
 
     # Start
 
-    async def test_service_that_was_started_knows_what_reading_costs_and_shows_its_numbers(
-        self, served: Served
-    ) -> None:
+    async def test_started_service_has_measured_reading_and_shows_its_numbers(self, served: Served) -> None:
         core = served.core
         assert core._scheduler.pacer.alone.seconds_per_token > 0.0
         assert core.metrics.of_model.model_name == core.description.name
@@ -107,7 +105,7 @@ class EngineServiceContract:
 
     # Leases
 
-    async def test_sessions_end_with_their_lease_and_no_others_and_free_what_they_hold(
+    async def test_sessions_end_with_their_own_lease_and_free_what_they_hold(
         self, served: Served, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         core, (other_id, other) = served.core, served.core.open_lease()
@@ -138,7 +136,7 @@ class EngineServiceContract:
 
     # Steps that fail
 
-    async def test_error_of_a_library_fails_the_steps_sessions_without_a_quote_and_the_next_session_runs(
+    async def test_library_error_fails_the_steps_sessions_unquoted_and_no_later_one(
         self, served: Served, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         await self.open_all(served, 1, 2, 3)
@@ -162,7 +160,7 @@ class EngineServiceContract:
         await until(lambda: served.failures, "sessions fail")
         assert served.failures == [(1, error)]
 
-    async def test_session_that_closes_during_a_step_that_fails_is_not_failed_even_if_it_is_opened_again(
+    async def test_session_closed_during_a_failing_step_is_not_failed_when_reopened(
         self, served: Served, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         core, begun, to_end = served.core, threading.Event(), threading.Event()
@@ -222,7 +220,7 @@ class EngineServiceContract:
         assert all(isinstance(error, GroupLostError) for _, error in served.failures)
 
     @pytest.mark.parametrize("has_messages", [False, True])
-    async def test_group_without_steps_hears_of_rank_0_more_often_than_it_times_out_and_is_let_go_in_the_end(
+    async def test_idle_group_hears_of_rank_0_within_the_timeout_until_it_is_let_go(
         self, served: Served, has_messages: bool
     ) -> None:
         """While it is idle, and while messages come that make no step."""

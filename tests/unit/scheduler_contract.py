@@ -120,7 +120,7 @@ class SchedulerContract:
 
     # Admission
 
-    def test_session_without_room_is_refused_and_changes_nothing_until_another_closes(self) -> None:
+    def test_session_without_room_is_refused_until_another_closes(self) -> None:
         for options, opened in (
             ({"max_sessions": 2}, [{}, {}]),
             ({"kv_cache_tokens": 160}, [{"max_len": 100}, {"max_len": 48}]),  # all 10 blocks
@@ -190,7 +190,7 @@ class SchedulerContract:
 
     # Steps of several sessions
 
-    def test_session_that_fails_is_reported_once_and_leaves_the_others_in_the_step_alone(self) -> None:
+    def test_failed_session_is_reported_once_and_spares_others_in_the_step(self) -> None:
         scheduler, sessions = self.opened(1, 2, 3)
         engine, error = self.side.engine(), UnavailableError("no finite logits")
         self.side.run_steps(scheduler, engine=engine)
@@ -208,7 +208,7 @@ class SchedulerContract:
             self.side.ask(scheduler, session)
         assert ids_of(next_step(scheduler)) == [1, 3]
 
-    def test_session_that_is_closed_takes_no_part_in_a_step_and_what_a_step_did_for_it_is_not_told(self) -> None:
+    def test_step_leaves_out_a_closed_session_and_reports_nothing_for_it(self) -> None:
         """Not even where another session was opened under its key, which has a step of its own."""
         scheduler, (closed, _) = self.opened(1, 2)
         engine, step = self.side.engine(), next_step(scheduler)
@@ -255,7 +255,7 @@ class SchedulerContract:
             self.side.run_steps(scheduler, 1, engine)
         assert scheduler.pacer.alone_asked == [True, False, True]
 
-    def test_reading_prompts_divide_the_budget_while_running_sessions_always_get_in(self) -> None:
+    def test_prompts_share_the_budget_while_running_sessions_always_get_in(self) -> None:
         scheduler, _ = self.opened(max_sessions=9, context_length=1000, budget=30)
         running, engine = scheduler.open(self.side.make_spec(1, max_len=100), lease_id=0), self.side.engine()
         self.side.run_steps(scheduler, engine=engine)
@@ -304,7 +304,7 @@ class SchedulerContract:
             self.side.ask(scheduler, session)
         assert scheduler.prefix_tokens == {"queried": 20, "reused": 16}
 
-    def test_duration_of_steps_with_and_without_prompt_tokens_teaches_the_pacer(self) -> None:
+    def test_durations_with_and_without_prompt_tokens_teach_the_pacer(self) -> None:
         """A step costs a second and 10 ms for each prompt token that was really read."""
         scheduler, _ = self.opened(context_length=1000, budget=400)
         first, engine = scheduler.open(self.side.long_spec(1, 17), lease_id=0), self.side.engine(reused=16)

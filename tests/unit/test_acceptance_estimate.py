@@ -7,7 +7,7 @@ import pytest
 from draftwire_gateway.speculation.acceptance import MEMORY, NUM_RECENT, AcceptanceEstimate
 
 
-def test_acceptance_is_by_position_and_a_token_after_a_refused_one_says_nothing() -> None:
+def test_acceptance_is_by_position_and_ignores_tokens_after_a_refused_one() -> None:
     known = AcceptanceEstimate()
     for accepted in (4, 4, 2, 2) * 100:
         known.add(4, accepted)
@@ -79,7 +79,7 @@ class CountingPrior:
         return [0.5] * num_tokens
 
 
-def test_what_a_session_expects_is_not_computed_anew_for_each_of_its_drafts() -> None:
+def test_expectation_is_not_computed_anew_for_each_draft_of_a_session() -> None:
     """All sessions of a step wait for that, and most texts have some fifty drafts."""
     prior = CountingPrior()
     own = AcceptanceEstimate(prior)

@@ -167,7 +167,7 @@ def test_request_that_fails_ends_too_and_one_that_is_refused_costs_nothing(clock
         pass
 
 
-def test_running_request_is_never_cut_but_the_next_one_waits_for_what_it_used(clock: Clock) -> None:
+def test_running_request_is_never_cut_but_the_next_waits_for_its_use(clock: Clock) -> None:
     caller = limited(clock, max_tokens_per_minute=60)
     with caller.request():
         for _ in range(20):

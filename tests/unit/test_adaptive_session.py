@@ -34,7 +34,7 @@ def completed(defaults: SpeculationDefaults = DEFAULTS, temperature: float = 1.0
     return generation.adapts_length, generation.num_speculative_tokens
 
 
-def test_lengths_are_chosen_without_a_number_where_random_numbers_are_fresh_and_else_are_exactly_those() -> None:
+def test_lengths_are_chosen_if_none_is_given_and_random_numbers_are_fresh() -> None:
     assert completed() == (True, 8)
     assert completed(seed=5) == (False, 4), "equal requests draw equal numbers"
     assert completed(seed=5, temperature=0.0) == (True, 8), "it draws none"
@@ -99,7 +99,7 @@ def test_session_that_does_not_draft_opens_no_drafter_and_says_why(choose: Any) 
     assert {run_.num_rounds for run_ in target.plain_runs[:-1]} <= {1, 2}, "runs end when another length has its turn"
 
 
-def test_drafter_is_opened_when_drafting_pays_and_stays_open_when_it_does_not(choose: Any) -> None:
+def test_drafter_opens_when_drafting_pays_and_stays_open_when_it_does_not(choose: Any) -> None:
     choose(*[0] * 8, *[3] * 20, *[0] * 8)
     target = FakeTarget(accepts=[3] * 40)
     drafter = FakeDrafter(target)
@@ -149,7 +149,7 @@ def test_sessions_are_counted_while_they_run_and_after_a_failure_not() -> None:
     assert next(iter(pairs.explain().values()))[0].num_sessions == 0
 
 
-def test_generation_with_chosen_lengths_needs_a_drafter_only_if_there_is_one() -> None:
+def test_chosen_lengths_need_a_drafter_only_if_there_is_one() -> None:
     result = run(collect(loop_of(FakeTarget(), [], Pairs(16, 4))))
     assert result.ids == STORY[:60]
     assert make_generation(adapts_length=True).adapts_length

@@ -71,7 +71,7 @@ def test_only_so_many_sessions_that_were_closed_early_are_remembered() -> None:
             closed.refuse((session_id, 0))
 
 
-def test_room_of_another_engine_counts_its_blocks_and_what_a_session_may_hold_beyond_its_text() -> None:
+def test_room_of_another_engine_counts_blocks_and_what_exceeds_the_text() -> None:
     room = Room(max_sessions=9, kv_cache_tokens=512, block_size=128, spare_tokens=9)
     assert (room.num_free_blocks, room.size) == (4, 512)
     room.reserve((1, 0), 119)

@@ -73,7 +73,7 @@ async def test_verifier_that_goes_on_in_time_is_well_again() -> None:
 
 
 @in_virtual_time
-async def test_other_signs_of_life_count_and_a_verifier_that_says_so_takes_no_sessions() -> None:
+async def test_other_signs_of_life_count_and_an_unready_verifier_is_not_well() -> None:
     verifier = Verifier()
     watch = verifier.watch()
     watching = asyncio.create_task(watch.run())
@@ -89,7 +89,7 @@ async def test_other_signs_of_life_count_and_a_verifier_that_says_so_takes_no_se
 
 
 @in_virtual_time
-async def test_one_question_is_never_enough_as_it_may_be_the_gateway_that_was_stopped() -> None:
+async def test_one_missed_question_is_never_enough_to_leave() -> None:
     watch = Verifier().watch(lost_after_s=1.0)
     watch._ask = AsyncMock(side_effect=[True, UnavailableError("late"), True, *[UnavailableError("late")] * 2])
     with pytest.raises(UnavailableError):
@@ -102,7 +102,7 @@ def link_of_verifier() -> VerifierLink:
 
 
 @in_virtual_time
-async def test_link_to_a_silent_verifier_breaks_its_stream_and_keeps_nobody_who_opens_a_session() -> None:
+async def test_link_to_a_silent_verifier_breaks_and_no_opening_waits_for_it() -> None:
     """`open` waits for its call, which the watch ends; `maintain` then loses the sessions that are open."""
     link, verifier = link_of_verifier(), Verifier()
     link._ask_health = verifier.ask  # type: ignore[method-assign]

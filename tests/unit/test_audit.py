@@ -116,7 +116,7 @@ RANDOM_PAIRS = [
 
 @both_encodings
 @every("pair", [*AWKWARD_PAIRS.values(), *RANDOM_PAIRS])
-def test_statistics_are_those_of_plain_python_and_their_mean_under_the_draft_is_zero(
+def test_statistics_match_plain_python_and_have_mean_zero_under_the_draft(
     pair: tuple[Row, Row], rows_of: RowMaker
 ) -> None:
     target, draft = pair
@@ -170,7 +170,7 @@ def test_padding_that_holds_nan_counts_nothing() -> None:
 
 
 @both_encodings
-def test_empty_blocks_one_hot_rows_and_tokens_without_distributions_say_nothing(rows_of: RowMaker) -> None:
+def test_empty_blocks_one_hot_rows_and_bare_tokens_count_for_nothing(rows_of: RowMaker) -> None:
     assert audit_sums(packed(rows_of, [[], []])) == [AuditSums()] * 2
     some = packed(rows_of, [[(*AWKWARD_PAIRS["any"], 0)] * 2])
     assert audit_sums(some.cut(torch.tensor([0]))) == [AuditSums()]
@@ -184,7 +184,7 @@ def test_empty_blocks_one_hot_rows_and_tokens_without_distributions_say_nothing(
 
 
 @both_encodings
-def test_token_of_declared_probability_zero_is_finite_and_counts_against_the_drafter(rows_of: RowMaker) -> None:
+def test_token_of_declared_probability_zero_counts_as_finite_evidence(rows_of: RowMaker) -> None:
     sums = audit_sums(packed(rows_of, [[([0.2, 0.3, 0.5], [0.0, 0.5, 0.5], 0)]]))[0]
     assert all(map(math.isfinite, numbers(sums)))
     assert sums.surprise_sum == pytest.approx(MAX_SURPRISE - math.log(2.0))
@@ -250,7 +250,7 @@ def test_error_budgets_of_all_windows_and_of_everything_sum_to_alpha() -> None:
     assert sum(alpha / 2.0 / (k * (k + 1)) for k in range(1, 1003)) + alpha / 2.0 <= alpha
 
 
-def test_evidence_of_everything_does_not_vanish_in_windows_that_are_too_short() -> None:
+def test_total_evidence_does_not_vanish_in_windows_that_are_too_short() -> None:
     weak = AuditSums(10, 0.2, 2.0, 0.0, 2.0)  # a hundredth of a deviation that a single window could tell
     audit, seen = DrafterAudit(window=10), 0
     while audit.alarm is None and seen < 100_000:
@@ -345,7 +345,7 @@ def test_honest_drafter_is_never_flagged_in_200_lives_of_50_000_tokens() -> None
     flag_nobody(200, 50_000)
 
 
-def test_chance_of_ever_being_flagged_is_below_alpha_over_all_honest_histories() -> None:
+def test_chance_of_ever_flagging_an_honest_drafter_is_below_alpha() -> None:
     """Exact: every history of 14 tokens of a drafter that is honest about a rare token, with windows of 4."""
     rare = 0.1
     options = audit_sums(packed(dense_rows, [[([1.0, 0.0], [rare, 1.0 - rare], token)] for token in (0, 1)], 2))
@@ -421,7 +421,7 @@ def test_dishonest_drafter_is_flagged_soon(name: str) -> None:
 
 
 @every("name", ["draws at temperature 0.7", "takes the best, declares a softmax"])
-def test_drafter_that_goes_wrong_after_20_000_honest_tokens_is_flagged_soon(name: str) -> None:
+def test_drafter_that_cheats_after_20_000_honest_tokens_is_flagged_soon(name: str) -> None:
     limit, generator, audit = DISHONEST[name][1], np.random.default_rng(6), DrafterAudit()
     assert positions_until_alarm(audit, honest(mixed_places()).draw(20_000, STEP, generator)) is None
     taken = positions_until_alarm(audit, lying(name, mixed_places()).draw(4 * limit, 4, generator))
@@ -495,7 +495,7 @@ def test_sums_add_up_and_give_their_excess() -> None:
     assert AuditSums().excess(Statistic.SURPRISE) == 0.0
 
 
-def test_recent_sums_span_one_to_two_windows_and_positions_that_say_nothing_change_nothing() -> None:
+def test_recent_sums_span_one_to_two_windows_of_telling_positions() -> None:
     audit, spans = DrafterAudit(window=10), []
     audit.add(AuditSums())
     assert audit.total == AuditSums()

@@ -303,7 +303,7 @@ def test_a_form_of_which_the_model_lacks_the_tokens_is_refused() -> None:
         automaton.masks([0])
 
 
-def test_models_without_stop_tokens_and_tokenizers_that_cannot_be_read_refuse_forms() -> None:
+def test_models_without_stop_tokens_or_readable_tokenizers_refuse_forms() -> None:
     with pytest.raises(InvalidRequestError, match="no stop token"):
         tiny_compiler(TOKENS, 6, []).compile(FORMS["regex"])
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
@@ -362,7 +362,7 @@ def test_forms_whose_masks_cost_too_much_are_refused_after_a_bounded_time(compil
     assert time.thread_time() - started < 1.0
 
 
-def test_texts_that_a_form_is_tried_with_are_the_same_each_time_and_some_end_early(
+def test_trial_texts_of_a_form_are_the_same_each_time_and_some_end_early(
     compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[list[list[int]]] = []
@@ -396,7 +396,7 @@ class Ticking:
         return self.now
 
 
-def test_text_ends_where_its_masks_cost_too_much_together_whatever_was_rejected(
+def test_text_ends_if_its_masks_cost_too_much_whatever_was_rejected(
     compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token and its mask take two ticks. No call takes longer than its places may."""
@@ -425,7 +425,7 @@ def test_text_ends_where_its_masks_cost_too_much_together_whatever_was_rejected(
     assert length_of_text(slow_s / 2, [rejected] * 4) == 150
 
 
-def test_cpu_time_of_masks_is_taken_once_and_that_of_a_text_that_is_moved_is_nobodys(
+def test_cpu_time_of_masks_is_taken_once_and_a_moved_texts_is_nobodys(
     compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     letter = next(token for token in ids_of(compiler.compile(FORMS["any JSON"]).masks(())[0]) if token != STOP)
@@ -459,7 +459,7 @@ def test_masks_are_slow_from_one_that_was_until_several_were_not(
     assert not all(are_slow_after(0.0) for _ in range(50))
 
 
-def test_draft_that_leads_where_the_form_costs_too_much_is_no_fault_before_that_place(
+def test_draft_into_a_costly_form_is_no_fault_before_that_place(
     compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the parser's own limits, which do not depend on the machine."""
@@ -480,7 +480,7 @@ def test_draft_that_leads_where_the_form_costs_too_much_is_no_fault_before_that_
 
 
 @every(("draft", "num_places", "has_fault"), [([1], 1, True), ([2], 2, False), ([1, 2], 1, True)])
-def test_draft_that_leads_where_no_token_is_possible_is_a_fault_from_there_on(
+def test_draft_into_a_dead_end_of_the_form_is_a_fault_from_there_on(
     draft: list[int], num_places: int, has_fault: bool
 ) -> None:
     automaton = tiny_compiler(["<stop>", "a", "b"], 3, [0]).compile(StructuredOutput.regex("ax|b"))

@@ -50,7 +50,7 @@ def choice_of(*loads: LoadChoice, acceptance: float = 0.5) -> SpeculationChoice:
     return SpeculationChoice(verifier="v:1", drafter="small", survival=survival, num_drafts=70, loads=loads)
 
 
-def test_drafting_breaks_even_where_the_best_length_is_as_fast_as_plain_decoding() -> None:
+def test_drafting_breaks_even_where_the_best_length_is_as_fast_as_plain() -> None:
     """One token: 1 + a = 1.4. Two: 1 + a + a^2 = 1.6, which needs more."""
     acceptance = break_even_acceptance(load_of(0.1, 0))
     assert acceptance == pytest.approx(0.4, abs=1e-6)
@@ -104,7 +104,7 @@ def shown(explanation: ExplainSpeculationResponse, concurrency: int) -> str:
     return console.file.getvalue()
 
 
-def test_load_that_is_nearest_to_the_benchmarks_is_shown_and_the_chosen_length_is_marked() -> None:
+def test_load_nearest_to_the_benchmarks_is_shown_with_its_chosen_length() -> None:
     loads = [load_of(0.3, 0), load_of(0.8, 2, sessions=8), LoadChoice(min_sessions=16, max_sessions=31)]
     explanation = ExplainSpeculationResponse(is_adaptive=True, choices=[choice_of(*loads)])
     many = shown(explanation, 16)

@@ -90,7 +90,7 @@ def test_what_the_largest_step_held_for_a_while_is_kept_back(tmp_path: Path) -> 
     ids=["namespace", "own", "around", "not there"],
 )
 @pytest.mark.parametrize("version", [1, 2])
-def test_limit_of_a_container_counts_less_what_is_used_and_cannot_be_read_again(
+def test_container_limit_excludes_memory_in_use_that_cannot_be_reclaimed(
     tmp_path: Path, version: int, path: str, folder: str
 ) -> None:
     line = f"0::{path}\n" if version == 2 else f"9:cpu,memory:{path}\n3:cpuset:/x\n"

@@ -37,7 +37,7 @@ def start(arrivals: Arrivals, count: int) -> list[asyncio.Task[str]]:
     return [asyncio.create_task(arrivals.receive(never)) for _ in range(count)]
 
 
-async def test_as_many_may_arrive_slowly_as_the_limit_says_and_the_oldest_make_room(
+async def test_number_of_slow_arrivals_is_limited_and_the_oldest_make_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(call_limits, "GRACE_SECONDS", 0.0)
@@ -59,7 +59,7 @@ async def test_as_many_may_arrive_slowly_as_the_limit_says_and_the_oldest_make_r
     assert not arrivals._hurried
 
 
-async def test_who_is_quick_has_time_while_thousands_are_slow_and_no_more_are_held_than_twice_the_limit(
+async def test_quick_request_has_time_beside_thousands_of_slow_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(call_limits, "GRACE_SECONDS", 60.0)
@@ -86,7 +86,7 @@ async def test_many_that_come_together_have_the_grace(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("grace_s", [10.0, 100.0])
-async def test_grace_begins_when_there_are_too_many_and_ends_with_the_time_of_all(
+async def test_grace_begins_with_too_many_arrivals_and_ends_with_the_time_of_all(
     monkeypatch: pytest.MonkeyPatch, grace_s: float
 ) -> None:
     """Whoever has been sending for longer than the grace is not refused by the next one that comes."""

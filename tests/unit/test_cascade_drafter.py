@@ -79,9 +79,7 @@ ENCODINGS = [Encoding.SPARSE_UINT16, Encoding.DENSE_FLOAT32, Encoding.DENSE_FLOA
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_guess_takes_over_behind_a_drawn_token_that_makes_the_match_long_enough(
-    model: CachedModel, encoding: Encoding
-) -> None:
+def test_guess_takes_over_after_a_drawn_token_that_extends_the_match(model: CachedModel, encoding: Encoding) -> None:
     alone, cascade = strategies(model, encoding)
     taken = 0
     for number in range(60):
@@ -159,7 +157,7 @@ def test_form_and_number_bound_a_guess_too(model: CachedModel) -> None:
     assert draft_of(drafted(cascade, text, barred)).token_ids == STORY[LEAST_MATCH:][:1]
 
 
-def test_text_is_guessed_once_it_was_read_and_a_step_that_only_reads_drafts_nothing(model: CachedModel) -> None:
+def test_text_is_guessed_once_read_and_a_reading_step_drafts_nothing(model: CachedModel) -> None:
     _, cascade = strategies(model, Encoding.SPARSE_UINT16)
     text = [*RETURNING, STORY[LEAST_MATCH - 1]]
     sequence = cascade.open(text, "read by nobody before")

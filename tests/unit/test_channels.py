@@ -256,7 +256,7 @@ def sizes_in(message: verifier_pb2.RunTargetSessionsResponse) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 600_000), min_size=1, max_size=12))
-def test_batches_keep_every_event_in_order_and_stay_below_what_every_service_takes(sizes: list[int]) -> None:
+def test_batches_keep_the_order_of_events_and_stay_below_the_size_limit(sizes: list[int]) -> None:
     parts = list(in_messages(commands, sizes))
     assert [size for part in parts for size in sizes_in(part)] == sizes
     assert all(part.ByteSize() <= LEAST_MESSAGE_BYTES for part in parts)

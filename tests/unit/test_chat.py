@@ -231,7 +231,7 @@ def test_what_the_template_leaves_out_or_refuses_is_refused(name: str) -> None:
     assert says in refusal(template, conversation)
 
 
-def test_answers_come_in_the_order_of_their_calls_or_with_ids_that_the_text_shows() -> None:
+def test_answers_follow_the_order_of_calls_or_have_ids_that_the_text_shows() -> None:
     asked = (USER, replace(CALLING, tool_calls=(CALL, OTHER_CALL)))
     assert rendered(with_template(QWEN), said(*asked, ANSWER, OTHER_ANSWER))
     shown = rendered(with_template(MISTRAL), said(*asked, OTHER_ANSWER, ANSWER))
@@ -266,7 +266,7 @@ async def test_model_without_a_template_is_refused() -> None:
         await ChatTemplate(with_template(None), "model").render(said(USER))
 
 
-def test_conversation_has_a_message_and_as_many_characters_as_all_of_its_parts_together() -> None:
+def test_conversation_has_one_message_with_the_characters_of_all_its_parts() -> None:
     call = ToolCall("1", "22", "333")
     turn = ChatTurn("4444", "55555", "666666", (call,), "7777777")
     tool = Tool("a" * 100, "b" * 200, "c" * 300)

@@ -47,7 +47,7 @@ def test_chosen_lengths_are_nearly_as_fast_as_the_best_fixed_one(case: str) -> N
     assert chosen > 0.93 * max(fixed.values()), "the rest are probes, the rarer the longer it runs"
 
 
-def test_drop_of_acceptance_is_noticed_within_a_second_and_its_rise_after_some() -> None:
+def test_drop_of_acceptance_is_noticed_within_a_second_and_a_rise_later() -> None:
     falls = SimulatedPair(0.005, 2e-4, 5e-4, lambda now: 0.9 if now < 10 else 0.1, 1)
     plain = Simulation(falls, 0).tokens_per_s(10.0)
     assert Simulation(falls, None).tokens_per_s(21.0, 11.0) > 0.9 * plain
@@ -148,7 +148,7 @@ def test_first_seconds_of_a_load_cost_little(case: str) -> None:
     assert median(runs) > least * plain
 
 
-def test_source_of_which_nothing_is_known_is_tried_soon_however_fast_another_one_is() -> None:
+def test_source_of_unknown_acceptance_is_tried_soon_beside_a_fast_one() -> None:
     """Certain guesses beside a drafter that is right nine times of ten: what is expected of the unknown is less."""
     pair = SimulatedPair(0.020, 0.0, 1e-4, lambda now: 0.9, 1, own_acceptance=1.0)
     chooser = PairChooser(8, 4, pair.sources)
@@ -276,7 +276,7 @@ def test_rounds_of_a_window_count_and_no_others() -> None:
     assert window.quiet.num_rounds == 2, "as was beside a part of this one"
 
 
-def test_windows_beside_which_prompts_are_read_count_only_where_there_are_no_others() -> None:
+def test_windows_beside_prompts_count_only_if_there_are_no_others() -> None:
     chooser = PairChooser(8, 0)
     session = SessionLength(chooser)
     now = run_rounds(chooser, session, 0, 0.0, 0.05, 0.01)
@@ -353,7 +353,7 @@ def test_pause_between_probes_is_bounded() -> None:
     assert min(windows) >= 400.0 / (3 * LONGEST_PAUSE_S), "the worse length is tried again and again"
 
 
-def test_drafts_that_may_be_better_than_plain_decoding_are_measured_more_often_than_those_that_are_worse() -> None:
+def test_possibly_better_drafts_are_measured_more_often_than_worse_ones() -> None:
     """Up to the margin by which they must be better to be chosen, a few windows can be wrong about them."""
 
     def due_in_s(rate: float) -> float:

@@ -25,7 +25,7 @@ def test_loads_that_come_and_go_cost_no_probes_of_their_own() -> None:
     assert sum(chosen) > 0.965 * sum(plain)
 
 
-def test_probe_that_a_change_of_load_cuts_short_is_resumed_when_the_load_comes_again_but_not_for_ever() -> None:
+def test_probe_cut_by_a_change_of_load_resumes_with_it_but_not_for_ever() -> None:
     """Else the texts of a burst, which all end before a probe does, never show what drafts are worth."""
     sessions = InStep(0.05, 0.05)
     sessions.resize(16)
@@ -91,7 +91,7 @@ def test_drafts_are_measured_when_all_sessions_have_a_drafter(num_sessions: int,
     assert num_sessions * estimates[4].tokens_per_second == pytest.approx(drafted, rel=0.2)
 
 
-def test_window_goes_on_until_more_than_a_few_sessions_have_had_a_round_of_it() -> None:
+def test_window_goes_on_until_several_sessions_have_had_a_round_of_it() -> None:
     """The others are in runs of another arm: two rounds that share the drafter with nobody are no measure of it."""
     sessions = InStep(0.1, 0.01)
     window = first_probe(sessions)
@@ -111,7 +111,7 @@ def test_window_goes_on_until_more_than_a_few_sessions_have_had_a_round_of_it() 
 
 
 @pytest.mark.parametrize("is_calm", [True, False])
-def test_burst_that_ends_while_drafters_read_measures_drafts_by_those_that_had_read(is_calm: bool) -> None:
+def test_burst_that_ends_while_drafters_read_measures_those_that_had_read(is_calm: bool) -> None:
     """And forgets nothing, though no window beside which prompts were read all the time was calm."""
     sessions = InStep(0.1, 0.01)
     if not is_calm:
@@ -138,7 +138,7 @@ def test_first_window_requests_no_longer_runs_than_it_takes() -> None:
     assert sessions.chooser.num_plain_rounds(32, sessions.now) == 9, "of three seconds one round is over"
 
 
-def test_new_load_begins_with_the_length_of_the_nearest_one_and_plain_runs_are_bounded() -> None:
+def test_new_load_starts_with_the_nearest_length_and_bounded_plain_runs() -> None:
     chooser = PairChooser(8, 4)
     Simulation(pair_of(5, 200, 2, 0.1, 1), None, chooser=chooser).tokens_per_s(20.0)
     assert chooser.explain(DraftSource.DRAFTER).loads[0].length == 0
@@ -158,7 +158,7 @@ def test_request_that_ends_before_the_next_one_begins_changes_no_load() -> None:
     ]
 
 
-def test_sessions_that_join_one_after_the_other_begin_as_those_that_begin_together() -> None:
+def test_sessions_that_join_one_by_one_begin_as_those_that_begin_together() -> None:
     chooser = PairChooser(8, 4)
     for number in range(16):
         chooser.join()
@@ -168,7 +168,7 @@ def test_sessions_that_join_one_after_the_other_begin_as_those_that_begin_togeth
 @pytest.mark.parametrize(
     ("case", "least"), [("16 sessions, drafts pay", 0.94), ("16 sessions, drafts do not pay", 0.96)]
 )
-def test_texts_that_begin_and_end_together_are_nearly_as_fast_as_with_the_best_length(case: str, least: float) -> None:
+def test_texts_that_begin_and_end_together_are_near_the_best_length(case: str, least: float) -> None:
     """Though each burst ends soon after the drafters have read its texts, and cuts a probe short that began late."""
     pair = bursts()[case]
     best = max(Simulation(pair, length).tokens_per_s(30.0) for length in (0, 4, 8))
@@ -186,7 +186,7 @@ def test_texts_that_arrive_one_after_the_other_begin_as_so_many_did_before() -> 
         assert chooser.window(15.0 + 0.001 * number).arm == best
 
 
-def test_rounds_that_outlast_the_pauses_of_sessions_without_a_drafter_count_if_there_are_no_others() -> None:
+def test_rounds_longer_than_pauses_without_a_drafter_count_if_alone() -> None:
     sessions = InStep(0.1, 0.01)
     window = first_probe(sessions)
     chooser, now = sessions.chooser, sessions.now
@@ -265,7 +265,7 @@ def test_rounds_until_a_drafter_has_read_a_text_are_the_cost_of_a_new_one() -> N
     assert window.made.seconds == pytest.approx(before_s + 0.05)
 
 
-def test_what_a_drafter_reads_is_a_cost_of_each_text_and_not_of_a_change_of_the_arm() -> None:
+def test_reading_of_a_drafter_costs_the_text_and_not_the_change_of_arm() -> None:
     known = Openings(num_tokens=1600.0)
     for _ in range(16):
         known.add(1, 6.0, is_over=False)
@@ -277,7 +277,7 @@ def test_what_a_drafter_reads_is_a_cost_of_each_text_and_not_of_a_change_of_the_
     assert known.share == pytest.approx(1600.0 / (1600.0 + 32.0 * 4.0))
 
 
-def test_rounds_that_began_before_the_arm_did_say_nothing_of_what_it_yields() -> None:
+def test_rounds_that_began_before_the_arm_do_not_count_for_its_yield() -> None:
     chooser = PairChooser(8, 4)
     now = drafting(chooser)
     window = chooser.window(now)
@@ -290,7 +290,7 @@ def test_rounds_that_began_before_the_arm_did_say_nothing_of_what_it_yields() ->
 
 
 @pytest.mark.parametrize("slowness", [1.0, 2.0])
-def test_time_that_is_in_no_round_of_the_arm_is_a_loss_and_rounds_that_are_slower_than_before_are_none(
+def test_time_in_no_round_of_the_arm_is_a_loss_and_slower_rounds_are_none(
     slowness: float,
 ) -> None:
     """Their time is known anew, so that it would count twice."""
@@ -317,7 +317,7 @@ def test_session_that_ends_before_its_prompt_is_read_is_no_text() -> None:
     assert chooser.known.loads[0].yields.openings.num_texts == 1.0
 
 
-def test_drafts_that_were_slow_beside_prompts_are_tried_at_once_when_none_are_read() -> None:
+def test_drafts_that_were_slow_beside_prompts_are_tried_when_none_are_read() -> None:
     chooser = PairChooser(8, 4)
     session, now, number = SessionLength(chooser), 0.0, 0
     reader = SessionLength(chooser)

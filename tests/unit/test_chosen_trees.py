@@ -27,7 +27,7 @@ TREES_OF = {
 
 
 @pytest.mark.parametrize("case", TREES_OF)
-def test_trees_are_chosen_where_they_pay_and_cost_nothing_where_they_do_not(case: str) -> None:
+def test_trees_are_chosen_where_they_pay_and_cost_nothing_elsewhere(case: str) -> None:
     verify_ms, row_us, draft_ms, acceptance, siblings, best = TREES_OF[case]
     pair = replace(pair_of(verify_ms, row_us, draft_ms, acceptance, 1), siblings=siblings)
     fixed = {arm: Simulation(pair, arm).tokens_per_s(13.0, 1.0) for arm in FIXED_TREES if arm.length in (0, 4, 8)}
@@ -85,7 +85,7 @@ def test_prior_of_a_tree_is_what_chains_and_siblings_say() -> None:
     assert AcceptanceEstimate(TreePrior(chains, 1)).survival(2) == pytest.approx([first, 0.0])
 
 
-def test_trees_of_a_size_that_was_not_tried_are_expected_to_fare_as_those_that_were() -> None:
+def test_trees_of_an_untried_size_are_expected_to_fare_as_tried_ones() -> None:
     """Beside what chains say of them: siblings that are better than those of other pairs are so in all trees."""
     chooser = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.TREES))
     tried, untried = Arm(DraftSource.TREES, 4, 8), Arm(DraftSource.TREES, 8, 32)

@@ -184,7 +184,7 @@ def jobs(count: int) -> list[Any]:
     return [(str(number), {}) for number in range(count)]
 
 
-async def test_so_many_run_at_a_time_and_each_is_timed_from_its_start_to_its_first_token_and_its_end() -> None:
+async def test_concurrency_is_bounded_and_each_run_is_timed_from_its_own_start() -> None:
     client: Any = FakeAsyncClient()
     ended: list[None] = []
     result = await measure(client, jobs(7), 3, lambda: ended.append(None))

@@ -62,14 +62,14 @@ def test_each_line_of_a_pipe_is_a_message_and_output_is_the_answers(client: Fake
     ]
 
 
-def test_first_question_generates_nothing_and_the_others_what_the_context_leaves(client: FakeClient) -> None:
+def test_first_question_generates_nothing_and_others_the_rest_of_context(client: FakeClient) -> None:
     piped("one\n", "--temperature", "0.5", "--min-tokens", "3")
     (_, probe), (_, asked) = client.asked
     assert (probe["max_tokens"], probe["min_tokens"], probe["temperature"]) == (0, None, 0.5)
     assert (asked["max_tokens"], asked["min_tokens"], asked["temperature"]) == (None, 3, 0.5)
 
 
-def test_refusal_is_one_line_before_anything_is_read_with_a_hint_where_there_is_no_template(client: FakeClient) -> None:
+def test_refusal_is_one_line_before_any_input_with_a_hint_for_templates(client: FakeClient) -> None:
     hint = ": `draftwire generate` continues texts"
     for message, more in (
         ("m has no chat template; send a text prompt", hint),

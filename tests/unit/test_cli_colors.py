@@ -24,7 +24,7 @@ def luminance(number: int) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_sources_differ_by_more_than_color_and_every_color_can_be_read_on_black_and_on_white() -> None:
+def test_sources_differ_beyond_color_and_colors_fit_black_and_white() -> None:
     assert set(PALETTE) == set(LEGEND) == set(TokenSource)
     for kinds in zip(*PALETTE.values(), strict=True):
         assert len(set(kinds)) == 4

@@ -84,7 +84,7 @@ def test_table_tells_all_that_is_known_with_bars_of_the_right_length(client: Fak
     assert not any("tokens ·" in line for line in lines)
 
 
-def test_parts_that_overlap_leave_no_negative_rest_and_nothing_drafted_divides_by_nothing(
+def test_overlapping_parts_leave_no_negative_rest_and_no_division_by_zero(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     show_statistics(completion(verify_duration_us=90_000), Display(stats=True))
@@ -105,7 +105,7 @@ def test_numbers_behind_an_interruption_are_told_apart_from_the_whole(capsys: py
     assert lines[:3] == [["tokens", "6"], ["resumed", "3", "times"], ["tokens", "of", "the", "last", "part", "2"]]
 
 
-def test_what_the_user_must_know_of_the_text_is_said_even_quietly_and_obeyed_by_no_terminal(
+def test_required_notices_appear_even_when_quiet_and_control_no_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     told = replace(completion(is_lossy=True, drafter_error="\x1b[2J [x]"), rejection_sample_method="[/x]\x9b")
@@ -187,7 +187,7 @@ def test_connection_comes_from_options_and_variables(client: FakeClient) -> None
     assert connection_options.DEFAULT_ADDRESS == sync.DEFAULT_ADDRESS
 
 
-def test_gateway_that_cannot_serve_now_has_a_status_of_its_own_and_other_errors_go_on_to_status_1(
+def test_unavailable_gateway_has_its_own_status_and_other_errors_status_1(
     client: FakeClient,
 ) -> None:
     """`main` prints the latter and ends with 1; see the end-to-end tests."""

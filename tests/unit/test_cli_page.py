@@ -70,7 +70,7 @@ def test_every_option_in_the_text_is_one_of_some_command() -> None:
     assert set(re.findall(r"`(--[a-z-]+)", PAGE)) <= known | {"--install-completion"}
 
 
-def test_page_names_every_variable_of_clients_every_status_and_every_command_of_a_chat() -> None:
+def test_page_names_every_client_variable_status_and_chat_command() -> None:
     assert set(re.findall(r"`(DRAFTWIRE_[A-Z_]+)`", PAGE)) >= CLIENT_VARIABLES
     table = PAGE.partition("## Exit statuses")[2]
     statuses = {value for name, value in vars(exits).items() if name.isupper() and isinstance(value, int)}

@@ -123,7 +123,7 @@ def test_pipe_is_no_terminal_for_what_moves_however_colored(monkeypatch: pytest.
     assert console.color_system == "standard"
 
 
-def test_error_begins_a_line_of_its_own_on_a_terminal_and_a_pipe_gets_nothing_more(
+def test_error_starts_a_line_on_a_terminal_and_adds_nothing_to_a_pipe(
     client: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors = (UnavailableError("lost"), InvalidRequestError("bad"), KeyboardInterrupt())

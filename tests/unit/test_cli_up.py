@@ -124,7 +124,7 @@ def test_variables_name_models_and_options_are_stronger_than_variables(monkeypat
     assert (made["gateway"]["port"], made["gateway"]["http_port"], made["verifier"]["model"]) == (1, 2, "t")
 
 
-def test_free_ports_are_free_for_metrics_too_so_that_two_stacks_run_beside_each_other() -> None:
+def test_free_ports_are_free_for_metrics_so_that_two_stacks_fit_together() -> None:
     made = options(*FREE)
     assert all(made[name]["port"] == made[name]["metrics_port"] == 0 for name in SERVICES)
     assert options(*FREE, VERIFIER_METRICS_PORT="7")["verifier"]["metrics_port"] == "7"
@@ -189,7 +189,7 @@ def test_broken_folder_is_named_before_anything_starts(name: str, tmp_path: Path
     assert (result.exit_code, str(result.exception)) == (1, f"{tmp_path} is empty")
 
 
-def test_lost_service_starts_again_in_words_and_the_third_loss_in_a_row_ends_everything() -> None:
+def test_lost_service_restarts_and_the_third_loss_in_a_row_ends_all() -> None:
     killed, failed = ProcessEnd(-9, memory_ran_out=True), ProcessEnd(3)
     FakeStack.lost = [("drafter", killed), ("verifier", failed), ("drafter", killed)]
     result = up()

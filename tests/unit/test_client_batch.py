@@ -143,7 +143,7 @@ def ids_of(outcomes: list[Outcome]) -> list[list[int]]:
     return [outcome.token_ids for outcome in outcomes if isinstance(outcome, Completion)]
 
 
-def test_completions_are_in_the_order_of_the_prompts_and_so_many_run_at_once(run: Run) -> None:
+def test_completions_are_in_prompt_order_and_concurrency_is_bounded(run: Run) -> None:
     """With the seeds that follow from the batch's and the index."""
     for _ in range(2):
         server = Server()
@@ -154,7 +154,7 @@ def test_completions_are_in_the_order_of_the_prompts_and_so_many_run_at_once(run
     assert run(server, []) == []
 
 
-def test_prompts_are_taken_on_the_callers_thread_when_there_is_room_for_them(run: Run) -> None:
+def test_prompts_are_taken_on_the_callers_thread_when_there_is_room(run: Run) -> None:
     server = Server()
     ahead: list[int] = []
 
@@ -168,7 +168,7 @@ def test_prompts_are_taken_on_the_callers_thread_when_there_is_room_for_them(run
     assert max(ahead) <= 3
 
 
-async def test_prompts_may_come_from_an_async_iterable_and_a_failure_ends_the_wait_for_the_next_one() -> None:
+async def test_async_iterable_of_prompts_works_and_a_failure_ends_its_next_wait() -> None:
     async def prompts(count: int, then_s: float) -> AsyncIterator[str]:
         for number in range(count):
             await asyncio.sleep(0)
@@ -239,7 +239,7 @@ async def test_tasks_that_fail_are_noticed_where_prompts_come_without_waiting() 
     assert len(taken) < 5
 
 
-def test_failure_on_a_thread_cancels_what_runs_before_the_next_prompt_comes() -> None:
+def test_failure_on_a_thread_cancels_what_runs_before_the_next_prompt() -> None:
     server = Server()
     server.failing = {"1": Code.INVALID_ARGUMENT}
     server.hanging = {"0"}
@@ -277,7 +277,7 @@ def test_first_of_several_failures_at_once_is_raised(kind: type, monkeypatch: py
         assert raised.value is (work._failures if kind is BatchThreads else failed)[0]
 
 
-def test_what_is_no_error_of_a_prompt_is_raised_even_where_errors_are_returned_and_cancels_what_runs(run: Run) -> None:
+def test_error_that_is_no_prompts_is_raised_and_cancels_what_runs(run: Run) -> None:
     server = Server()
     server.hanging = {"0"}
 
@@ -331,7 +331,7 @@ def test_prompt_is_given_up_when_the_server_was_full_for_too_long(monkeypatch: p
 
 
 @pytest.mark.parametrize("seed", [None, 5])
-def test_prompt_is_sent_again_with_its_seed_and_without_one_if_the_batch_has_none(run: Run, seed: int | None) -> None:
+def test_prompt_is_resent_with_its_seed_if_the_batch_has_one(run: Run, seed: int | None) -> None:
     """At a full server each prompt is refused some times; without a seed the server draws one for each attempt."""
     server = Server(room=1)
     run(server, numbers(4), {"seed": seed})
@@ -346,7 +346,7 @@ def test_full_server_is_asked_again_and_no_prompt_is_lost(run: Run) -> None:
     assert (server.most_running, server.num_refused > 0) == (2, True)
 
 
-def test_server_is_not_asked_before_it_says_so_and_one_that_stays_full_is_the_error_of_each_prompt(run: Run) -> None:
+def test_full_server_is_not_asked_early_and_is_each_prompts_error(run: Run) -> None:
     server = Server(room=0)
     server.retry_ms = 400
     started_at = time.monotonic()
@@ -383,7 +383,7 @@ def test_seeds_are_those_that_are_documented_stay_in_range_and_apart() -> None:
     assert seed_of(3, MAX_SEED - seed_of(3, 0) + 1) == 0
 
 
-def test_prompt_has_the_options_of_the_batch_but_for_its_seed_and_the_wait_for_the_server() -> None:
+def test_prompt_has_the_options_of_the_batch_but_for_seed_and_wait() -> None:
     jobs = [Batch([], {"wait_for_server_s": 5.0, "top_k": 3}, 1, False, 1.0).job("a") for _ in range(2)]
     assert [(job.options["wait_for_server_s"], job.options["top_k"]) for job in jobs] == [(None, 3)] * 2
     assert [job.options["seed"] for job in jobs] == [None, None], "the server draws one for each prompt"

@@ -35,7 +35,7 @@ def unavailable_after(seconds: float, says: str | None = None) -> Iterator[None]
 
 
 @pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)
-def test_gateways_that_never_answer_are_waited_for_no_longer_than_asked_however_many_there_are(
+def test_silent_gateways_are_waited_for_no_longer_than_asked_in_all(
     silent: list[str], twin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("sync", "aio"):

@@ -43,7 +43,7 @@ SEVERAL: list[tuple[Any, Any]] = [
 ]
 
 
-def test_text_numbers_and_messages_are_one_prompt_each_and_a_list_of_prompts_is_several() -> None:
+def test_text_numbers_and_messages_are_one_prompt_and_a_list_is_several() -> None:
     for prompt, expected in ONE:
         assert not is_several(prompt)
         assert shown(gateway_pb2.GenerateRequest(**prompt_fields(prompt))) == expected

@@ -121,7 +121,7 @@ REFUSED: list[dict[str, Any]] = [
 JUNK: list[Any] = [object(), {"type": "object"}, [object()], 10**30, -(10**30), 1.5, "\ud800", b"\xff"]
 
 
-def test_what_is_no_value_of_an_option_is_refused_by_its_name_and_keeps_its_value() -> None:
+def test_bad_value_of_an_option_is_refused_by_its_name_and_value() -> None:
     for options in REFUSED:
         with pytest.raises(InvalidRequestError, match=f"^{next(iter(options))}\\b") as refused:
             make_request("a", options)  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def test_seed_is_sent_where_the_caller_gave_one_and_nowhere_else() -> None:
     assert not any(request.has_random_seed for request in requests)
 
 
-def test_seconds_that_are_no_number_are_refused_and_an_endless_time_is_a_long_one() -> None:
+def test_seconds_that_are_nan_are_refused_and_infinity_is_a_long_time() -> None:
     for timeout_s in (1e10, math.inf):
         patience = make_retry_policy({"timeout_s": timeout_s}, 1)
         patience.begin()

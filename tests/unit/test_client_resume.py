@@ -406,7 +406,7 @@ CASES = {
 }
 
 
-def test_stream_brings_or_raises_what_its_gateways_leave_it_and_takes_as_long_as_it_may(clock: Clock) -> None:
+def test_stream_brings_or_raises_what_its_gateways_leave_it_in_time(clock: Clock) -> None:
     for name, case in CASES.items():
         case(clock=clock, name=name)
 
@@ -435,7 +435,7 @@ def test_seed_is_sent_again_if_the_caller_gave_one_and_else_none_is(clock: Clock
     assert [one.seed for one in stream.completions] == [9, 3]
 
 
-def test_completion_says_what_was_asked_for_alone_and_its_statistics_have_the_names_of_other_servers(
+def test_completion_has_only_what_was_asked_and_statistics_usual_names(
     clock: Clock,
 ) -> None:
     numbers = gateway_pb2.GenerationStatistics(
@@ -459,7 +459,7 @@ def test_completion_says_what_was_asked_for_alone_and_its_statistics_have_the_na
 # What is left, taken or cancelled
 
 
-def test_stream_that_is_left_before_its_end_is_cancelled_and_not_taken_for_a_finished_one(clock: Clock) -> None:
+def test_stream_left_early_is_cancelled_and_not_taken_for_finished(clock: Clock) -> None:
     """Also by a `with` block, whose end cancels nothing that has ended."""
     gateways = Gateways([delta(0), delta(1), FINISH])
     stream = clock.stream(gateways)
@@ -478,7 +478,7 @@ def test_stream_that_is_left_before_its_end_is_cancelled_and_not_taken_for_a_fin
     assert gateways.cancelled == 2
 
 
-def test_pieces_are_taken_one_by_one_without_ending_the_stream_and_a_loop_goes_on_behind_them(clock: Clock) -> None:
+def test_pieces_are_taken_singly_and_a_loop_goes_on_behind_them(clock: Clock) -> None:
     gateways = Gateways([delta(0), delta(1), LOST], [delta(2), FINISH])
     stream = clock.stream(gateways)
     assert [next(stream).token_ids for _ in range(2)] == [[0], [1]]
@@ -488,7 +488,7 @@ def test_pieces_are_taken_one_by_one_without_ending_the_stream_and_a_loop_goes_o
     assert (stream.completion.token_ids, stream.completion.text) == ([0, 1, 2], "abc")
 
 
-def test_cancelled_stream_is_unavailable_every_time_whatever_its_gateway_says_or_had_said(clock: Clock) -> None:
+def test_cancelled_stream_is_unavailable_whatever_its_gateway_reports(clock: Clock) -> None:
     """One message holds the echoes of both choices. Nothing is resumed."""
 
     class CancellingCall(Call):
@@ -627,7 +627,7 @@ async def test_async_loop_that_is_left_cancels_the_call_soon() -> None:
     assert gateways.cancelled == 1
 
 
-async def test_cancelled_call_is_no_cancelled_task_and_a_cancelled_task_cancels_its_call() -> None:
+async def test_cancelled_call_is_no_cancelled_task_and_that_cancels_its_call() -> None:
     """`grpc.aio` raises the same in both cases."""
 
     class Silent(Call):

@@ -49,7 +49,7 @@ def test_misplaced_copy_is_seen(line: str) -> None:
 
 
 @pytest.mark.parametrize("path", COMPOSE_FILES, ids=lambda path: path.name)
-def test_compose_files_build_targets_that_exist_and_set_variables_that_services_read(path: Path) -> None:
+def test_compose_files_build_existing_targets_and_set_known_variables(path: Path) -> None:
     services: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))["services"]
     targets = stages((ROOT / "Dockerfile").read_text(encoding="utf-8"))
     for name, service in services.items():

@@ -115,13 +115,13 @@ def test_text_of_any_message_is_read_whole_and_without_control_tokens(pieces: li
     assert count(ids, END, LONGER) == plain.count(END)
 
 
-async def test_tokens_of_the_template_that_are_not_special_are_tokens_in_an_assistants_message_alone() -> None:
+async def test_template_tokens_that_are_not_special_are_the_assistants_alone() -> None:
     for turn, expected in ((USER, 0), (ASSISTANT, 1)):
         ids = await ids_of(Conversation((USER, replace(turn, content=f"{THINK}well{OTHER}"), USER)))
         assert (count(ids, THINK), count(ids, OTHER)) == (expected, 1), "the template knows nothing of the other"
 
 
-async def test_conversation_without_control_tokens_is_encoded_as_transformers_encodes_it() -> None:
+async def test_conversation_without_control_tokens_is_encoded_as_by_transformers() -> None:
     ids = await ids_of(Conversation((replace(USER, content="Really? <|im end|>"),)))
     assert ids == TOKENIZER(by_transformers("Really? <|im end|>"), add_special_tokens=False)["input_ids"]
 

@@ -162,7 +162,7 @@ def plain_draws(target: CachedModel, sampling: SamplingParams, seed: int, num_to
 
 @every("sampling", SAMPLINGS)
 @every("drafter", DRAFTERS)
-def test_text_is_that_of_plain_draws_whatever_the_drafter_and_the_block_length(
+def test_text_is_that_of_plain_draws_whatever_drafter_and_block_length(
     target: CachedModel, drafter: str, sampling: SamplingParams
 ) -> None:
     expected = plain_draws(target, sampling, seed=1)

@@ -223,7 +223,7 @@ def deviation(rule: str, drawer: type[Drawer]) -> float:
 
 
 @one_rule_fast
-def test_block_that_ends_behind_a_token_for_what_it_is_keeps_the_law_as_well(rule: str) -> None:
+def test_block_that_ends_behind_a_token_for_its_value_keeps_the_law(rule: str) -> None:
     """What has been drawn stays in the block, and what comes next is not drawn yet."""
     assert deviation(rule, EndsAfterAToken) < 1e-11
 

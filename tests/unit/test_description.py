@@ -45,7 +45,7 @@ def test_fingerprint_is_the_documented_sha256(tokens: list[str]) -> None:
     ],
     ids=str,
 )
-def test_mismatch_names_both_models_their_sizes_and_the_first_differing_token(
+def test_mismatch_names_models_sizes_and_the_first_differing_token(
     target: list[str], drafter: list[str], difference: str
 ) -> None:
     error = vocabulary_mismatch(described("big"), described("small"), target, drafter)

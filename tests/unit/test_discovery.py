@@ -188,7 +188,7 @@ async def test_name_that_cannot_be_looked_up_does_not_hide_the_others(names: dic
         await followed.until(B)
 
 
-async def test_resolver_that_hangs_is_given_up_and_asked_again_when_it_has_answered(
+async def test_hanging_resolver_is_given_up_and_asked_again_once_it_answers(
     names: dict[str, Any], begun: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every look-up that hangs takes a thread for as long as it does."""
@@ -455,9 +455,7 @@ async def test_server_that_fails_is_asked_again(api: KubernetesApi, status: int)
 
 
 @pytest.mark.parametrize("status", [401, 403])
-async def test_missing_rights_are_an_error_that_says_which_and_are_asked_for_again(
-    api: KubernetesApi, status: int
-) -> None:
+async def test_missing_rights_are_named_in_an_error_and_asked_for_again(api: KubernetesApi, status: int) -> None:
     async with watching() as followed:
         await followed.until()
         api.refusal = 500
@@ -487,9 +485,7 @@ async def test_right_to_list_alone_is_an_error_that_is_logged_once(api: Kubernet
 
 
 @pytest.mark.parametrize("what", ["answers", "answers_watches"])
-async def test_answer_that_does_not_begin_is_given_up_long_before_a_watch_would_have_ended(
-    api: KubernetesApi, what: str
-) -> None:
+async def test_answer_that_does_not_begin_is_given_up_long_before_a_watch_ends(api: KubernetesApi, what: str) -> None:
     getattr(api, what).clear()
     async with watching(WatchTimes(watch_s=60, answer_s=0.2)) as followed:
         await followed.until_failed(2)
@@ -515,7 +511,7 @@ async def test_connection_that_is_dead_is_noticed_and_a_new_one_opened(api: Kube
         await followed.until(B)
 
 
-async def test_source_ends_at_once_while_it_waits_for_a_server_that_does_not_answer(api: KubernetesApi) -> None:
+async def test_source_ends_at_once_while_it_waits_for_a_silent_server(api: KubernetesApi) -> None:
     api.answers.clear()
     async with watching(replace(TIMES, answer_s=60.0)):
         await until(lambda: len(api.lists) == 1, "it lists")

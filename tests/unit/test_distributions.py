@@ -192,7 +192,7 @@ def test_target_whose_sum_rounds_above_1_leaves_no_negative_mass(scale: float) -
 @EVERY_SUPPORT
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sparse_and_dense_rows_subtract_the_same_and_leave_nothing_negative(
+def test_sparse_and_dense_rows_subtract_alike_and_leave_nothing_negative(
     supports: list[int], weights_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     sparse, index = sparse_rows(supports, 5, dtype), torch.tensor([3, 0, 0, 2, 1, 3, 1])
@@ -237,7 +237,7 @@ def test_parts_that_are_joined_follow_each_other_whatever_their_supports() -> No
     assert dense_together.vocab_size == VOCAB_SIZE
 
 
-def test_dense_and_sparse_parts_are_not_joined_and_a_part_alone_stays_as_it_is() -> None:
+def test_dense_and_sparse_parts_are_not_joined_and_a_lone_part_is_as_is() -> None:
     sparse = sparse_rows([2, 3], 0)
     for part in (sparse, DenseRows(sparse.dense()), no_rows(5)):
         assert joined([part]) is part
@@ -317,7 +317,7 @@ def slow_support(row: Sequence[float], mass: float, max_support: int) -> list[fl
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rounded_rows_keep_the_fewest_tokens_that_hold_the_mass_and_their_shares(shape: str) -> None:
+def test_rounded_rows_keep_the_fewest_tokens_that_hold_the_mass(shape: str) -> None:
     probs = rows_of_shape(shape, 12)
     for quantization, total in itertools.product(QUANTIZATIONS, TOTALS):
         quantized = quantize(probs, quantization, total)
@@ -404,7 +404,7 @@ def test_rounding_that_cannot_be_is_refused_by_name(values: dict[str, Any], reas
 @EVERY_WEIGHTS
 @EVERY_LAYOUT
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_each_index_gets_its_share_of_the_uniforms_and_one_of_weight_zero_never_any(
+def test_uniforms_are_shared_by_weight_and_weight_zero_is_never_drawn(
     weights: list[float], layout: str, dtype: torch.dtype
 ) -> None:
     row = laid_out(torch.tensor(weights, dtype=dtype), layout)
@@ -437,7 +437,7 @@ def test_index_of_weight_zero_is_never_drawn_from_random_sparse_rows(seed: int, 
 
 
 @pytest.mark.parametrize("number", EDGE_UNIFORMS)
-def test_smallest_float64_weight_is_drawn_although_every_product_with_it_is_rounded(number: float) -> None:
+def test_smallest_float64_weight_is_drawn_though_its_products_are_rounded(number: float) -> None:
     row = torch.tensor([[0.0, 5e-324, 0.0]], dtype=torch.float64)
     assert draw(row, torch.tensor([number], dtype=torch.float64)).tolist() == [1]
 
@@ -490,7 +490,7 @@ def random_times(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("vocab_size", [1, 2, 3, 50])
 @pytest.mark.parametrize("zeros", [0.0, 0.5, 0.97])
 @pytest.mark.parametrize("scale", [2.0**-60, 1.0, 2.0**60])
-def test_winner_is_who_ends_first_and_its_lead_is_how_much_log_weight_it_could_lose(
+def test_race_winner_ends_first_and_its_lead_is_the_log_weight_it_can_lose(
     dtype: torch.dtype, vocab_size: int, zeros: float, scale: float
 ) -> None:
     weights, times = scale * random_rows(60, vocab_size, 7).to(dtype), random_times(60, vocab_size, seed=8)

@@ -189,7 +189,7 @@ async def test_drafter_that_is_late_is_not_forgiven_for_what_it_sent_before() ->
     assert set(await rig.ask(r0=[1] * 6, r1=[2] * 6)) == {0}
 
 
-async def test_text_whose_block_is_missing_is_not_asked_for_again_and_others_are_not_blamed() -> None:
+async def test_text_whose_block_is_missing_is_not_asked_for_again() -> None:
     slow, quick = FakeDrafterLink("slow:1"), FakeDrafterLink("quick:1")
     rig = Rig(slow, quick)
     await rig.ask(r0=[1], r1=[2])
@@ -235,7 +235,7 @@ async def test_drafter_that_refuses_everybody_keeps_no_text_from_another_one() -
     assert good.num_sessions == 3
 
 
-async def test_drafter_that_refuses_again_and_again_is_sent_less_until_it_has_opened_a_session() -> None:
+async def test_drafter_that_keeps_refusing_is_sent_less_until_it_opens_a_session() -> None:
     rig = Rig()
     drafter, text = rig.drafter, [1]
     refused_at: list[float] = []

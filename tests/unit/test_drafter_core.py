@@ -208,7 +208,7 @@ async def test_session_after_the_loss_gets_a_new_link_and_shows_its_permit_there
     assert [block.permit for block in first.blocks + second.blocks] == [PERMIT, PERMIT, None]
 
 
-async def test_permit_that_comes_with_a_calibration_is_shown_and_the_identity_is_told(rig: Rig) -> None:
+async def test_permit_of_a_calibration_is_shown_and_the_identity_reported(rig: Rig) -> None:
     await rig.open(1)
     link = rig.links["a:1"][0]
     link.drafter_id = 77
@@ -242,7 +242,7 @@ async def test_opening_that_is_given_up_leaves_no_session(rig: Rig) -> None:
     assert rig.core.num_sessions == 0
 
 
-async def test_sessions_that_open_together_share_one_attempt_to_reach_their_verifier() -> None:
+async def test_sessions_that_open_together_share_one_attempt_to_connect() -> None:
     """Those that it fails are told at the same time, one that gives up ends it for nobody, and later ones try again."""
     attempts: list[asyncio.Future[BlockLink]] = []
 
@@ -287,7 +287,7 @@ async def test_block_under_way_is_sent_when_it_is_asked_for(rig: Rig) -> None:
     assert rig.events == [BlockSent(1, 0, 0)]
 
 
-async def test_every_flush_gets_one_reply_when_its_block_is_sent_and_no_block_does_otherwise(rig: Rig) -> None:
+async def test_every_flush_gets_one_reply_when_its_block_is_sent_and_no_other(rig: Rig) -> None:
     await rig.open(1)
     rig.calibrate(1)
     (link,) = rig.links["a:1"]

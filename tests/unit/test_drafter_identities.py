@@ -57,7 +57,7 @@ def test_drafter_is_known_again_by_what_it_was_given_and_by_nothing_else() -> No
     assert len({drafter.identity.token for drafter in (honest, other, *strangers)}) == 6
 
 
-def test_drafter_of_the_previous_version_is_known_by_where_it_comes_from_and_its_own_name() -> None:
+def test_drafter_of_the_previous_version_is_known_by_origin_and_own_name() -> None:
     drafters = Drafters()
     old = greet(instance_id=7, keeps_identity=False)
     known = drafters.connect(old)
@@ -84,7 +84,7 @@ def test_origin_is_the_certificate_or_else_the_host() -> None:
     assert first.startswith("certificate ")
 
 
-def test_caller_of_another_role_is_refused_and_one_without_a_role_is_logged_once() -> None:
+def test_caller_of_another_role_is_refused_and_one_without_is_logged_once() -> None:
     roles = [f"{ROLE_PREFIX}drafter", "spiffe://other"]
     require_role(connection(certificate=b"role", uris=tuple(roles)), CallerRole.DRAFTER)
     require_role(connection(certificate=b"role", uris=(*roles, f"{ROLE_PREFIX}gateway")), CallerRole.GATEWAY)
@@ -208,7 +208,7 @@ async def test_forty_fresh_identities_gain_no_more_than_one(core: VerifierCore, 
     assert 0 < sum(gains) <= gain < 40 * num_blocks
 
 
-async def test_honest_past_of_an_origin_does_not_hide_many_fresh_identities_that_lie(core: VerifierCore) -> None:
+async def test_honest_past_of_an_origin_hides_no_fresh_identities_that_lie(core: VerifierCore) -> None:
     for _ in range(20):
         blocks_used(core, connect(core), TRUTH, PROVEN_TOKENS // BLOCK)
     gain = sum(blocks_used(core, connect(core), LIE, 3) for _ in range(40))
@@ -375,7 +375,7 @@ def test_credit_of_an_origin_is_not_renewed_by_having_its_records_evicted(
     assert not drafters.connect(greet()).origin.has_credit(BLOCK)
 
 
-def test_origins_are_remembered_in_a_bounded_number_and_suspected_ones_the_longest(
+def test_remembered_origins_are_bounded_and_suspects_are_kept_longest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for most in ("MAX_DRAFTERS", "MAX_ORIGINS"):

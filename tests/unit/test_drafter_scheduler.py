@@ -171,7 +171,7 @@ VIOLATIONS = [
 
 
 @pytest.mark.parametrize("calibration", VIOLATIONS)
-def test_calibration_that_does_not_continue_the_session_is_a_violation_which_ends_only_its_session(
+def test_calibration_that_does_not_continue_its_session_ends_only_that(
     calibration: Calibration,
 ) -> None:
     """The core closes a session whose calibration raised."""
@@ -189,7 +189,7 @@ def test_calibration_that_does_not_continue_the_session_is_a_violation_which_end
     assert other.committed.ids == [*PROMPT, 20]
 
 
-def test_calibration_that_comes_before_the_prompt_is_read_teaches_the_pacer_no_nonsense() -> None:
+def test_calibration_before_the_prompt_is_read_does_not_mislead_the_pacer() -> None:
     """Its tokens are unread, too: the session seems to have more to read after the step than before."""
     scheduler, engine = make_scheduler(context_length=100, budget=4), Engine()
     session = scheduler.open(long_spec(1, 8), lease_id=0)
@@ -199,7 +199,7 @@ def test_calibration_that_comes_before_the_prompt_is_read_teaches_the_pacer_no_n
         assert scheduler.pacer.alone.seconds_per_token > 0.0
 
 
-def test_tokens_that_are_committed_during_a_step_without_a_limit_were_not_read_in_it() -> None:
+def test_tokens_committed_during_an_unlimited_step_were_not_read_in_it() -> None:
     """More than a round commits, so that the next step reads them in parts."""
     scheduler, engine = make_scheduler(context_length=100, budget=4), Engine()
     session = scheduler.open(make_spec(max_len=60), lease_id=0)

@@ -100,7 +100,7 @@ def warming_up(seat: DrafterSeat) -> bool:
 
 
 @in_virtual_time
-async def test_block_that_is_asked_for_carries_what_was_committed_since_the_last_one() -> None:
+async def test_requested_block_carries_what_was_committed_since_the_last_one() -> None:
     one = seating()
     drafter = await one.seek_until_ready()
     for number in range(3):
@@ -138,7 +138,7 @@ SLOW_US, FAST_US = 100_000, 20
 
 
 @in_virtual_time
-async def test_nothing_is_drafted_for_a_session_whose_masks_took_long_until_they_are_fast_again() -> None:
+async def test_nothing_is_drafted_after_slow_masks_until_they_are_fast_again() -> None:
     one = seating(num_speculative_tokens=4, max_tokens=60)
     await one.seek_until_ready()
     for mask_us, expected in ((FAST_US, chain(4)), (SLOW_US, PLAIN)):
@@ -164,7 +164,7 @@ async def test_chosen_lengths_are_not_blamed_for_masks_that_took_long() -> None:
 
 
 @in_virtual_time
-async def test_rounds_that_may_have_begun_are_requested_as_they_were_begun_though_masks_took_long() -> None:
+async def test_rounds_that_may_have_begun_are_requested_despite_slow_masks() -> None:
     """Their blocks may depend on their tokens, which must not decide whether they are used."""
     one = seating(rounds_ahead=2, num_speculative_tokens=4)
     one.target.description = replace(one.target.description, capabilities=frozenset({HELD_BLOCKS}))
@@ -197,7 +197,7 @@ async def test_drafter_that_takes_over_is_told_all_and_shows_a_higher_permit() -
 
 
 @in_virtual_time
-async def test_drafter_with_an_identity_gets_its_permit_with_the_first_calibration_and_by_that_name() -> None:
+async def test_drafter_with_an_identity_gets_its_permit_by_the_first_calibration() -> None:
     """Where one of the two does not know identities, the permit comes when the session is opened, and names nobody."""
     for of_drafter, of_target in itertools.product((False, True), repeat=2):
         one = seating()
@@ -248,7 +248,7 @@ async def test_reason_of_a_loss_is_told_if_it_is_meant_to_be_read() -> None:
 
 
 @in_virtual_time
-async def test_seat_that_is_taken_is_not_offered_and_nobody_is_asked_twice_at_one_verifier() -> None:
+async def test_taken_seat_is_not_offered_and_nobody_is_asked_twice_per_verifier() -> None:
     one = seating(num_drafters=2)
     first, second = one.drafters
     await one.seek_until_ready()
@@ -265,7 +265,7 @@ async def test_seat_that_is_taken_is_not_offered_and_nobody_is_asked_twice_at_on
 
 
 @in_virtual_time
-async def test_room_is_what_the_drafters_context_leaves_beside_the_verifiers_token_once_it_is_ready() -> None:
+async def test_room_is_what_the_drafters_context_leaves_once_it_is_ready() -> None:
     one = seating(context_lengths=(len(PROMPT) + 6,))
     assert (one.seat.room, warming_up(one.seat)) == (0, False)
     one.seek()
@@ -278,7 +278,7 @@ async def test_room_is_what_the_drafters_context_leaves_beside_the_verifiers_tok
 
 
 @in_virtual_time
-async def test_drafters_whose_context_is_too_short_are_passed_over_and_named_if_there_is_no_other() -> None:
+async def test_drafters_of_too_short_a_context_are_skipped_and_named_if_alone() -> None:
     short = len(PROMPT)
     one = seating(context_lengths=(short - 1, short, 10_000))
     assert one.restart()
@@ -345,7 +345,7 @@ def is_idle(seat: DrafterSeat) -> tuple[bool, bool, int]:
 
 
 @in_virtual_time
-async def test_drafter_that_does_not_reply_is_asleep_and_asked_again_when_it_does() -> None:
+async def test_silent_drafter_is_asleep_and_asked_again_when_it_replies() -> None:
     one = seating()
     drafter = await one.seek_until_ready()
     await one.learn(0.01)
@@ -395,7 +395,7 @@ async def test_drafter_that_cannot_reply_is_given_up_with_its_late_block() -> No
 
 
 @in_virtual_time
-async def test_drafter_that_has_replied_is_not_asleep_and_given_up_if_its_blocks_keep_missing() -> None:
+async def test_drafter_that_replied_is_given_up_if_its_blocks_keep_missing() -> None:
     one = seating()
     await one.seek_until_ready()
     for number in range(MAX_MISSING_BLOCKS + 1):
@@ -432,7 +432,7 @@ async def test_drafter_that_sleeps_for_long_is_given_up_only_for_another_one() -
 
 
 @in_virtual_time
-async def test_time_of_a_block_ends_when_its_verdict_arrives_and_not_when_it_is_taken() -> None:
+async def test_time_of_a_block_ends_when_its_verdict_arrives_not_when_it_is_read() -> None:
     """Who reads a text may be away in between."""
     one = seating()
     await one.seek_until_ready()
@@ -445,7 +445,7 @@ async def test_time_of_a_block_ends_when_its_verdict_arrives_and_not_when_it_is_
 
 
 @in_virtual_time
-async def test_reply_of_a_session_with_a_form_is_waited_for_as_long_as_a_mask_may_take_in_addition() -> None:
+async def test_reply_of_a_session_with_a_form_is_awaited_for_a_mask_longer() -> None:
     for form, mask_s in ((None, 0.0), (StructuredOutput.regex("a*"), MAX_PLACE_S)):
         one = seating(sampling=SamplingParams(structured_output=form))
         await one.seek_until_ready()
@@ -457,7 +457,7 @@ async def test_reply_of_a_session_with_a_form_is_waited_for_as_long_as_a_mask_ma
 
 
 @in_virtual_time
-async def test_one_pause_does_not_make_all_sessions_patient_and_a_slow_drafter_does() -> None:
+async def test_slow_drafter_makes_all_sessions_patient_and_one_pause_does_not() -> None:
     """Sixteen sessions of one drafter wait for the same step of six seconds."""
     one = seating()
     drafter = await one.seek_until_ready()

@@ -257,7 +257,7 @@ def test_other_text_is_drafted_for_when_it_is_requested() -> None:
     assert rig.sent[-1].fence == missed.fence
 
 
-def test_outcome_of_a_round_has_the_next_block_drafted_before_the_calibration_comes() -> None:
+def test_outcome_has_the_next_block_drafted_before_the_calibration() -> None:
     rig, text = begun()
     known = {block.fence for block in rig.sent}
     missed = next(one for one in endings(rig, text) if one.fence not in known)
@@ -331,9 +331,7 @@ def drafting_further() -> tuple[Rig, Text, Step, Text]:
 
 @pytest.mark.parametrize("is_asked", [False, True])
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_branch_that_comes_true_while_it_is_drafted_keeps_nothing_else_in_the_cache(
-    is_asked: bool, goes_on: bool
-) -> None:
+def test_branch_that_comes_true_while_drafted_is_alone_in_the_cache(is_asked: bool, goes_on: bool) -> None:
     """Also if nobody asks for its block: its sequence is the session's, whatever the text has become since."""
     rig, text, step, last = drafting_further()
     branch = step.ahead[0].branch
@@ -491,9 +489,7 @@ def test_what_is_requested_ends_what_nobody_asked_for() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("branches", [1, BRANCHES])
-def test_block_that_ends_before_a_row_that_is_no_distribution_is_sent_and_not_drafted_again(
-    value: float, branches: int
-) -> None:
+def test_block_that_ends_before_a_bad_row_is_sent_and_not_drafted_again(value: float, branches: int) -> None:
     """Time has not cut it: there is nothing to try again until the verdict."""
     healthy, text = begun(max_branches=branches)
     lasts = {block.fence: text_of(block, endings(healthy, text)).committed.ids[-1] for block in healthy.blocks_of(2)}
@@ -534,7 +530,7 @@ def test_branch_that_is_requested_while_it_is_drafted_is_finished() -> None:
     assert wanted.fence not in {sent.fence for sent in rig.sent}, "it is not drafted again"
 
 
-def test_branch_that_is_requested_as_far_as_it_is_drawn_is_sent_though_it_was_cut() -> None:
+def test_branch_that_is_requested_as_drawn_is_sent_though_it_was_cut() -> None:
     rig, text = Rig(), Text().commit(4)
     rig.calibrate(text, len(PROMPT))
     rig.run(3)

@@ -125,7 +125,7 @@ def assert_replays(blocks: Drawn, block: int) -> None:
 
 
 @every("kind", [{}, {"is_coupled": True}, {"greedy": True}, {"probs": False}])
-def test_blocks_wait_for_the_device_as_often_if_there_are_many_as_if_there_is_one(kind: dict[str, bool]) -> None:
+def test_many_blocks_wait_for_the_device_as_often_as_one(kind: dict[str, bool]) -> None:
     found = list[list[str]]()
     for count in (1, 9):
         starts = [start(number, 4, 200, **kind) for number in range(count)]
@@ -142,9 +142,7 @@ def test_blocks_wait_for_the_device_as_often_if_there_are_many_as_if_there_is_on
 
 @EVERY_QUANTIZATION
 @every("seed", range(3))
-def test_tokens_follow_from_the_bytes_and_the_same_numbers_in_a_batch_of_all_kinds(
-    quantization: Quantization, seed: int
-) -> None:
+def test_tokens_follow_from_bytes_and_numbers_in_a_batch_of_all_kinds(quantization: Quantization, seed: int) -> None:
     starts = mixed()
     blocks = drawn(starts, quantization, seed)
     for number, block in enumerate(starts):
@@ -229,7 +227,7 @@ def test_dense_tokens_are_drawn_after_rounding(encoding: Encoding) -> None:
 
 @EVERY_QUANTIZATION
 @every("noise_at_once", [1, 25 * TARGET, 2**21])
-def test_tokens_of_which_no_numbers_are_stated_are_the_likeliest_the_winners_or_drawn_from_all(
+def test_unstated_tokens_are_the_likeliest_the_winners_or_drawn_from_all(
     monkeypatch: pytest.MonkeyPatch, quantization: Quantization, noise_at_once: int
 ) -> None:
     """Greedy ones, coupled ones, and those that nobody asks about."""
@@ -248,7 +246,7 @@ def test_tokens_of_which_no_numbers_are_stated_are_the_likeliest_the_winners_or_
 
 
 @EVERY_QUANTIZATION
-def test_block_states_what_it_drew_however_early_it_ends_and_is_an_error_if_nothing_was_drawn(
+def test_block_states_what_it_drew_and_is_an_error_if_nothing_was_drawn(
     quantization: Quantization,
 ) -> None:
     starts = [start(0, 5, 7), start(1, 5, 300), start(2, 5, 300), start(3, 5, 300)]

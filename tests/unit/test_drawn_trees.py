@@ -43,7 +43,7 @@ def supports_of(draft: Draft) -> Supports:
 
 
 @pytest.mark.parametrize("name", ["plain", "truncated", "penalised"])
-def test_children_are_drawn_from_the_row_that_is_sent_each_by_a_number_of_its_own(name: str) -> None:
+def test_children_are_drawn_from_the_sent_row_by_numbers_of_their_own(name: str) -> None:
     """Without those before them, as anybody can compute from what is sent. The first children are the chain's."""
     shape, drafter = SHAPES["wide"], drafter_of(mass=0.9)
     request = drawn_request(SAMPLINGS[name], shape)

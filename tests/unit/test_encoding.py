@@ -108,7 +108,7 @@ def used_rows(decoded: Decoded | BlockViolationError) -> list[list[tuple[int, in
     GENERATORS,
 )
 @FEW
-def test_sparse_blocks_of_all_vocabularies_come_back_to_the_integer_and_in_their_order(
+def test_sparse_blocks_of_all_vocabularies_come_back_exactly_in_order(
     blocks: list[Block], generator: random.Random
 ) -> None:
     claims: dict[int, Claim] = {}
@@ -258,7 +258,7 @@ def test_dense_rows_become_the_law_that_was_drawn_from(encoding: Encoding, vocab
     assert not padded[:, vocab_size:].any()
 
 
-def test_small_message_of_dense_blocks_takes_no_memory_of_the_targets_vocabulary() -> None:
+def test_small_message_of_dense_blocks_allocates_no_target_vocabulary() -> None:
     claims = [Claim([0], DraftDistributions(Encoding.DENSE_FLOAT32, 1, np.float32(1.0).tobytes()))] * 200
     decoded = decode(claims, 10**9)
     assert all(isinstance(one, DenseProbs) and one.probs.size == 1 for one in decoded)

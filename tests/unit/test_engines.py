@@ -169,7 +169,7 @@ def test_prompt_is_read_in_parts_beside_a_running_session() -> None:
     assert (running.num_unread, reader.num_unread) == (1, 1)
 
 
-def test_step_audits_the_blocks_of_rules_that_ask_for_distributions_and_nothing_else() -> None:
+def test_step_audits_just_the_blocks_of_rules_that_read_distributions() -> None:
     verifier = Verifier()
     rules = ("block", "typical", "token", "coupled", "block")
     sessions = [verifier.open(number, rule=rule) for number, rule in enumerate(rules)]
@@ -214,7 +214,7 @@ def test_block_that_is_set_aside_is_audited_and_its_round_is_a_plain_one(rule: s
         (PROMPT, ("a", ""), 0),
     ],
 )
-def test_beginning_that_another_session_of_the_same_salt_has_read_is_reused_and_reported(
+def test_beginning_read_under_the_same_salt_is_reused_and_reported(
     second: list[int], salts: tuple[str, str], reused: int, is_closed: bool
 ) -> None:
     verifier = Verifier()
@@ -368,7 +368,7 @@ either_strategy = pytest.mark.parametrize("make", [scripted, with_cache])
 
 
 @either_strategy
-def test_warm_up_of_the_drafter_leaves_nothing_behind_and_tells_what_was_read(make: Any) -> None:
+def test_warm_up_of_the_drafter_leaves_nothing_and_reports_what_was_read(make: Any) -> None:
     side = make()
     costs = side.engine.warm_up()
     assert [size for size, _ in costs] == [2, 64]
@@ -412,7 +412,7 @@ def test_block_that_is_wanted_before_its_step_has_one_token(make: Any, is_readin
 
 @either_strategy
 @pytest.mark.parametrize("num_drawn", [1, 2, 3])
-def test_block_that_is_wanted_while_it_is_drawn_ends_after_the_token_under_way(
+def test_flushed_block_ends_after_the_token_under_way(
     make: Any, num_drawn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wish comes during the forward pass before the second token and so on, or while a script waits for one."""
@@ -458,7 +458,7 @@ def test_beginning_that_another_session_of_the_drafter_has_read_is_reused(salts:
     rounds=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8), st.integers(0, 2)), min_size=1, max_size=12),
     leaves=st.integers(0, 12),
 )
-def test_blocks_are_what_was_asked_for_and_accounts_of_the_drafter_add_up_whatever_sessions_do(
+def test_blocks_are_as_requested_and_the_drafters_accounts_add_up(
     make: Callable[[], DraftSide], prompts: list[tuple[int, int]], rounds: list[tuple[int, int, int]], leaves: int
 ) -> None:
     """Calibrations come before, between and after steps; `steps` checks the cache and the blocks after each."""
@@ -547,7 +547,7 @@ def test_long_lists_are_read_once_in_a_session_of_the_drafter(name: str, walks: 
 
 
 @every("num_parts", [2, 4])
-def test_long_lists_are_read_once_for_all_parts_of_a_prompt_whose_log_probabilities_are_processed(
+def test_long_lists_are_read_once_for_all_parts_of_a_processed_prompt(
     num_parts: int,
 ) -> None:
     verifier = Verifier()

@@ -164,7 +164,7 @@ class Rig:
         return is_new
 
 
-def test_block_waits_for_the_features_of_its_text_and_nothing_runs_meanwhile() -> None:
+def test_block_waits_for_the_features_of_its_text_and_nothing_runs_before() -> None:
     rig = Rig()
     session = rig.open(TEXT[:6])
     rig.ask(session, 0, [])

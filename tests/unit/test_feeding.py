@@ -112,7 +112,7 @@ def kept(core: VerifierCore, session: TargetSession, start: int, stop: int) -> l
     return list(core._engine.model.features([FeatureSpan(sequence, start, stop)]))  # type: ignore[attr-defined]
 
 
-async def test_features_are_sent_as_the_target_reads_and_as_far_as_they_were_asked_for(core: VerifierCore) -> None:
+async def test_features_are_sent_as_the_target_reads_and_as_far_as_requested(core: VerifierCore) -> None:
     assert FEATURES in core.description.capabilities
     assert core.description.local_strategies == ("suffix", "lookup"), "it does not draft itself"
     stream, session = open_stream(core), open_session(core)
@@ -158,7 +158,7 @@ async def test_prompt_from_the_prefix_cache_has_the_features_of_a_cold_one(core:
     torch.testing.assert_close(torch.stack([*cold.values()]), torch.stack([*warm.values()]))  # others were read anew
 
 
-async def test_features_that_were_due_on_a_stream_that_broke_are_sent_on_the_next(core: VerifierCore) -> None:
+async def test_features_due_on_a_broken_stream_are_sent_on_the_next(core: VerifierCore) -> None:
     first, session = open_stream(core), open_session(core)
     advance(core)
     ask(core, first, limit=999, first_position=0)
@@ -208,7 +208,7 @@ async def test_nobody_without_a_permit_gets_features(core: VerifierCore) -> None
     assert await sent(core, stream) == {}
 
 
-async def test_drafter_in_quarantine_is_refused_when_it_asks_and_once_in_a_session(
+async def test_quarantined_drafter_is_refused_features_once_in_a_session(
     core: VerifierCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its gateway would wait for its blocks: it never sends one."""
@@ -277,7 +277,7 @@ async def test_nothing_is_kept_for_a_drafter_that_reads_slowly(core: VerifierCor
     assert stream.outbox._items == [session.key]
 
 
-async def test_session_that_closes_or_begins_anew_while_rows_are_taken_sends_none_of_them(core: VerifierCore) -> None:
+async def test_session_that_closes_or_restarts_while_rows_are_read_sends_none(core: VerifierCore) -> None:
     stream, session = open_stream(core), open_session(core)
     advance(core)
     ask(core, stream, limit=999, first_position=0)

@@ -40,7 +40,7 @@ async def sandbox() -> AsyncIterator[FormSandbox]:
     sandbox.stop()
 
 
-async def test_form_that_never_ends_is_refused_within_the_limits_and_others_are_compiled_meanwhile(
+async def test_endless_form_is_refused_in_time_and_others_are_compiled_meanwhile(
     sandbox: FormSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(form_sandbox, "CPU_SECONDS", 1)
@@ -61,7 +61,7 @@ async def test_form_that_never_ends_is_refused_within_the_limits_and_others_are_
         await sandbox.measure(StructuredOutput.regex("(a"), "another")
 
 
-async def test_form_whose_masks_cost_too_much_is_refused_though_it_compiles_in_no_time(sandbox: FormSandbox) -> None:
+async def test_form_with_costly_masks_is_refused_though_it_compiles_quickly(sandbox: FormSandbox) -> None:
     with pytest.raises(InvalidRequestError, match="costs too much to follow"):
         await sandbox.measure(AMBIGUOUS, "somebody")
     cost = sandbox._known[form_sandbox._hash_of(AMBIGUOUS)]
@@ -149,7 +149,7 @@ async def test_callers_take_turns_and_have_one_form_compiled_at_a_time() -> None
     sandbox.stop()
 
 
-async def test_forms_that_wait_are_refused_when_the_sandbox_stops_and_no_process_is_started_for_them() -> None:
+async def test_stop_of_the_sandbox_refuses_waiting_forms_and_starts_no_process() -> None:
     sandbox = Turns()
     tasks = [task for caller in "abcde" for task in await queued(sandbox, caller, forms(2))]
     assert len(sandbox.started) == MAX_RUNNING < len(tasks)
@@ -194,7 +194,7 @@ async def test_tokenizer_is_encoded_on_a_thread(sandbox: FormSandbox, monkeypatc
     assert requests == [(False, threading.current_thread().name)]
 
 
-async def test_caller_that_makes_too_much_compile_is_told_to_come_back_and_nobody_else_is() -> None:
+async def test_caller_of_costly_forms_is_sent_away_and_nobody_else_is() -> None:
     now = 0.0
     sandbox = Turns(FormBudget(lambda: now))
     greedy = await queued(sandbox, "greedy", forms(8))
@@ -229,7 +229,7 @@ async def test_caller_pays_once_for_following_texts_of_a_form() -> None:
     sandbox.stop()
 
 
-async def test_forms_that_are_known_and_dear_are_paid_for_again_since_services_compile_them_again() -> None:
+async def test_known_costly_forms_are_charged_again_as_services_recompile_them() -> None:
     sandbox = Turns(FormBudget(lambda: 0.0))
     (task,) = await queued(sandbox, "greedy", forms(1))
     await sandbox.compile_next(0.9)

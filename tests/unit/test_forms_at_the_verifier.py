@@ -58,7 +58,7 @@ def spec_of(expression: str, generated_ids: list[int], choice: int = 0, memory_b
     )
 
 
-async def test_form_that_no_gateway_has_measured_is_measured_before_it_is_compiled(
+async def test_form_without_a_gateways_measure_is_measured_before_compilation(
     core: VerifierCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a gateway of an earlier version. Every form takes more than no time at all."""
@@ -158,7 +158,7 @@ async def two_texts(core: VerifierCore, *, is_slow: bool) -> tuple[SlowForm | No
     return slow, await run_two(core, slow, [one for one in automata if one is not None])
 
 
-async def test_session_with_slow_masks_waits_for_them_alone_and_has_the_same_text(core: VerifierCore) -> None:
+async def test_session_with_slow_masks_waits_alone_and_has_the_same_text(core: VerifierCore) -> None:
     """The other session's rounds all go on meanwhile."""
     _, expected = await two_texts(core, is_slow=False)
     slow, texts = await two_texts(core, is_slow=True)
@@ -177,7 +177,7 @@ async def test_session_whose_slow_masks_cannot_be_made_fails_alone(core: Verifie
     assert texts == {1: expected[1][:1], 2: expected[2]}
 
 
-async def test_session_that_is_closed_while_its_slow_masks_are_made_is_in_no_step(core: VerifierCore) -> None:
+async def test_session_closed_while_its_slow_masks_are_made_is_in_no_step(core: VerifierCore) -> None:
     automaton = await core.automaton_of(spec_of("[abc]{18}", []))
     assert automaton is not None
     slow = SlowForm(automaton)

@@ -45,7 +45,7 @@ def test_texts_that_grow_in_turn_stay_in_one_run_while_there_is_room() -> None:
     assert [num_runs(text) for text in texts] == [1] * 8
 
 
-def test_text_that_finds_no_gap_of_its_size_is_in_as_few_runs_as_there_must_be() -> None:
+def test_text_without_a_gap_of_its_size_is_in_the_fewest_possible_runs() -> None:
     free = FreeBlocks(100)
     whole = free.take(None, 100)
     assert sorted(whole) == list(range(1, 101))

@@ -50,7 +50,7 @@ FRESH_IF_SAMPLED = {
 
 
 @pytest.mark.parametrize(("rule", "temperature"), [*SAMPLED, *DECIDED])
-def test_numbers_are_fresh_where_nobody_can_have_drawn_them_or_none_decides(rule: str, temperature: float) -> None:
+def test_numbers_are_fresh_if_nobody_can_have_drawn_them_or_none_decides(rule: str, temperature: float) -> None:
     is_sampled = (rule, temperature) in SAMPLED
     for (has_own_seed, is_retried, epoch), is_fresh in FRESH_IF_SAMPLED.items():
         generation = make_generation(
@@ -131,7 +131,7 @@ async def over_http(core: GatewayCore, said: dict[str, Any]) -> None:
         ({"has_random_seed": True}, True),
     ],
 )
-def test_request_that_is_sent_again_shares_nothing_and_is_chosen_for_by_nothing_if_it_names_a_seed(
+def test_resent_request_with_a_seed_shares_nothing_and_has_fixed_lengths(
     send: Any, said: dict[str, Any], is_fresh: bool
 ) -> None:
     """Whether it says that the seed was drawn for it alone, as clients of earlier versions do, or not."""

@@ -195,9 +195,7 @@ class TurningPeers(FakePeers):
 
 
 @pytest.mark.parametrize(("room", "shares"), [(5, [0, 0, 5]), (2, [1, 2, 2])])
-def test_all_choices_of_a_prompt_go_to_the_verifier_that_holds_it_while_it_has_room(
-    room: int, shares: list[int]
-) -> None:
+def test_choices_of_a_prompt_go_to_the_verifier_holding_it_if_it_has_room(room: int, shares: list[int]) -> None:
     targets = [FakeTarget(address=f"target:{number}") for number in range(3)]
     for target in targets:
         limit(target, room)
@@ -283,7 +281,7 @@ def test_when_one_fails_all_end_and_its_own_error_is_raised(failing: int) -> Non
 
 
 @pytest.mark.parametrize(("error", "result"), [(InvalidRequestError("no"), "invalid"), (ValueError("bug"), "failed")])
-def test_trace_and_metrics_tell_a_wrong_request_from_a_failure_of_the_service(error: Exception, result: str) -> None:
+def test_trace_and_metrics_tell_a_bad_request_from_a_service_failure(error: Exception, result: str) -> None:
     core = make_core(target := FakeTarget())
     target.on_opening = lambda spec: error
     told: list[tuple[str, BaseException | None]] = []
@@ -296,7 +294,7 @@ def test_trace_and_metrics_tell_a_wrong_request_from_a_failure_of_the_service(er
     assert counts == {"invalid": 0, "failed": 0} | {result: 2}
 
 
-def test_interruption_says_how_many_tokens_the_choice_had_that_failed_and_what_came_before_is_told_first() -> None:
+def test_interruption_names_the_failed_choices_tokens_after_its_events() -> None:
     target = FakeTarget()
 
     def fate() -> Fate:
@@ -431,7 +429,7 @@ def test_attempts_that_found_no_room_leave_nothing_behind(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_choice_that_may_have_begun_elsewhere_says_so_when_it_is_tried_again(is_lost: bool) -> None:
+def test_choice_that_may_have_begun_elsewhere_reports_it_when_retried(is_lost: bool) -> None:
     """One verifier's answer was lost before the others refused, or there was none but these: the text draws the same
     numbers again, or does not.
     """
@@ -468,7 +466,7 @@ def test_losses_of_every_attempt_are_counted_once() -> None:
     assert ahead == [7.0, 14.0, 21.0]
 
 
-def test_resumed_first_choice_is_not_overtaken_by_a_fresh_one_of_another_prompt() -> None:
+def test_resumed_first_choice_is_not_overtaken_by_a_fresh_other_one() -> None:
     """Its text is skipped on a thread before it can open."""
     target = FakeTarget()
     noted = openings(target)
@@ -494,7 +492,7 @@ async def test_first_choice_is_refused_at_once_where_there_is_no_room() -> None:
 
 @pytest.mark.parametrize("failover_timeout_s", [0.0, 30.0])
 @in_virtual_time
-async def test_room_that_does_not_come_is_given_up_when_nothing_of_the_request_runs(failover_timeout_s: float) -> None:
+async def test_room_that_does_not_come_is_given_up_if_none_of_the_request_runs(failover_timeout_s: float) -> None:
     target = slow_target(2.0)
     target.on_opening = lambda spec: NoRoomError("full") if spec.parameters.choice else None
     with pytest.raises(NoRoomError):
@@ -540,7 +538,7 @@ async def test_every_choice_counts_and_nothing_starts_where_they_do_not_fit() ->
     assert len(await admitted(core, make_choices(4))) == 4
 
 
-async def test_request_counts_from_before_it_is_prepared_until_it_ends_however_it_ends() -> None:
+async def test_request_counts_from_before_its_preparation_until_any_end() -> None:
     core = make_core(FakeTarget(), max_requests=3)
     async with core.admit(2):
         assert core.num_requests == 2

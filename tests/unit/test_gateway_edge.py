@@ -119,7 +119,7 @@ def servicer_for(core: GatewayCore, path: Path, **limits: Any) -> GatewayService
     return GatewayServicer(core, None, Access(path))  # type: ignore[arg-type]
 
 
-async def test_completion_counts_for_its_caller_while_its_request_arrives_and_no_longer(tmp_path: Path) -> None:
+async def test_completion_counts_for_its_caller_while_its_request_arrives(tmp_path: Path) -> None:
     core, _ = make_core(max_requests=2, max_waiting_requests=0)
     servicer = servicer_for(core, tmp_path / "tokens.toml", max_sessions=1)
     with (
@@ -209,7 +209,7 @@ async def test_caller_pays_for_masks_that_take_longer_than_its_tokens_allow() ->
         await core.check_form([form], "greedy")
 
 
-async def test_prompts_are_tokenised_in_the_turn_of_the_token_that_came_with_them() -> None:
+async def test_prompts_are_tokenised_in_the_turn_of_their_bearer_token() -> None:
     core, _ = make_core()
     callers: list[str] = []
 

@@ -535,7 +535,7 @@ def test_verifier_that_hangs_is_not_chosen_again_while_there_is_another() -> Non
     assert [len(target.attempts) for target in targets] == [1, 1, 1]
 
 
-def test_verifier_that_says_nothing_after_a_move_is_not_taken_for_a_slow_drafter() -> None:
+def test_silent_verifier_after_a_move_is_not_taken_for_a_slow_drafter() -> None:
     """The one before was lost while a block was awaited; now nothing is, but the first verdict."""
     targets = some_targets(3)
     drafter = FakeDrafter(*targets)
@@ -545,7 +545,7 @@ def test_verifier_that_says_nothing_after_a_move_is_not_taken_for_a_slow_drafter
     assert (drafter.hurried, len(drafter.sessions), result.statistics.num_drafters_lost) == ([], 3, 0)
 
 
-def test_loss_that_is_not_the_verifiers_fault_is_raised_at_once_but_a_lost_room_moves_the_session() -> None:
+def test_faultless_loss_is_raised_at_once_but_lost_room_moves_the_session() -> None:
     """Whoever gets `NoRoomError` may send the whole request again, so it must not come once there are tokens."""
     for error in (InvalidRequestError("too long"), ModelMismatchError("other model"), NoRoomError("full")):
         first, second = targets = some_targets()
@@ -589,7 +589,7 @@ FULL, DRAINING, UNKNOWN = NoRoomError("full"), UnavailableError("draining"), Pro
         ([], True),
     ],
 )
-def test_new_completion_waits_a_while_for_a_verifier_to_be_ready_and_not_for_room(
+def test_new_completion_waits_for_a_verifier_to_be_ready_not_for_room(
     errors: list[DraftwireError], waits: bool
 ) -> None:
     """They may be restarted, one after the other. If one is full, this is said: trying again soon helps."""
@@ -603,9 +603,7 @@ def test_new_completion_waits_a_while_for_a_verifier_to_be_ready_and_not_for_roo
 
 
 @pytest.mark.parametrize(("gone_for_s", "waits_s"), [(0.0, 5.0), (3.0, 2.0), (5.0, 0.0), (float("inf"), 0.0)])
-def test_new_completion_waits_no_longer_for_a_verifier_that_was_gone_before_it_came(
-    gone_for_s: float, waits_s: float
-) -> None:
+def test_new_completion_does_not_wait_for_a_verifier_that_was_gone_before(gone_for_s: float, waits_s: float) -> None:
     async def fail() -> Exception:
         loop = make_loop([], None, LIMITS)
         loop._verifier._peers.usable_at = now() - gone_for_s
@@ -618,7 +616,7 @@ def test_new_completion_waits_no_longer_for_a_verifier_that_was_gone_before_it_c
 
 @pytest.mark.parametrize("seconds", [1.0, 5.0])
 @in_virtual_time
-async def test_consumer_that_leaves_while_a_verifier_is_sought_leaves_nothing_open(seconds: float) -> None:
+async def test_consumer_that_leaves_during_the_search_leaves_nothing_open(seconds: float) -> None:
     """After one second the second verifier thinks about it; after five it has refused."""
     first, second = targets = some_targets()
     drafter = FakeDrafter(first, second)
@@ -638,7 +636,7 @@ async def test_consumer_that_leaves_while_a_verifier_is_sought_leaves_nothing_op
     assert [epoch for _, epoch in second.closed] == ([1] if seconds == 1.0 else [1, 2])
 
 
-def test_lost_verifier_that_cannot_be_told_to_close_does_not_keep_the_session_from_going_on() -> None:
+def test_session_goes_on_though_its_lost_verifier_cannot_be_closed() -> None:
     first, second = some_targets()
     fated(first, Fate.TOLD, Fate.SILENT)
     first.close = refuse  # type: ignore[method-assign]
@@ -704,7 +702,7 @@ def test_drafter_that_is_slow_again_is_asked_again() -> None:
     assert len(drafter.hurried) > 2
 
 
-def test_drafter_that_cannot_reply_or_cannot_be_hurried_is_replaced_by_another() -> None:
+def test_drafter_that_cannot_reply_or_be_flushed_is_replaced() -> None:
     """The latter at once, the former when it had `block_timeout_s` for what it has drawn."""
     for on_hurry, more_s, reason in (
         (lambda _: None, LIMITS.block_timeout_s, "no block in time, not even a part of one"),
@@ -727,9 +725,7 @@ def test_drafter_that_cannot_reply_or_cannot_be_hurried_is_replaced_by_another()
 
 
 @pytest.mark.parametrize(("num_calibrations", "reason"), [(0, "full"), (2, "lies")])
-def test_drafter_that_refuses_or_whose_blocks_are_refused_is_replaced_by_another(
-    num_calibrations: int, reason: str
-) -> None:
+def test_drafter_that_refuses_or_whose_blocks_are_refused_is_replaced(num_calibrations: int, reason: str) -> None:
     target, drafter, other = two_drafters()
     drafter.open_error = NoRoomError("full") if reason == "full" else None
     drafter.answer_block(1, lambda _: target.tell(BlocksRefused(ModelMismatchError("lies"), permit_number=0)))
@@ -746,7 +742,7 @@ def test_late_readiness_of_a_drafter_that_was_given_up_means_nothing() -> None:
     assert other.opened == 1
 
 
-def test_drafter_whose_context_is_full_does_not_stand_in_the_way_of_one_with_a_longer_one() -> None:
+def test_full_drafter_does_not_block_one_with_a_longer_context() -> None:
     target, _, long = two_drafters()
     short = FakeDrafter(target, context_length=len(PROMPT), instance_id=101)
     result = whole_story(target, [short, long], LIMITS)
@@ -773,7 +769,7 @@ def test_drafter_is_not_hurried_because_the_verifier_takes_its_time() -> None:
     assert [command.round for command in drafter.hurried] == [drafter.calibrations[0].fence.round]
 
 
-def test_session_with_a_silent_verifier_gives_up_the_verifier_and_blames_no_drafter() -> None:
+def test_silent_verifier_is_given_up_and_no_drafter_is_blamed() -> None:
     """The drafter says that its block was sent."""
     first, second = targets = some_targets(accepts=[2] * 20)
     drafter = FakeDrafter(first, second)
@@ -845,7 +841,7 @@ DRAFT_LAW, TARGET_LAW = (0.3, 0.7), (0.6, 0.4)
 
 
 @pytest.mark.parametrize("token_seconds", TOKEN_SECONDS)
-def test_drafter_whose_time_depends_on_its_tokens_is_hurried_and_never_dropped(
+def test_drafter_whose_time_depends_on_tokens_is_flushed_and_never_dropped(
     token_seconds: tuple[float, ...],
 ) -> None:
     """All blocks of three tokens are enumerated: a block that is dropped for its tokens' sake would bias the next one.
@@ -858,7 +854,7 @@ def test_drafter_whose_time_depends_on_its_tokens_is_hurried_and_never_dropped(
     assert (hurried > 0) is (sum(token_seconds) > 0.1 / 3)
 
 
-def test_drafter_whose_masks_take_long_after_one_of_its_tokens_is_hurried_and_never_dropped() -> None:
+def test_drafter_with_slow_masks_is_flushed_and_never_dropped() -> None:
     """Nearly as long as a mask may, beside what may delay any token. Without a form the same block is dropped."""
     token_seconds = (0.001, 0.2 + 0.9 * MAX_PLACE_S)
     form = SamplingParams(structured_output=StructuredOutput.regex(".*"))
@@ -984,7 +980,7 @@ def test_verifier_does_not_say_how_long_a_session_waits_for_room(retry_after_s: 
 
 
 @in_virtual_time
-async def test_peer_that_sends_more_events_than_were_requested_is_refused_and_no_other() -> None:
+async def test_peer_that_sends_unrequested_events_is_refused_and_no_other() -> None:
     """A loss is never refused: the session would wait for a peer that is gone."""
     queue: asyncio.Queue[PeerEvent] = asyncio.Queue()
     with patch.object(ports, "MAX_UNREAD_EVENTS", 100), patch.object(ports, "MAX_UNREAD_OF_DRAFTER", 10):

@@ -39,7 +39,7 @@ def check(result: Result, num_top: int = 2, num_before: int = 0) -> None:
     assert result.logprobs == said(result.ids, len(PROMPT) + num_before, num_top)
 
 
-async def test_tokens_of_deltas_come_with_their_log_probabilities_and_the_prompts_before_them_if_asked_for() -> None:
+async def test_deltas_have_log_probabilities_after_those_of_the_prompt() -> None:
     for wanted in (WANTED, NO_LOGPROBS):
         target = FakeTarget(accepts=[4, 0, 2, 1, 3])
         result = await collect(make_loop(target, FakeDrafter(target), logprobs=wanted))

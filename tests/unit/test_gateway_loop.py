@@ -83,7 +83,7 @@ scenarios = st.builds(
 
 @settings(max_examples=200)
 @given(scenario=scenarios)
-def test_text_sessions_calibrations_blocks_and_statistics_are_right_whatever_is_drafted_and_accepted(
+def test_text_calibrations_and_statistics_are_right_for_any_acceptance(
     scenario: Scenario,
 ) -> None:
     target, drafter = pair(scenario.accepts, context_length=scenario.drafter_context)
@@ -199,7 +199,7 @@ def test_specs_say_what_the_request_asks_for(salt: str) -> None:
     accepts=st.lists(st.integers(0, 5), max_size=20),
     num_speculative_tokens=st.integers(0, 5),
 )
-def test_stop_ends_the_output_at_the_first_token_that_is_one_or_completes_its_string(
+def test_stop_ends_output_at_its_token_or_at_the_end_of_its_string(
     start: int, length: int, is_token: bool, accepts: list[int], num_speculative_tokens: int
 ) -> None:
     story = [*STORY[:start], *[STOP_TOKEN] * length, *STORY] if is_token else STORY
@@ -213,7 +213,7 @@ def test_stop_ends_the_output_at_the_first_token_that_is_one_or_completes_its_st
     assert (statistics.num_generated_tokens, statistics.num_emitted_tokens) == (len(ids), num_emitted)
 
 
-def test_budget_that_ends_with_a_stop_is_a_stop_and_with_the_beginning_of_one_is_none() -> None:
+def test_budget_that_ends_with_a_stop_is_a_stop_and_within_one_is_none() -> None:
     stops_last = FakeTarget([*STORY[:4], STOP_TOKEN, *STORY])
     cases: list[tuple[FakeTarget, tuple[str, ...], int, FinishReason]] = [
         (stops_last, (), 4, FinishReason.STOP),
@@ -283,7 +283,7 @@ def test_drafter_that_refuses_the_session_costs_only_speed(ready_after: int) -> 
     [(lambda drafter: drafter.tell(DrafterLost(GONE)), "gone"), (lambda _: None, ""), (refuse, TOO_SLOW)],
     ids=["lost", "asleep", "cannot be asked"],
 )
-def test_drafter_that_fails_to_draft_a_block_turns_the_same_round_into_a_plain_one(
+def test_failed_block_of_a_drafter_makes_the_same_round_a_plain_one(
     act: Callable[[FakeDrafter], None], told: str
 ) -> None:
     for number in (0, 1, 2):
@@ -312,7 +312,7 @@ def test_drafter_lost_while_no_block_is_awaited_asks_for_nothing_twice() -> None
 
 
 @pytest.mark.parametrize("block_wins", [False, True])
-def test_block_and_plain_run_that_race_for_a_round_at_the_verifier_decide_it_once(block_wins: bool) -> None:
+def test_block_and_plain_run_that_race_for_a_round_decide_it_once(block_wins: bool) -> None:
     """The drafter was given up: its block comes before the plain run, which finds it being judged, or after it."""
     target, drafter = pair(accepts=[2] * 10)
     target.delay_s = lambda count: 1.0
@@ -340,7 +340,7 @@ def test_time_limit_of_blocks_does_not_apply_to_the_verifiers_own_work() -> None
     assert (drafter.hurried, result.drafter_error) == ([], "")
 
 
-def test_peer_that_cannot_be_told_to_close_does_not_fail_a_finished_generation() -> None:
+def test_peer_that_cannot_be_closed_does_not_fail_a_finished_generation() -> None:
     """The other peer must be told all the same."""
     for failing in (0, 1):
         peers = pair(accepts=[2] * 10)
@@ -363,7 +363,7 @@ MISPLACED: dict[str, Callable[[Fence], Fence]] = {
 
 
 @pytest.mark.parametrize("with_drafter", [False, True])
-def test_verdict_that_is_not_of_the_current_round_or_comes_twice_is_ignored(with_drafter: bool) -> None:
+def test_verdict_of_another_round_or_a_second_one_is_ignored(with_drafter: bool) -> None:
     for name in (*MISPLACED, "twice"):
         target, drafter = pair(accepts=[2] * 10)
 
@@ -410,7 +410,7 @@ async def test_both_peers_are_closed_when_the_consumer_leaves_early(after: int, 
 
 
 @in_virtual_time
-async def test_both_peers_are_closed_when_the_consumer_is_cancelled_while_it_waits() -> None:
+async def test_both_peers_are_closed_when_the_waiting_consumer_is_cancelled() -> None:
     target, drafter = pair()
     target.after_verdict = lambda count: setattr(target, "silent", count == 2)
     with pytest.raises(TimeoutError):

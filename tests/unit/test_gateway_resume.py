@@ -97,9 +97,7 @@ def test_parts_of_a_resumed_completion_are_the_whole_wherever_it_was_cut(
 @given(cuts=st.lists(st.integers(0, 30), max_size=4).map(sorted), accepts=st.lists(st.integers(0, 4), max_size=10))
 @example(cuts=[0, 0], accepts=[])
 @example(cuts=[29, 30], accepts=[])
-def test_numbers_of_a_round_serve_one_place_of_a_text_that_was_resumed_often(
-    cuts: list[int], accepts: list[int]
-) -> None:
+def test_numbers_of_a_round_serve_one_place_of_a_text_resumed_often(cuts: list[int], accepts: list[int]) -> None:
     """Each time, less of what the verifier decided may have arrived than it decided: its later rounds are not used."""
     ids: list[int] = []
     rounds_used: list[int] = []
@@ -141,7 +139,7 @@ def test_resumed_session_says_what_is_prompt_and_what_was_generated(num_generate
     assert target.violations == drafter.violations == []
 
 
-def test_resumed_completion_without_a_drafter_asks_for_no_more_rounds_than_are_left() -> None:
+def test_resumed_completion_without_a_drafter_requests_only_rounds_left() -> None:
     target = FakeTarget()
     run(collect(make_loop(target, None, generated_ids=tuple(STORY[:17]))))
     assert target.spec.plain_rounds == 3

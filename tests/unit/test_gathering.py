@@ -30,7 +30,7 @@ COMPUTING = times_of(0.0, 0.01)
 """Of one that takes as long for each row."""
 
 
-def test_step_waits_for_the_other_half_while_that_takes_less_than_a_second_step() -> None:
+def test_step_waits_for_others_while_that_takes_less_than_a_second_step() -> None:
     half = Ready(4, 12, 0.03)
     assert worthwhile_wait_s(half, [0.03] * 4, READING, 0.0) == 0.03
     assert worthwhile_wait_s(half, [0.11] * 4, READING, 0.0) == 0.0, "a second step is over before"
@@ -124,7 +124,7 @@ def test_decision_for_many_sessions_takes_a_fraction_of_a_millisecond() -> None:
     assert min(taken) < 0.001
 
 
-def test_blocks_are_expected_sooner_while_no_step_runs_as_far_as_they_came_sooner_then() -> None:
+def test_blocks_are_expected_sooner_without_a_step_as_far_as_they_came_so() -> None:
     gathering = Gathering(READING)
     assert gathering.undisturbed_share == UNKNOWN_SHARE
     gathering.usual.learn(0.2)

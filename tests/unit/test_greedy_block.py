@@ -93,7 +93,7 @@ def test_texts_of_different_states_are_decided_in_a_batch_as_each_alone() -> Non
 
 
 @every(("second", "fits"), [(0, False), (1, False), (2, True), (3, True), (5, True)])
-def test_block_shorter_than_a_modification_in_force_is_refused_and_a_longer_one_is_not(second: int, fits: bool) -> None:
+def test_block_shorter_than_a_modification_in_force_is_refused(second: int, fits: bool) -> None:
     rule, target, draft = GreedyBlockRule(), tensor([[0.3, 0.3, 0.4]] * 6), tensor([[0.2, 0.6, 0.2]] * 5)
     first, after = (
         BlockBatch.padded(
@@ -142,7 +142,7 @@ def drafter() -> LanguageModelDrafter:
 
 
 @torch.inference_mode()
-def test_loop_shows_the_rule_the_models_rows_and_carries_its_state_from_round_to_round(
+def test_loop_shows_the_rule_the_models_rows_and_carries_its_state(
     target: CachedModel, drafter: LanguageModelDrafter
 ) -> None:
     reference = with_exact_norms(tiny_network("llama", VOCAB_SIZE, 96, seed=3))

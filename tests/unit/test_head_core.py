@@ -108,7 +108,7 @@ async def test_drafts_of_a_head_keep_to_the_form_of_the_text(target: Path, heads
     core.stop()
 
 
-async def test_head_that_draws_from_something_else_than_it_declares_is_not_asked_again(
+async def test_head_that_draws_otherwise_than_declared_is_not_asked_again(
     target: Path, heads: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = VerifierCore(config_of(target, heads[EAGLE3], kv_cache_tokens=512))
@@ -137,7 +137,7 @@ async def test_head_that_draws_from_something_else_than_it_declares_is_not_asked
 
 
 @pytest.mark.parametrize("lies", [False, True])
-async def test_audit_finds_a_head_that_takes_the_likeliest_tokens_and_no_honest_one(
+async def test_audit_finds_a_head_of_likeliest_tokens_and_no_honest_one(
     target: Path, heads: dict[str, Path], lies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As any drafter. An honest one is flagged in 1 of a million runs, and the seeds are fixed."""
@@ -180,7 +180,7 @@ async def refused(config: VerifierConfig) -> str:
     return str(error.value)
 
 
-async def test_head_for_another_target_and_a_target_without_hidden_states_are_refused_in_words(
+async def test_head_for_another_target_and_a_target_without_states_are_refused(
     tmp_path: Path, heads: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = save_tiny_model(tmp_path / "other", 7)

@@ -108,9 +108,7 @@ def stated_rows(draft: Draft) -> Tensor:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("rule", ["block", "coupled"])
-def test_drafts_are_drawn_from_the_rows_of_a_fresh_head_after_any_rejections(
-    sampling: SamplingParams, rule: str
-) -> None:
+def test_drafts_are_drawn_from_a_fresh_heads_rows_after_any_rejections(sampling: SamplingParams, rule: str) -> None:
     """Batches of texts of which any number of drafted tokens was kept. To the bit the tokens that these rows and the
     round's numbers give.
     """
@@ -184,7 +182,7 @@ def test_texts_share_what_is_read_in_a_step_and_short_ones_come_first(monkeypatc
     assert all(isinstance(draft, Draft) for draft in drafts)
 
 
-def test_drafts_after_a_prompt_from_the_prefix_cache_are_those_after_a_cold_one() -> None:
+def test_drafts_after_a_cached_prompt_are_those_after_a_cold_one() -> None:
     subject, text = Subject(ToyHead(VOCAB_SIZE)), random_ids(random.Random(5), 3 * BLOCK_SIZE + 3)
     cold = subject.open(text)
     subject.model.cache.publish(cold, text[:-1])
@@ -195,7 +193,7 @@ def test_drafts_after_a_prompt_from_the_prefix_cache_are_those_after_a_cold_one(
     assert isinstance(drafts[0], Draft)
 
 
-def test_head_that_sees_the_last_pair_alone_reads_it_alone_and_drafts_as_many_tokens_as_it_can() -> None:
+def test_head_of_the_last_pair_reads_it_alone_and_drafts_all_its_tokens() -> None:
     subject = Subject(ToyHead(VOCAB_SIZE, reads_history=False, most_tokens=3))
     target = subject.open([1, 2, 3, 4, 5])
     for new in ([], [7, 8]):
@@ -209,7 +207,7 @@ def test_head_that_sees_the_last_pair_alone_reads_it_alone_and_drafts_as_many_to
     assert subject.head.readings[0] == [1]
 
 
-def test_tokens_that_the_head_cannot_draft_are_never_drawn_and_have_no_mass() -> None:
+def test_tokens_that_the_head_cannot_draft_have_no_mass() -> None:
     missing = [0, 3, 4, 10]
     subject = Subject(ToyHead(VOCAB_SIZE, missing=missing), Quantization(mass=1.0))
     target = subject.open([3, 4, 0])  # they may be in the text

@@ -148,7 +148,7 @@ def test_texts_are_the_same_with_the_head_and_without(verifier: Verifier, rule: 
     assert 0 < num_accepted < num_drafted
 
 
-def test_round_that_reads_the_prompt_is_plain_and_the_next_ones_are_drafted() -> None:
+def test_round_that_reads_the_prompt_is_plain_and_later_ones_are_drafted() -> None:
     verifier = Verifier()
     session = verifier.open(plain_rounds=0)
     verifier.run(session, 3)
@@ -269,7 +269,7 @@ def test_prompt_from_the_prefix_cache_gives_the_drafts_of_a_cold_one() -> None:
     assert len(drafts[0]) == 3
 
 
-def test_sessions_that_are_closed_in_the_middle_of_a_step_leave_nothing_behind() -> None:
+def test_sessions_closed_in_the_middle_of_a_step_leave_nothing_behind() -> None:
     verifier = Verifier()
     sessions = [verifier.open(one) for one in range(3)]
     verifier.decide()
@@ -286,7 +286,7 @@ def test_sessions_that_are_closed_in_the_middle_of_a_step_leave_nothing_behind()
     assert not verifier.model.cache.sequences
 
 
-def test_session_goes_on_elsewhere_with_another_head_sequence_and_the_same_law() -> None:
+def test_session_goes_on_elsewhere_with_another_head_and_the_same_law() -> None:
     """As after a verifier was lost: the committed tokens are read as a prompt there, and a coupled text goes on."""
     given = {"rule": "coupled", "verifying_key": derive_key(1, Role.COUPLING)}
     whole, _ = Verifier().text(0, **given)
@@ -339,7 +339,7 @@ def test_draft_that_the_head_cannot_make_is_refused(draft: LocalDraft, message: 
     assert verifier.scheduler.next_step() is None
 
 
-def test_rounds_in_which_the_head_has_nothing_are_reported_and_those_in_which_it_reads_are_not(
+def test_rounds_without_a_head_draft_are_reported_unless_the_head_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A gateway must not take the one for the other: a text that is long is no text for which the head fails."""

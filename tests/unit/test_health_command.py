@@ -60,7 +60,7 @@ def ask(*arguments: str, **environment: str) -> str:
     return result.stdout.strip()
 
 
-def test_service_is_found_by_its_own_variables_and_an_address_goes_before_them(server: Server) -> None:
+def test_service_is_found_by_its_variables_unless_an_address_is_given(server: Server) -> None:
     for service in ("gateway", "verifier", "drafter"):
         server.set(f"draftwire.v1.{service.capitalize()}Service", SERVING)
         own = {f"{service.upper()}_PORT": str(server.port), f"{service.upper()}_HOST": "0.0.0.0"}

@@ -90,7 +90,7 @@ def test_other_text_drops_all_that_were_held_for_its_round() -> None:
     assert (rig.fates, len(rig.session.held)) == ({HeldFate.MISSED: 2}, 0)
 
 
-def test_block_that_comes_after_its_verdict_is_taken_or_dropped_and_no_violation() -> None:
+def test_block_after_its_verdict_is_taken_or_dropped_without_violation() -> None:
     rig = Rig()
     right, wrong = rig.ahead([10, 11, 20]), rig.ahead([10, 11, 21])
     rig.step()

@@ -87,7 +87,7 @@ def test_parts_joined_are_the_whole_answer(shape: ResponseFormatter, num_tokens:
     assert max(map(len, parts)) < 2 * PART_BYTES + len(pieces[0].text), "whatever the number of tokens"
 
 
-async def test_nothing_of_an_answer_is_made_before_its_reader_has_taken_what_came_before() -> None:
+async def test_no_part_of_an_answer_is_made_before_its_reader_took_the_last() -> None:
     texts = iter(["x" * PART_BYTES] * 64)
     may_go_on = asyncio.Event()
     sent = Sent()
@@ -110,7 +110,7 @@ async def test_nothing_of_an_answer_is_made_before_its_reader_has_taken_what_cam
     assert sent[-1]["body"] == b"", "which is sent only when all that came before is on its way"
 
 
-async def test_other_work_runs_between_the_parts_of_an_answer_that_is_read_at_once() -> None:
+async def test_other_work_runs_between_parts_of_an_answer_read_at_once() -> None:
     turns = 0
 
     async def work() -> None:

@@ -108,7 +108,7 @@ async def test_bodies_that_never_end_take_no_more_however_many_there_are(count: 
     assert budget.num_bytes == 0
 
 
-async def test_body_without_a_declared_length_takes_a_piece_before_each_read_and_keeps_what_came() -> None:
+async def test_body_of_undeclared_length_reserves_before_each_read() -> None:
     budget = BodyBudget()
     seen: list[int] = []
     data = BODY + b" " * (2 * PIECE_BYTES)
@@ -138,7 +138,7 @@ def arriving(stack: ExitStack, budget: BodyBudget, num_bytes: int) -> tuple[Body
     return share, ended
 
 
-def test_body_that_takes_long_to_arrive_makes_room_for_others_and_one_that_does_not_keeps_it() -> None:
+def test_slow_body_makes_room_for_others_and_a_quick_one_keeps_its_room() -> None:
     now = [0.0]
     budget = BodyBudget(1_000_000, lambda: now[0])
     with ExitStack() as stack:

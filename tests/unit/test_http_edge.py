@@ -304,7 +304,7 @@ async def test_body_is_bounded_even_where_grpc_takes_more() -> None:
     ],
 )
 @pytest.mark.parametrize("number", ["9" * 400, "9" * 5000, str(2**64), str(-(2**63) - 1)], ids=len)
-async def test_whole_number_beyond_64_bits_is_refused_by_the_name_of_its_parameter(
+async def test_whole_number_beyond_64_bits_is_refused_by_its_parameters_name(
     said: str, param: str | None, number: str
 ) -> None:
     refused = await refusal(CompletionBody, b'{"model": "m", ' + (said % number).encode() + b"}")
@@ -335,7 +335,7 @@ async def test_key_that_is_said_twice_is_refused(said: str, param: str | None) -
     assert SECRET not in str(refused)
 
 
-async def test_largest_values_are_read_as_they_are_and_so_is_the_description_of_a_schema() -> None:
+async def test_largest_values_are_read_unchanged_with_a_schemas_description() -> None:
     for said in ({"seed": 2**64 - 1}, {"seed": -(2**63)}, {"prompt": [[7] * 100_000]}):
         taken = read(CompletionBody, body(**said))
         assert said.items() <= dict(taken).items()
@@ -499,7 +499,7 @@ HERE_OR_NOT: list[tuple[dict[str, str], int]] = [
 ]
 
 
-async def test_gateway_that_believes_everybody_here_answers_no_page_of_another_origin() -> None:
+async def test_trusting_local_gateway_answers_no_page_of_another_origin() -> None:
     open_here, closed = (guarded(app_of(*EMPTY), hosts=hosts) for hosts in (frozenset(), None))
     for headers, status in HERE_OR_NOT:
         answer = await open_here.get("/v1/models", headers=headers)
@@ -522,7 +522,7 @@ async def test_gateway_that_believes_everybody_here_answers_no_page_of_another_o
         ("127.0.0.1", False, "rebound.example", 200),
     ],
 )
-async def test_names_are_refused_where_this_machine_is_believed_or_names_are_said(
+async def test_names_are_refused_where_this_machine_is_trusted_or_names_are_set(
     tmp_path: Path, host: str, has_tokens: bool, allowed: str | None, status: int
 ) -> None:
 

@@ -60,7 +60,7 @@ def test_library_imports_without_grpc() -> None:
     assert python(code) == sorted(names)
 
 
-def test_clients_and_command_line_work_where_the_package_alone_is_installed() -> None:
+def test_clients_and_command_line_work_with_the_package_alone() -> None:
     """What `pip install draftwire` does not bring cannot be imported; the calls go to where nobody listens.
 
     The command line starts faster without grpc.
@@ -113,7 +113,7 @@ def test_top_package_lists_what_it_has() -> None:
         _ = draftwire.nothing_like_it
 
 
-def test_gateway_runs_without_torch_and_leaves_it_alone_where_it_is_installed() -> None:
+def test_gateway_runs_without_torch_and_never_imports_it() -> None:
     """Its image has none. A tokenizer travels as it does between verifier and gateway."""
     code = """
 import asyncio, json, sys
@@ -131,7 +131,7 @@ print(json.dumps([status, text, sys.modules["torch"], transformers.is_torch_avai
     assert python(code, may_complain=False) == [7, "def f(x):", None, False]
 
 
-def test_drafter_without_weights_runs_without_torch_and_leaves_it_alone_where_it_is_installed() -> None:
+def test_drafter_without_weights_runs_without_torch_and_never_imports_it() -> None:
     code = """
 import asyncio, json, sys
 from types import SimpleNamespace

@@ -184,7 +184,7 @@ def drafted(tree: TokenTree, right: list[int], seed: int) -> tuple[list[int], De
     ("rule", "name"),
     [(BLOCK, "plain"), (BLOCK, "long"), (BLOCK, "greedy"), (COUPLED, "truncated"), (TARGET_ONLY, "penalised")],
 )
-def test_tree_that_is_not_used_is_decided_as_if_nothing_were_drafted_and_audited_as_one_that_is(
+def test_unused_tree_is_decided_as_no_draft_and_audited_as_a_used_one(
     rule: VerificationRule, name: str, options: str
 ) -> None:
     """With the random numbers of a plain round, beside the same tree where it is used, which is accepted in part."""
@@ -311,7 +311,7 @@ def test_path_that_ends_where_a_form_cannot_be_followed_fails() -> None:
         assert isinstance(outcome, InvalidRequestError if fails else Judgement)
 
 
-def test_trees_are_judged_where_a_rule_needs_no_distributions_or_nothing_is_drawn() -> None:
+def test_trees_are_walked_by_rules_without_distributions_or_when_greedy() -> None:
     greedy, drawn = SamplingParams(0.0), SamplingParams()
     assert walking_rule(COUPLED, drawn) is COUPLED
     assert walking_rule(TARGET_ONLY, drawn) is TARGET_ONLY

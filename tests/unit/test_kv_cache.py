@@ -265,7 +265,7 @@ def num_known(cache: KvCache, text: str) -> int:
     return sequence.num_reused
 
 
-def test_text_that_was_left_longest_ago_is_lost_first_and_its_end_before_its_beginning() -> None:
+def test_text_left_longest_ago_is_lost_first_from_its_end() -> None:
     for num_lost, left in enumerate([[16, 32, 16], [16, 16, 16], [16, 0, 16], [16, 0, 0], [0, 0, 0]]):
         cache = KvCache(4 * BLOCK_SIZE)
         for text in ("a" * 16, "b" * 32, "c" * 16):
@@ -323,7 +323,7 @@ def num_looked_at(sequence: CachedSequence, take: Callable[[], object]) -> int:
     return blocks.num_looked_at
 
 
-def test_slots_of_the_end_of_a_text_are_found_without_looking_at_its_beginning() -> None:
+def test_slots_of_a_texts_end_are_found_without_reading_its_beginning() -> None:
     """Whatever the length of the text; of the published blocks a fork takes over each once."""
     looked_at = set()
     for num_published in (3, 30, 300):

@@ -298,7 +298,7 @@ def test_weights_that_are_drawn_from_are_those_that_are_sent(
 @pytest.mark.parametrize("sampling", [*GREEDY, *SAMPLED], ids=str)
 @pytest.mark.parametrize("quantization", [DENSE, SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 4])
-def test_rows_are_the_models_distributions_in_the_drafted_context_over_the_targets_vocabulary(
+def test_rows_are_the_models_distributions_over_the_targets_vocabulary(
     make_drafter: MakeDrafter,
     reference: PreTrainedModel,
     sampling: SamplingParams,
@@ -355,7 +355,7 @@ def test_coupled_draft_is_the_same_in_every_round(drafter: LanguageModelDrafter)
 
 
 @pytest.mark.parametrize("sampling", [*GREEDY, *SAMPLED], ids=str)
-def test_rule_that_asks_for_no_distributions_gets_the_same_tokens_without_them(
+def test_rule_without_distributions_gets_the_same_tokens(
     drafter: LanguageModelDrafter, sampling: SamplingParams
 ) -> None:
     for number in range(5):
@@ -366,7 +366,7 @@ def test_rule_that_asks_for_no_distributions_gets_the_same_tokens_without_them(
         assert untold.distributions == DraftDistributions(Encoding.NONE, VOCAB_SIZE)
 
 
-def test_penalties_see_the_drafted_tokens_and_stop_tokens_come_when_enough_is_generated(
+def test_penalties_see_drafted_tokens_and_stop_tokens_wait_for_min_tokens(
     drafter: LanguageModelDrafter, reference: PreTrainedModel
 ) -> None:
     """By hand, from the logits of the model."""
@@ -386,7 +386,7 @@ def test_penalties_see_the_drafted_tokens_and_stop_tokens_come_when_enough_is_ge
         assert all((row[token] > 0.0) == (position >= 3) for token in STOP_TOKENS)
 
 
-def test_block_that_only_tokens_beyond_the_drafters_vocabulary_may_continue_is_not_drafted(
+def test_block_continued_only_by_tokens_the_drafter_lacks_is_not_drafted(
     drafter: LanguageModelDrafter,
 ) -> None:
     """A request may allow tokens that this drafter lacks: the target decodes it alone, and others go on."""
@@ -437,7 +437,7 @@ def test_sequences_of_a_step_draft_what_each_would_draft_alone(drafter: Language
             texts[index] += new
 
 
-def test_step_takes_one_forward_pass_for_each_position_of_the_longest_block(drafter: LanguageModelDrafter) -> None:
+def test_step_takes_one_pass_for_each_position_of_the_longest_block(drafter: LanguageModelDrafter) -> None:
     counts = [2, 5, 1, 3]
     draftings = [Drafting(started(drafter, PROMPT), request(count)) for count in counts]
     step = drafter.step(draftings)
@@ -448,7 +448,7 @@ def test_step_takes_one_forward_pass_for_each_position_of_the_longest_block(draf
     assert step.draft_s > 0.0
 
 
-def test_more_than_max_read_tokens_are_read_in_parts_before_anything_is_drafted(drafter: LanguageModelDrafter) -> None:
+def test_tokens_beyond_max_read_are_read_in_parts_before_any_draft(drafter: LanguageModelDrafter) -> None:
     prompt = [number % VOCAB_SIZE for number in range(23)]
     sequence, other = started(drafter, prompt), started(drafter, PROMPT)
     expected = [fresh(drafter, prompt, request()), fresh(drafter, PROMPT, request())]
@@ -501,7 +501,7 @@ def test_drafted_tokens_are_never_offered_to_other_sequences(drafter: LanguageMo
     assert drafter.open([*prompt, *guessed, 1, 1]).num_reused == 0
 
 
-def test_committed_block_is_offered_only_when_its_last_token_will_not_be_read_again(
+def test_committed_block_is_published_once_its_last_token_is_not_reread(
     drafter: LanguageModelDrafter,
 ) -> None:
     prompt = [number % VOCAB_SIZE for number in range(BLOCK_SIZE)]
@@ -525,7 +525,7 @@ def test_draft_before_a_calibration_is_a_bug_of_the_caller(drafter: LanguageMode
 @pytest.mark.parametrize("quantization", [DENSE, SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("rule", ["block", "coupled", "typical"])
 @pytest.mark.parametrize("sampling", [GREEDY[0], SAMPLED[0], TEXTUAL], ids=str)
-def test_cut_block_is_the_beginning_of_the_whole_one_and_the_others_of_the_step_are_whole(
+def test_cut_block_begins_the_whole_one_and_others_of_the_step_are_whole(
     make_drafter: MakeDrafter, sampling: SamplingParams, rule: str, quantization: Quantization
 ) -> None:
     drafter = make_drafter(quantization=quantization)

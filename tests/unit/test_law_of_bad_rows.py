@@ -108,7 +108,7 @@ def one_block(model: OverflowingModel, rule: str, tokens: list[int], committed: 
 
 
 @every("rule", RULES)
-def test_accepted_token_before_a_bad_row_is_committed_and_the_next_round_fails(rule: str) -> None:
+def test_token_before_a_bad_row_is_committed_and_the_next_round_fails(rule: str) -> None:
     """Of 200 blocks each, some are accepted up to the bad row and others are not: what those emit never reaches it."""
     model = OverflowingModel()
     reached = 0

@@ -172,7 +172,7 @@ def law_of_cascades(pair: Pair, rule: str, state: State) -> Law:
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
-def test_guess_that_takes_over_from_a_model_is_exact_and_one_that_is_compared_with_its_tokens_is_seen(
+def test_guess_that_takes_over_is_exact_and_a_token_dependent_one_is_seen(
     rule: str,
 ) -> None:
     def worst(state: State) -> float:

@@ -208,7 +208,7 @@ def test_groups_can_be_listed_and_what_lists_none_of_the_model_is_refused() -> N
             LayerParallelism(**options).of(num_layers) if num_layers else LayerParallelism(**options)
 
 
-def test_layers_that_run_together_are_dealt_out_and_the_others_are_everywhere() -> None:
+def test_layers_that_run_together_are_divided_and_others_are_everywhere() -> None:
     assert holders_of(((0,), (1, 2, 3), (4, 5), (6,)), 2) == [None, 0, 1, 0, 0, 1, None]
     assert holders_of(((0,), (1, 2)), 4) == [None, 0, 1]
 
@@ -330,7 +330,7 @@ def rows_of(proposed: Draft) -> Tensor:
     return decoded_rows(decode_one(Claim(proposed.token_ids, proposed.distributions), VOCAB_SIZE)).dense()
 
 
-def test_first_token_of_a_block_is_drawn_exactly_and_the_others_on_an_exact_cache(network: PreTrainedModel) -> None:
+def test_first_token_is_drawn_exactly_and_others_on_an_exact_cache(network: PreTrainedModel) -> None:
     """What is sent is what the model says after the committed tokens, and approximately after those drafted since."""
     drafter, groups = drafter_of(network, GROUPS["of five"]), GROUPS["of five"]
     sequence, committed = drafter.open(PROMPT), list(PROMPT)

@@ -268,7 +268,7 @@ def test_logits_of_a_step_are_not_overwritten_by_the_next() -> None:
     assert torch.equal(first, before)
 
 
-def test_rows_are_repeated_only_where_the_librarys_kernels_wait_for_the_memory() -> None:
+def test_rows_are_repeated_only_where_kernels_wait_for_memory() -> None:
     amd, intel = "processor: 0\nvendor_id\t: AuthenticAMD\n", "processor: 0\nvendor_id\t: GenuineIntel\n"
     found = [linear.least_rows(*given) for given in (("AVX512", amd), ("AVX512", intel), ("AVX2", amd), ("AVX512", ""))]
     assert found == [6, 1, 1, 1]

@@ -65,7 +65,7 @@ def test_ratios_are_of_lately_and_when_nothing_happened_of_all_time() -> None:
     assert history((0.0, nothing), (1.0, nothing)).ratio("a", "b") is None
 
 
-def test_service_is_read_over_http_and_one_that_does_not_answer_has_no_numbers(
+def test_service_is_read_over_http_and_a_silent_one_has_no_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Handler(BaseHTTPRequestHandler):
@@ -159,7 +159,7 @@ def test_narrow_terminal_shows_what_matters_most_and_cuts_nothing() -> None:
         assert all(len(line) <= width for line in text.splitlines())
 
 
-def test_newest_lines_stand_below_and_never_more_than_the_terminal_has_room_for() -> None:
+def test_newest_lines_are_lowest_and_never_more_than_the_terminal_holds() -> None:
     for height in (40, NUM_OTHER_LINES + 2, 5):
         screen = io.StringIO()
         console = Console(file=screen, width=100, height=height, force_terminal=False)

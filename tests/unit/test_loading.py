@@ -165,7 +165,7 @@ def test_long_neighbour_does_not_change_the_positions_of_a_short_text(kind: str,
 
 
 @torch.inference_mode()
-def test_sliding_window_that_a_model_tells_its_mask_only_is_kept_or_refused(tmp_path: Path) -> None:
+def test_sliding_window_known_to_the_mask_alone_is_kept_or_refused(tmp_path: Path) -> None:
     config = Qwen2MoeConfig(
         **tiny_shape(VOCAB_SIZE, 64),
         use_sliding_window=True,
@@ -209,7 +209,7 @@ def test_missing_folder_and_unknown_dtype_are_refused(tmp_path: Path) -> None:
         load_model(str(save_tiny_model(tmp_path)), dtype="fp32")
 
 
-def test_tokenizer_that_travelled_gives_the_same_ids_and_keeps_its_chat_template(tmp_path: Path) -> None:
+def test_sent_tokenizer_gives_the_same_ids_and_keeps_its_chat_template(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "models" / "target")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     travelled = load_tokenizer(tokenizer_files(tokenizer))
@@ -251,7 +251,7 @@ def configured(folder: Path, **entries: Any) -> str:
 
 @pytest.mark.parametrize("load", [load_model, load_lean_model])
 @pytest.mark.parametrize("case", QUANTISED)
-def test_quantised_model_is_refused_before_its_weights_are_read_and_told_which_engine_serves_it(
+def test_quantised_model_is_refused_unread_and_pointed_to_its_engine(
     tmp_path: Path, case: str, load: Callable[[str], object]
 ) -> None:
     entries, method = QUANTISED[case]
@@ -348,7 +348,7 @@ def test_mixture_of_experts_is_served_exactly_rolled_back_and_among_others(kind:
         ("llama4_text", {"num_local_experts": 2, "head_dim": 8}, "chunked_attention"),
     ],
 )
-def test_mixture_whose_attention_is_not_supported_is_refused_before_its_weights_are_read(
+def test_mixture_with_unsupported_attention_is_refused_unread(
     kind: str, entries: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = mixture(kind, tmp_path, **entries)

@@ -3,7 +3,7 @@
 from benchmarks.local_head import AGAIN, ARMS, HEAD, MODEL, PLAIN, compared
 
 
-def test_lengths_that_are_best_in_half_of_the_turns_are_compared_in_the_others() -> None:
+def test_best_lengths_of_half_of_the_turns_are_compared_in_the_others() -> None:
     turns = {arm: [10.0, 10.0] for arm in ARMS}
     turns[HEAD, 4] = [12.0, 30.0]
     turns[HEAD, 8] = [90.0, 20.0]
@@ -18,7 +18,7 @@ def test_lengths_that_are_best_in_half_of_the_turns_are_compared_in_the_others()
     assert found.tokens_per_second["head, 8"] == 55.0
 
 
-def test_plain_decoding_is_what_the_head_is_compared_with_where_the_model_makes_less() -> None:
+def test_head_is_compared_with_plain_decoding_if_the_model_drafts_less() -> None:
     turns = {arm: [10.0, 10.0] for arm in ARMS}
     turns[PLAIN, 0] = [5.0, 20.0]
     assert compared(turns, 0.0, 1).head_over_better.median == 10.0 / 5.0

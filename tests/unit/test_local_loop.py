@@ -237,7 +237,7 @@ def small() -> tuple[CachedModel, PreTrainedModel]:
 
 
 @every("name", TEXTUAL)
-def test_blocks_have_the_law_of_plain_decoding_where_logits_depend_on_the_text(
+def test_blocks_have_the_law_of_plain_decoding_if_logits_depend_on_text(
     small: tuple[CachedModel, PreTrainedModel], name: str
 ) -> None:
     """By enumeration of all blocks of all rounds through `judge`, in float64."""
@@ -253,7 +253,7 @@ def test_blocks_have_the_law_of_plain_decoding_where_logits_depend_on_the_text(
 
 
 @every("name", ["presence", "frequency", "min_tokens"])
-def test_enumeration_sees_a_prompt_that_is_taken_for_generated_text_or_the_other_way_round(
+def test_enumeration_sees_prompt_and_generated_text_confused_either_way(
     small: tuple[CachedModel, PreTrainedModel], name: str
 ) -> None:
     model, reference = small

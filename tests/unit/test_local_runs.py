@@ -61,7 +61,7 @@ async def test_verifier_bridges_the_time_until_a_drafter_is_ready() -> None:
 
 
 @in_virtual_time
-async def test_text_whose_numbers_are_not_fresh_is_not_drafted_for_while_the_drafter_warms_up() -> None:
+async def test_text_without_fresh_numbers_is_not_drafted_for_during_warm_up() -> None:
     for changes in ({"has_own_seed": True}, {"is_retried": True}):
         one = seated(num_drafters=1, **changes)
         one.seat.seek(one.target)
@@ -76,7 +76,7 @@ async def test_text_whose_numbers_are_not_fresh_is_not_drafted_for_while_the_dra
 
 
 @in_virtual_time
-async def test_session_that_is_opened_waits_for_its_drafter_for_one_round_whatever_the_verifier_could_draft() -> None:
+async def test_opened_session_waits_one_round_for_its_drafter() -> None:
     for adapts in (False, True):
         one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=adapts)
         assert one.seat.first_run(one.target, 32) == RunRequest(WhyPlain.WARMING_UP, 1)
@@ -87,7 +87,7 @@ async def test_session_that_is_opened_waits_for_its_drafter_for_one_round_whatev
     [{"strategies": ()}, {"strategies": ("lookup",)}, {"local_strategies": ()}, {"num_speculative_tokens": 0}],
 )
 @in_virtual_time
-async def test_nothing_is_asked_for_that_the_verifier_does_not_offer_or_the_request_forbids(
+async def test_nothing_is_requested_that_verifier_or_request_rules_out(
     changes: dict[str, Any],
 ) -> None:
     one = seated(**changes)
@@ -140,7 +140,7 @@ def test_verdict_of_a_local_round_is_of_what_was_asked_for(given: Verdict, is_ri
         expected.check(given, 100)
 
 
-def test_block_that_was_drafted_ahead_may_be_as_long_as_any_that_was_requested_before() -> None:
+def test_block_drafted_ahead_may_be_as_long_as_any_requested_before() -> None:
     """Of the round that is requested now too, with fewer draft tokens: it may be held already."""
     for is_ahead in (True, False):
         expected = ExpectedVerdict(make_generation(max_tokens=20, num_speculative_tokens=8))
@@ -180,7 +180,7 @@ def test_watched_guess_is_of_the_rounds_tokens_and_was_asked_for(
 
 
 @in_virtual_time
-async def test_verifier_is_asked_to_watch_what_it_could_draft_where_that_is_chosen() -> None:
+async def test_verifier_watches_what_it_could_draft_where_that_is_chosen() -> None:
     for adapts_length, strategies, watched in (
         (True, ("suffix",), LocalDraft("suffix", 8)),
         (True, ("eagle3", "suffix"), LocalDraft("eagle3", 8, instead="suffix")),
@@ -195,7 +195,7 @@ async def test_verifier_is_asked_to_watch_what_it_could_draft_where_that_is_chos
         assert target.spec.watched == watched
 
 
-def test_what_is_watched_teaches_the_verifiers_acceptance_while_a_drafter_drafts() -> None:
+def test_watched_rounds_teach_the_verifiers_acceptance_beside_a_drafter() -> None:
     chooser = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.VERIFIER))
     session = SessionLength(chooser)
     for number in range(100):
@@ -294,7 +294,7 @@ async def test_verifier_drafts_while_the_drafter_does_not_pay(monkeypatch: pytes
     assert one.drafters[0].sessions == [], "no prompt is read for nothing"
 
 
-def test_place_of_a_drafter_that_cannot_is_taken_to_the_length_that_is_best_for_the_verifier() -> None:
+def test_verifier_replaces_a_drafter_without_room_at_its_own_best_length() -> None:
     chooser = PairChooser(8, 3, (DraftSource.DRAFTER, DraftSource.VERIFIER))
     session = SessionLength(chooser)
     assert session.next_draft(0, 0, 0.0).length == 0, "it has no room"

@@ -50,7 +50,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     return make
 
 
-def test_bytes_that_are_no_text_and_what_is_too_deep_for_the_parser_are_lines(play: Play) -> None:
+def test_undecodable_bytes_and_too_deep_json_are_plain_lines(play: Play) -> None:
     lines: list[Any] = []
     script = r"os.write(2, b'a\xffb\n'); print('[' * 100_000, file=sys.stderr); " + LONG
     with play({"verifier": script}, on_log=lambda _, line: lines.append(line["event"])):
@@ -156,7 +156,7 @@ def test_interrupt_while_a_process_starts_leaves_none_behind(play: Play, monkeyp
     assert begun[0].poll() is not None
 
 
-def test_service_that_was_lost_starts_again_on_its_ports_with_the_same_peers(play: Play) -> None:
+def test_lost_service_restarts_on_its_ports_with_the_same_peers(play: Play) -> None:
     lines: list[str] = []
     model = "say('arguments', given=sys.argv); serve(port=7)"
     gateway = "say('arguments', given=sys.argv); serve(port=8, http_port=9)"

@@ -40,7 +40,7 @@ def fail_with_a_secret() -> None:
 
 
 @pytest.mark.parametrize("log_format", ["json", "console"])
-def test_traceback_says_where_and_what_but_quotes_neither_messages_nor_variables(
+def test_traceback_has_places_and_types_but_no_messages_or_variables(
     written: Callable[[], str], log_format: str
 ) -> None:
     """Those of libraries neither."""

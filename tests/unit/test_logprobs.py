@@ -134,7 +134,7 @@ def make(
 
 
 @every("name", SAMPLINGS)
-def test_emitted_tokens_have_the_log_probabilities_of_a_plain_forward_pass_and_who_asks_changes_nothing(
+def test_reported_tokens_match_a_plain_pass_and_reporting_changes_nothing(
     name: str,
 ) -> None:
     """Every rule, both modes, blocks of 0 to 4 and numbers of likeliest tokens in one step, through the wire."""
@@ -294,7 +294,7 @@ def run(scheduler: Scheduler, engine: TargetEngine) -> Iterator[tuple[int, Verdi
             yield session.spec.session_id, event
 
 
-def test_reported_prompt_takes_nothing_over_and_is_told_before_the_first_verdict(model: WatchedModel) -> None:
+def test_reported_prompt_reuses_nothing_and_precedes_the_first_verdict(model: WatchedModel) -> None:
     scheduler = make_scheduler()
     engine = TargetEngine(model, 400)
     prompt = random_ids(random.Random(5), 300)

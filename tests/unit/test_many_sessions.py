@@ -646,7 +646,7 @@ def texts_of(stack: Stack) -> list[list[int]]:
     return [client.generated for client in stack.clients]
 
 
-def test_sessions_together_write_what_the_loop_in_one_process_writes_for_each(models: Models) -> None:
+def test_sessions_together_write_what_each_writes_in_one_process(models: Models) -> None:
     plans = mixed_plans(20)
     stack = Stack(models, budget=24)
     for plan in plans[:4]:
@@ -695,9 +695,7 @@ LOSSLESS = [name for name, one in RULES.items() if one.is_lossless]
 
 
 @pytest.mark.parametrize("rule", [LOSSLESS[0], *(pytest.param(rule, marks=pytest.mark.slow) for rule in LOSSLESS[1:])])
-def test_session_that_is_moved_again_and_again_writes_what_it_would_have_written_where_it_was(
-    models: Models, rule: str
-) -> None:
+def test_session_moved_again_and_again_writes_what_it_would_have_unmoved(models: Models, rule: str) -> None:
     """Whatever counts from the prompt, as penalties and min_tokens do, or by rounds, as random numbers do."""
     plans = [
         Plan(

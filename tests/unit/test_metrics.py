@@ -328,7 +328,7 @@ async def test_probes_say_whether_a_service_is_ready_and_whether_it_lives(
 
 
 @pytest.mark.parametrize("num_scrapers", [8, 16])
-async def test_who_asks_while_metrics_are_made_gets_the_next_ones_with_all_others(
+async def test_whoever_asks_while_metrics_are_made_gets_the_next_with_all_others(
     num_scrapers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice as many cost no more, and nobody gets what was begun before the question."""

@@ -80,7 +80,7 @@ def test_guess_is_what_followed_an_earlier_place_like_the_end(name: str, text: l
 
 @pytest.mark.parametrize("name", DRAFTERS)
 @given(text=TEXTS, drafted=st.lists(st.integers(0, 2), min_size=1, max_size=4))
-def test_guess_behind_drafted_tokens_continues_a_place_like_their_end_and_commits_nothing(
+def test_guess_behind_drafted_tokens_continues_their_end_without_commit(
     name: str, text: list[int], drafted: list[int]
 ) -> None:
     followed = DRAFTERS[name].open(text)

@@ -56,7 +56,7 @@ def test_other_multi_token_prediction_layers_are_refused_in_words(
         load_head(checkpoint.write().folder, target, 64)
 
 
-def test_mimo_is_served_as_the_qwen2_that_it_is_and_its_layer_drafts_from_the_same_folder(
+def test_mimo_is_served_as_qwen2_and_its_layer_drafts_from_the_same_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the lean loader and by transformers, without the layer's weights; no code of its repository is run, and nobody
@@ -84,7 +84,7 @@ def test_mimo_is_served_as_the_qwen2_that_it_is_and_its_layer_drafts_from_the_sa
     assert not (folder / "was-run").exists()
 
 
-def test_code_of_an_unknown_model_or_tokenizer_is_refused_without_a_question(
+def test_code_of_an_unknown_model_or_tokenizer_is_refused_unasked(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = save_tiny_mimo(tmp_path / "unknown", VOCAB)

@@ -68,9 +68,7 @@ def test_every_field_of_the_table_is_tried() -> None:
 
 @pytest.mark.parametrize("name", NEUTRAL)
 @pytest.mark.parametrize("base", [COMPLETION, CHAT], ids=["completion", "chat"])
-def test_value_that_means_what_happens_anyway_changes_nothing_and_another_is_refused(
-    base: dict[str, Any], name: str
-) -> None:
+def test_neutral_value_changes_nothing_and_any_other_is_refused(base: dict[str, Any], name: str) -> None:
     is_own = name in (ChatBody if base is CHAT else CompletionBody).model_fields
     for value in ASKS_FOR_NOTHING[name]:
         assert is_own or parsed(base, **{name: value}) == parsed(base)

@@ -73,7 +73,7 @@ def quiet_sdk() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("endpoint", "disabled"), [(None, "false"), ("http://127.0.0.1:1", "true"), ("http://127.0.0.1:1", "TRUE ")]
 )
-def test_without_an_endpoint_or_by_the_switch_of_opentelemetry_there_is_no_tracer(
+def test_no_tracer_without_an_endpoint_or_by_opentelemetrys_switch(
     endpoint: str | None, disabled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", disabled)

@@ -125,7 +125,7 @@ def test_unknown_variable_is_reported(name: str) -> None:
     assert unknown_variables({name: "1", "PATH": "/bin", "DRAFTWIRE_VERIFIER_PORT": "1"}) == [name]
 
 
-def test_variables_of_all_settings_the_clients_and_those_of_others_are_not_reported() -> None:
+def test_variables_of_settings_clients_and_others_are_not_reported() -> None:
     settings = {f"{service.upper()}_{setting.name.upper()}" for service, setting in ALL_SETTINGS}
     clients = dict.fromkeys(
         ("ADDRESS", "TOKEN", "ALLOW_PLAINTEXT", "TLS_CA", "TLS_CERT", "TLS_KEY", "TLS_TARGET_NAME"), "x"
@@ -359,7 +359,7 @@ def test_settings_that_contradict_each_other_are_refused_by_name(
         build(config_class, values_of(config_class, **changes))
 
 
-def test_addresses_that_never_leave_the_machine_are_known_and_every_other_is_taken_to_leave_it() -> None:
+def test_loopback_addresses_are_known_and_all_others_leave_the_machine() -> None:
     own = ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "0:0:0:0:0:0:0:1", "localhost", "LocalHost"]
     others = ["", "0.0.0.0", "::", "[::]", "128.0.0.1", "localhost.example", "127.0.0.1.example"]
     assert [host for host in (*own, *others) if is_loopback(host)] == own

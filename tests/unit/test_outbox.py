@@ -31,7 +31,7 @@ async def waiting_for(outbox: Outbox[int]) -> asyncio.Task[list[int]]:
     return waiting
 
 
-async def test_everything_put_before_the_consumer_runs_is_taken_at_once_in_order_and_once() -> None:
+async def test_everything_put_before_the_consumer_runs_is_taken_once_in_order() -> None:
     outbox = filled(0, 1, 2, 3, 4)
     first = await taken(outbox)
     outbox.put(5)
@@ -125,7 +125,7 @@ async def test_writer_writes_what_is_left_before_the_readers_end_is_the_calls() 
         assert written == [1, 2]
 
 
-async def test_failure_of_a_writer_that_is_waited_for_is_raised_unless_the_reader_has_failed_too() -> None:
+async def test_failure_of_an_awaited_writer_is_raised_unless_the_reader_failed() -> None:
     for reading, cause in ((asyncio.sleep(0), "writer"), (fail(OSError("reader")), "reader")):
         outbox = filled()
 

@@ -125,7 +125,7 @@ def test_intervals_hold_the_true_median_as_often_as_they_say() -> None:
     assert again[0] == again[1]
 
 
-def test_bar_is_met_where_the_interval_reaches_it_and_the_median_is_near_or_beyond() -> None:
+def test_bar_is_met_if_the_interval_reaches_it_and_the_median_is_near() -> None:
     at_least, at_most = Bar(1.2, is_at_least=True), Bar(0.8, is_at_least=False)
     for median, low, high, bar, is_met in (
         (1.18, 1.10, 1.20, at_least, True),  # both at their edges

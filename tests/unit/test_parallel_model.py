@@ -445,7 +445,7 @@ def test_checkpoint_of_another_shape_or_without_a_weight_is_refused(folders: dic
         Checkpoint.find(str(Path(folders["mistral"]).parent), None)
 
 
-def test_head_that_is_missing_is_the_embedding_only_where_the_configuration_says_so(folders: dict[str, str]) -> None:
+def test_missing_head_is_the_embedding_only_if_the_configuration_states_it(folders: dict[str, str]) -> None:
     tied, untied = (AutoConfig.from_pretrained(folders[name]) for name in ("target", "mistral"))
     with Checkpoint.find(folders["target"], None) as checkpoint:
         assert checkpoint.ties_head(tied)
@@ -756,7 +756,7 @@ def abandon(group: ProcessGroup, signs: str) -> float:
 
 
 @pytest.mark.slow
-def test_loss_is_noticed_at_once_by_ranks_that_have_no_connection_to_who_is_lost(ranks: Ranks, tmp_path: Path) -> None:
+def test_loss_is_noticed_at_once_by_ranks_unconnected_to_the_lost_one(ranks: Ranks, tmp_path: Path) -> None:
     assert max(ranks.run(4, abandon, str(tmp_path))) < 2.0
 
 

@@ -45,7 +45,7 @@ def make_pool(verifiers: Sequence[Any], drafters: Sequence[Any] = (), near_draft
 # Who serves
 
 
-def test_verifier_with_the_fewest_sessions_comes_first_and_those_that_rest_come_last() -> None:
+def test_verifier_with_fewest_sessions_is_first_and_resting_ones_are_last() -> None:
     busy, idle = FakeLink(num_sessions=3), FakeLink(num_sessions=1)
     resting, resting_idle = FakeLink(num_sessions=2, is_cooling_down=True), FakeLink(is_cooling_down=True)
     lost = FakeLink(connected=False)
@@ -65,7 +65,7 @@ def test_verifier_with_the_fewest_sessions_comes_first_and_those_that_rest_come_
     ],
 )
 @in_virtual_time
-async def test_one_verifier_that_answers_is_enough_and_when_there_was_one_is_noted(
+async def test_one_verifier_that_answers_is_enough_and_its_time_is_noted(
     links: list[dict[str, Any]], reason: str
 ) -> None:
     pool = make_pool([FakeLink(**state) for state in links])
@@ -138,7 +138,7 @@ def test_service_that_left_serves_nothing_new() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "missing"), [((), []), (("suffix",), []), (("eagle3", "suffix"), ["eagle3"])])
-async def test_verifier_that_cannot_draft_by_itself_as_configured_is_named_in_the_log(
+async def test_verifier_that_cannot_draft_as_configured_is_named_in_the_log(
     wanted: tuple[str, ...], missing: list[str]
 ) -> None:
     link = FakeLink()
@@ -218,7 +218,7 @@ def test_verifier_whose_prompts_do_not_fit_decides_nothing() -> None:
         meeting([FakeLink(peer=huge)])
 
 
-def test_verifier_that_still_loads_is_asked_again_until_it_answers_or_the_time_is_up() -> None:
+def test_loading_verifier_is_asked_until_it_answers_or_time_is_up() -> None:
     peer = FakePeer(describe("x"), 1.0, UnavailableError("loading"), recovers_at=30.0)
     _, _, seconds = meeting([FakeLink(peer=peer)])
     assert 30.0 < seconds < 33.0
@@ -305,7 +305,7 @@ async def pool_that_met(*links: FakeLink) -> Pool:
         (drafter_link("a", "c"), {"vocabulary_fingerprint": b"other"}, r"small has 2.* token 1: 'b' against 'c'"),
     ],
 )
-async def test_verifier_has_the_model_that_is_served_and_a_drafter_its_vocabulary(
+async def test_verifier_must_have_the_served_model_and_a_drafter_its_vocabulary(
     link: FakeLink, changes: dict[str, Any], says: str
 ) -> None:
     """Under whatever name. What differs is named."""
@@ -314,7 +314,7 @@ async def test_verifier_has_the_model_that_is_served_and_a_drafter_its_vocabular
         await pool._check(link, replace(SERVED, **changes))  # type: ignore[arg-type]
 
 
-async def test_verifier_without_the_default_rule_does_not_decide_which_model_is_served() -> None:
+async def test_verifier_without_the_default_rule_does_not_set_the_served_model() -> None:
     other, fit = (FakeLink(f"verifier:{number}", peer=FakePeer(SERVED)) for number in (1, 2))
     pool = make_pool([other, fit])
     with pytest.raises(InvalidRequestError, match="unknown rejection_sample_method"):

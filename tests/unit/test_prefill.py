@@ -40,7 +40,7 @@ def test_cost_of_a_prompt_token_is_unknown_before_the_first_was_read(steps: list
 
 
 @given(FIXED_S, PER_TOKEN_S, st.integers(1, 300), st.lists(st.integers(1, 512), min_size=1, max_size=20))
-def test_cost_is_the_slope_of_a_line_unless_chunks_are_a_small_share_of_their_steps(
+def test_cost_is_the_slope_of_a_line_unless_chunks_are_a_small_share(
     fixed_s: float, per_token_s: float, others: int, chunks: list[int]
 ) -> None:
     cost = learnt((0, others, fixed_s + per_token_s * others))
@@ -63,7 +63,7 @@ def test_chunk_that_seems_to_be_free_counts_for_a_share_of_its_step(seconds: flo
 
 
 @pytest.mark.parametrize(("others", "alone"), [(5, 0.1), (6, 0.1), (300, 0.3), (100, 0.1), (1, 0.0)])
-def test_step_with_a_chunk_is_compared_with_steps_of_its_own_size_or_smaller(others: int, alone: float) -> None:
+def test_step_with_a_chunk_is_compared_with_steps_of_its_size_or_smaller(others: int, alone: float) -> None:
     cost = learnt((0, 5, 0.1), (0, 300, 0.3), (20, others, 1.0))
     assert cost.seconds_per_token == pytest.approx((1.0 - alone) / 20)
 
@@ -95,7 +95,7 @@ def test_budget_is_the_smallest_chunk_while_the_cost_is_unknown() -> None:
     assert PrefillPacer(0.05).budget(sessions_run=True, is_alone=True) == SMALLEST_CHUNK
 
 
-def test_first_step_beside_sessions_reads_no_prompt_so_that_the_cost_of_a_chunk_is_known() -> None:
+def test_first_step_beside_sessions_reads_no_prompt_to_learn_a_chunks_cost() -> None:
     """20 ms a step and 0.5 ms a token: without that step the first chunk of 4 tokens would look like 5 ms a token."""
     pacer = PrefillPacer(0.1)
     assert pacer.budget(sessions_run=True) == 0
@@ -119,9 +119,7 @@ def test_steps_of_prompts_alone_take_no_longer_than_one_with_its_chunk() -> None
 
 
 @given(st.floats(0.0, 10.0), st.floats(1e-3, 10.0))
-def test_budget_stays_within_its_bounds_and_uses_up_its_part_of_the_latency(
-    per_token_s: float, latency_s: float
-) -> None:
+def test_budget_stays_within_bounds_and_uses_up_its_part_of_the_latency(per_token_s: float, latency_s: float) -> None:
     """A token waits for up to `CHUNKS_PER_TOKEN` chunks, whose times together stay below the bound."""
     budget = pacer_that_knows(per_token_s, latency_s).budget(sessions_run=True)
     assert SMALLEST_CHUNK <= budget <= LARGEST_CHUNK
@@ -237,7 +235,7 @@ def test_chunks_are_a_share_of_long_steps_so_that_all_texts_begin_soon() -> None
 
 
 @given(st.floats(0.0, 0.01), PER_TOKEN_S, st.integers(1, 64))
-def test_prompt_is_read_as_fast_as_the_bound_allows_where_steps_are_short_beside_it(
+def test_prompt_is_read_as_fast_as_the_bound_allows_if_steps_are_short(
     fixed_s: float, per_token_s: float, num_running: int
 ) -> None:
     """Half as fast at least, once the cost is learnt. Beside steps as long as the bound, chunks may stay small."""
@@ -250,7 +248,7 @@ def test_prompt_is_read_as_fast_as_the_bound_allows_where_steps_are_short_beside
     assert len(simulation.read(4000)) <= 4000 / (0.5 * fitting) + 1
 
 
-def test_long_prompt_after_many_small_steps_of_noisy_duration_does_not_stall_the_running_sessions() -> None:
+def test_long_prompt_after_many_noisy_small_steps_stalls_no_session() -> None:
     """A 100 ms step plus 1 ms a token: 8 tokens fit into a sixth of 50 ms, and 512 would add half a second.
 
     Steps of 4 to 6 tokens whose durations vary by 5 % say next to nothing about the cost of a token: a line through

@@ -115,7 +115,7 @@ def test_philox_is_that_of_integers_of_any_size(counter: list[int], key: list[in
 
 
 @given(st.lists(NAMES, max_size=6), st.integers(0, 40))
-def test_numbers_are_philox_of_their_index_under_the_hash_of_key_choice_and_round(
+def test_numbers_are_philox_of_their_index_under_a_hash_of_the_key(
     names: list[tuple[bytes, int, int]], count: int
 ) -> None:
     """Whatever else is in the batch, was drawn before, or is drawn by other generators."""
@@ -128,7 +128,7 @@ def test_numbers_are_philox_of_their_index_under_the_hash_of_key_choice_and_roun
 
 
 @every(("word", "expected"), [(0, 0.0), (MAX_NUMBER, math.nextafter(1.0, 0.0))])
-def test_smallest_and_largest_words_give_smallest_and_largest_number_below_1(
+def test_extreme_words_give_the_smallest_and_largest_number_below_1(
     monkeypatch: pytest.MonkeyPatch, word: int, expected: float
 ) -> None:
     monkeypatch.setattr(randomness, "philox", lambda counter, key: [np.full_like(one, word) for one in counter])
@@ -164,7 +164,7 @@ def test_first_numbers_of_rounds_are_uniform() -> None:
     assert chisquare(np.bincount(10 * cells[:, 0] + cells[:, 1], minlength=100)).pvalue > ALPHA
 
 
-def test_numbers_inside_rounds_are_uniform_and_consecutive_rounds_uncorrelated() -> None:
+def test_numbers_are_uniform_within_and_uncorrelated_between_rounds() -> None:
     """Odds of a false alarm: 1e-6 for the first claim, 4e-8 for the second (5.5 standard deviations)."""
     key = derive_key(8, Role.VERIFYING)
     drawn = uniforms([DrawKey(key, 0, index) for index in range(5_000)], 4).numpy()
@@ -174,7 +174,7 @@ def test_numbers_inside_rounds_are_uniform_and_consecutive_rounds_uncorrelated()
 
 
 @every("round_number", [0, 1])
-def test_numbers_are_float64_in_the_unit_interval_whose_last_bits_are_random_too(round_number: int) -> None:
+def test_numbers_are_float64_in_the_unit_interval_to_the_last_bits(round_number: int) -> None:
     """Odds of a false alarm: 1e-6 for each round."""
     drawn = uniforms([DrawKey(KEY, 0, round_number)], 50_000)[0]
     assert (drawn.dtype, drawn.shape) == (torch.float64, (50_000,))
@@ -201,7 +201,7 @@ def test_exponentials_have_their_golden_values() -> None:
 
 
 @given(st.lists(st.tuples(KEYS, NUMBERS, NUMBERS), max_size=4), st.integers(1, 51))
-def test_exponentials_are_philox_of_token_and_position_under_the_hash_of_key_and_choice(
+def test_exponentials_are_philox_of_token_and_position_in_every_round(
     places: list[tuple[bytes, int, int]], vocab_size: int
 ) -> None:
     """In every round, and whatever else is in the batch."""
@@ -229,7 +229,7 @@ def test_largest_exponential_is_finite_and_smallest_is_above_0(monkeypatch: pyte
     assert with_words(monkeypatch, 0, 0) == pytest.approx(2.0**-53, rel=1e-12)
 
 
-def test_small_exponentials_are_told_apart_far_below_the_resolution_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_exponentials_differ_far_below_the_resolution_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     small = [with_words(monkeypatch, 0, index << 12) for index in range(100)]
     assert small == pytest.approx([(index + 0.5) * 2.0**-52 for index in range(100)], rel=1e-12)
     # So are large ones, as far as float64 tells 1 - u from 1.

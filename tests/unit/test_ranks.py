@@ -39,7 +39,7 @@ def test_process_that_is_alone_has_no_group() -> None:
     assert find_place(ALONE, {**LAUNCHED, "RANK": "0", "WORLD_SIZE": "1"}) == Place()
 
 
-def test_process_that_nobody_launched_starts_the_others_and_meets_them_on_this_machine() -> None:
+def test_process_that_nobody_launched_starts_and_meets_the_others_here() -> None:
     place = find_place(TWO, {})
     assert (place.rank, place.size, place.starts_others) == (0, 2, True)
     assert place.address.startswith("127.0.0.1:")

@@ -178,9 +178,7 @@ def test_defaults_are_filled_in() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "max_len"), [(1, 4), (5, 8), (7, 10), (None, 10)])
-def test_max_len_is_prompt_and_budget_together_and_never_beyond_the_context(
-    max_tokens: int | None, max_len: int
-) -> None:
+def test_max_len_is_prompt_plus_budget_and_never_beyond_the_context(max_tokens: int | None, max_len: int) -> None:
     assert only(max_tokens=max_tokens).max_len == max_len
 
 
@@ -237,7 +235,7 @@ def test_generated_ids_count_in_max_tokens_and_not_in_the_prompt(token_ids: tupl
     assert generation.prompt_ids == [1, 2, 3]
 
 
-def test_log_probabilities_are_not_reported_unless_asked_for_and_raw_unless_said_otherwise() -> None:
+def test_log_probabilities_are_opt_in_and_raw_by_default() -> None:
     assert only().logprobs == NO_LOGPROBS
     wanted = only(logprobs=0, prompt_logprobs=20).logprobs
     assert wanted == LogprobsRequest(0, 20, LogprobsMode.RAW)
@@ -245,7 +243,7 @@ def test_log_probabilities_are_not_reported_unless_asked_for_and_raw_unless_said
     assert mode == LogprobsRequest(20, None, LogprobsMode.PROCESSED)
 
 
-def test_choices_are_counted_on_over_the_prompts_and_share_all_but_their_number() -> None:
+def test_choices_are_numbered_over_all_prompts_and_share_all_else() -> None:
     generations = complete(prompts=[[1], [2, 3]], num_choices=3)
     assert [generation.choice for generation in generations] == list(range(6))
     assert [generation.prompt_ids for generation in generations] == [[1]] * 3 + [[2, 3]] * 3
@@ -277,7 +275,7 @@ def test_prompt_of_which_the_first_choice_has_begun_is_not_told_again() -> None:
     }
 
 
-def test_stop_tokens_of_the_model_are_joined_with_those_of_the_request_or_ignored_if_wished() -> None:
+def test_stop_tokens_of_model_and_request_are_joined_or_ignored_if_wished() -> None:
     assert only(stop_token_ids=(7, 9)).stop_token_ids == {0, 7, 9}
     assert only(ignore_eos=True).stop_token_ids == frozenset()
     assert only(ignore_eos=True, stop_token_ids=(7, 9)).stop_token_ids == {7, 9}
@@ -286,7 +284,7 @@ def test_stop_tokens_of_the_model_are_joined_with_those_of_the_request_or_ignore
     assert only(ignore_eos=True, sampling=least).sampling == least, "no possible token is a stop token"
 
 
-def test_nothing_is_drafted_for_a_request_of_no_tokens_and_nothing_asked_for_by_one_that_is_finished() -> None:
+def test_request_of_no_tokens_drafts_nothing_and_a_finished_asks_nothing() -> None:
     generation = only(max_tokens=0)
     assert (generation.max_tokens, generation.num_speculative_tokens) == (0, 0)
     assert generation.max_len == 4, "what a verifier emits along with what it tells of the prompt"

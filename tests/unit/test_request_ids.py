@@ -160,7 +160,7 @@ async def test_client_that_leaves_before_its_answer_is_counted_as_gone() -> None
 # Access log
 
 
-async def test_request_is_logged_once_with_names_and_numbers_and_never_its_content() -> None:
+async def test_request_is_logged_once_with_names_and_numbers_and_no_content() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         note_caller("alice")
         request = served_request()
@@ -258,7 +258,7 @@ async def asked(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> tuple[
     return code.name, value_of(tuple(await call.trailing_metadata()), REQUEST_ID)
 
 
-async def test_gateway_echoes_ids_over_grpc_with_answers_and_errors_and_counts_calls() -> None:
+async def test_gateway_echoes_ids_over_grpc_in_answers_and_errors() -> None:
     async with serving_grpc(is_public=True) as (channel, gateway, calls):
         assert await asked(channel, (REQUEST_ID, "mine")) == ("OK", "mine")
         code, made = await asked(channel, (REQUEST_ID, "not valid"))

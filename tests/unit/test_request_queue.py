@@ -75,7 +75,7 @@ async def test_turns_are_fair_too_where_verifiers_are_what_is_full() -> None:
 
 
 @in_virtual_time
-async def test_request_is_refused_when_the_queue_is_full_or_it_has_waited_too_long() -> None:
+async def test_request_is_refused_if_the_queue_is_full_or_it_waited_too_long() -> None:
     queue = RequestQueue(2, 1, 10.0)
     async with queue.place(2, ""):
         waiting = asyncio.create_task(queue.place(1, "").__aenter__())
@@ -93,7 +93,7 @@ async def test_request_is_refused_when_the_queue_is_full_or_it_has_waited_too_lo
 
 
 @in_virtual_time
-async def test_refusal_of_a_verifier_is_the_error_where_nobody_may_wait_or_the_time_is_over() -> None:
+async def test_verifiers_refusal_is_the_error_if_nobody_may_wait_or_time_is_over() -> None:
     for max_waiting, seconds in ((0, 0.0), (5, 10.0)):
         queue, started = RequestQueue(2, max_waiting, 10.0), asyncio.get_running_loop().time()
         with pytest.raises(NoRoomError, match="full"):
@@ -168,7 +168,7 @@ async def test_turn_that_comes_as_its_request_is_cancelled_goes_to_the_next() ->
 
 
 @in_virtual_time
-async def test_request_that_is_far_from_a_verifier_keeps_others_back_for_a_second_at_most() -> None:
+async def test_request_far_from_a_verifier_holds_others_back_a_second_at_most() -> None:
     """It may be rendered for long, or its client may not read."""
     queue, verifier, served = RequestQueue(2, 100, 300.0), Verifier(1), list[str]()
 
@@ -188,7 +188,7 @@ async def test_request_that_is_far_from_a_verifier_keeps_others_back_for_a_secon
 
 
 @in_virtual_time
-async def test_large_request_of_one_caller_does_not_keep_others_out_and_is_served_in_the_end() -> None:
+async def test_large_request_does_not_keep_others_out_and_is_served_in_the_end() -> None:
     """A verifier of which the large one needs all: others overtake it for a while."""
     queue, order = RequestQueue(64, 1000, 300.0), list[str]()
     free = 4

@@ -79,7 +79,7 @@ def test_suffixes_are_in_the_order_of_what_follows(tokens: list[int], repeats: i
     assert all(text[one : one + DEPTH] <= text[other : other + DEPTH] for one, other in pairwise(suffixes))
 
 
-def test_rounds_of_sorting_are_reported_to_the_last_even_if_nothing_is_left_to_sort() -> None:
+def test_sorting_rounds_are_reported_to_the_last_even_with_nothing_left() -> None:
     for text in (list(range(9)), [0] * 99):
         rounds: list[tuple[int, int]] = []
         sort_suffixes(np.array(text, np.uint32), 9, on_round=lambda done, of, seen=rounds: seen.append((done, of)))
@@ -87,7 +87,7 @@ def test_rounds_of_sorting_are_reported_to_the_last_even_if_nothing_is_left_to_s
 
 
 @given(documents=DOCUMENTS, context=CONTEXTS, num_tokens=st.integers(0, 8))
-def test_longest_match_all_of_its_places_and_the_likeliest_continuation_are_found(
+def test_longest_match_its_places_and_likeliest_continuation_are_found(
     documents: list[list[int]], context: list[int], num_tokens: int
 ) -> None:
     with tempfile.TemporaryDirectory() as temporary:

@@ -93,7 +93,7 @@ async def test_endpoint_gets_one_link_however_often_it_is_told(rig: Rig) -> None
 
 
 @with_rig
-async def test_service_that_leaves_keeps_its_sessions_and_is_freed_after_the_last(rig: Rig) -> None:
+async def test_service_that_leaves_keeps_its_sessions_until_the_last_ends(rig: Rig) -> None:
     for endpoint, reason in (
         (None, "gone"),
         (Endpoint(A, is_ready=False, is_terminating=True), "terminating"),
@@ -172,7 +172,7 @@ async def test_address_that_is_in_two_places_takes_sessions_if_one_of_them_does(
 
 
 @with_rig
-async def test_everything_is_closed_when_the_roster_ends_whatever_sessions_it_has(rig: Rig) -> None:
+async def test_end_of_the_roster_closes_everything_whatever_sessions_it_has(rig: Rig) -> None:
     await rig.source.tell(Endpoint(A), Endpoint(B))
     rig.made[0].num_sessions = 3
     await rig.source.tell(Endpoint(B))

@@ -161,7 +161,7 @@ def measured_s(costs: RoundCosts, arm: Arm) -> float:
         (1.0, 2.0, 1.0),
     ],
 )
-def test_drafts_that_become_frequent_do_not_make_plain_decoding_look_slower(
+def test_frequent_drafts_do_not_make_plain_decoding_look_slower(
     slowness: float, draft_tokens: float, of_plain: float
 ) -> None:
     """A verifier that drafts by itself has a guess in some rounds only, and in more of them of some texts."""

@@ -107,7 +107,7 @@ def test_rounds_of_a_plain_run_start_with_the_verdict_before_them() -> None:
     assert_whole(told)
 
 
-def test_what_is_told_of_a_round_does_not_delay_the_request_of_the_next_one() -> None:
+def test_report_of_a_round_does_not_delay_the_request_of_the_next() -> None:
     told = list[RoundTimes]()
     watch = RoundWatch(told.append, lambda: 100.0)
     watch.ask(WhyPlain.EMPTY_BLOCK)
@@ -131,7 +131,7 @@ def test_waiting_for_a_drafter_that_is_given_up_is_a_part_of_its_own() -> None:
     assert times.why_plain is WhyPlain.NO_DRAFTER
 
 
-def test_a_block_that_came_after_its_drafter_was_given_up_was_not_waited_for_in_vain() -> None:
+def test_block_of_a_drafter_given_up_was_not_waited_for_in_vain() -> None:
     (times,) = watched(WhyPlain.EMPTY_BLOCK, 0.4, WhyPlain.NO_DRAFTER, 0.1, verdict(drafted=2, draft=300_000))
     assert (times.lost_s, times.draft_s, times.wire_s) == pytest.approx((0.0, 0.3, 0.2))
     assert times.why_plain is None
@@ -147,7 +147,7 @@ def test_services_that_claim_more_than_the_round_took_are_cut() -> None:
     ("drafted", "local_strategy", "mask_us", "mask_s"),
     [(0, "", 500, 500e-6), (4, "", 500, 900e-6), (4, "suffix", 500, 500e-6), (4, "", 10**9, 0.02)],
 )
-def test_masks_count_with_those_of_the_drafter_and_never_for_more_than_the_round_took(
+def test_masks_count_with_the_drafters_and_never_beyond_the_round(
     drafted: int, local_strategy: str, mask_us: int, mask_s: float
 ) -> None:
     """A drafter makes one before each of its tokens, the verifier another one behind the last."""
@@ -203,7 +203,7 @@ def test_plain_rounds_say_why() -> None:
     assert [times.why_plain for times in told] == [WhyPlain.WARMING_UP, None, WhyPlain.NO_ROOM]
 
 
-async def test_time_that_a_slow_reader_takes_is_the_gateways_and_not_the_networks() -> None:
+async def test_time_of_a_slow_reader_is_the_gateways_and_not_the_networks() -> None:
     told: list[RoundTimes] = []
     target = FakeTarget(accepts=[2] * 10)
     async for _ in make_loop(target, FakeDrafter(target), observer=told.append, max_tokens=10).run():

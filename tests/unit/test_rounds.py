@@ -16,7 +16,7 @@ EXPECTED = Fence(session_id=7, epoch=2, round=5, prefix_len=30, prefix_hash=99)
 
 @given(st.lists(IDS, min_size=1, max_size=6))
 @example([[1, 2, 2**32 - 1]])
-def test_hash_is_blake2b_over_little_endian_32_bit_ids_however_they_were_appended(chunks: list[list[int]]) -> None:
+def test_hash_is_blake2b_over_little_endian_ids_however_appended(chunks: list[list[int]]) -> None:
     """So it differs, with odds of 1 - 2**-64, exactly where ids, their order or the borders between them do."""
     committed, everything = CommittedTokens(chunks[0]), [token for chunk in chunks for token in chunk]
     for chunk in chunks[1:]:

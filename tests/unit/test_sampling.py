@@ -156,7 +156,7 @@ def test_greedy_row_is_one_hot_at_the_first_maximum(params: SamplingParams, dtyp
 
 @every("temperature", [1e-3, 1e-6, 1e-20, 1e-37, 1e-44, 1e-46, 1e-300, 5e-324])
 @every("dtype", [torch.float32, torch.float64])
-def test_tiny_temperature_gives_the_maxima_all_mass_and_touches_no_other_row(
+def test_tiny_temperature_gives_maxima_all_mass_and_touches_no_other_row(
     temperature: float, dtype: torch.dtype
 ) -> None:
     logits = torch.tensor([[1e4, -1e4, 9e3, -math.inf], [-1e4, 1.0, 3.0, 2.0], [2.0, 5.0, 5.0, -math.inf]], dtype=dtype)
@@ -241,14 +241,14 @@ def test_rows_of_a_large_vocabulary_keep_their_own_top_p_as_defined(vocab_size: 
         assert_same_law(row, defined(given_, params), 1e-12)
 
 
-def test_top_p_keeps_all_of_a_large_vocabulary_whose_tokens_are_equally_likely() -> None:
+def test_top_p_keeps_all_of_a_large_vocabulary_of_equal_tokens() -> None:
     logits = torch.zeros(2, 4096)
     logits[1, 77] = 20.0
     probs = probabilities(logits, SamplingParams(top_p=0.3))
     assert (probs > 0.0).sum(dim=1).tolist() == [4096, 1]
 
 
-def test_impossible_tokens_stay_impossible_whatever_is_added_to_their_logits() -> None:
+def test_impossible_tokens_stay_impossible_whatever_bias_is_added() -> None:
     impossible = torch.rand(8, 50, generator=torch.Generator().manual_seed(6)) < 0.9
     impossible[:, 17] = False
     logits = random_logits(8, 50, seed=5).masked_fill(impossible, -math.inf)
@@ -389,7 +389,7 @@ def test_rows_with_parameters_of_their_own_are_as_if_alone(dtype: torch.dtype) -
 
 
 @every("bad", NO_DISTRIBUTION)
-def test_row_with_a_nan_or_without_a_possible_token_is_an_error_and_nan_throughout_alone(bad: list[float]) -> None:
+def test_row_with_nan_or_no_possible_token_is_an_error_and_nan_throughout(bad: list[float]) -> None:
     good = [1.0, 2.0, 3.0]
     for params in FAILING:
         if not params.penalizes:
@@ -418,7 +418,7 @@ FAILING = [
 @every(("vocab_size", "sharpness"), [(50, 1.0), (4000, 0.01)])  # mass spread wide needs more candidates
 @every("value", [math.nan, math.inf, -math.inf])
 @every("bad", range(0, len(MIXED), 2))
-def test_failed_row_is_nan_throughout_and_does_not_touch_rows_with_other_parameters(
+def test_failed_row_is_nan_throughout_and_leaves_other_rows_alone(
     bad: int, value: float, vocab_size: int, sharpness: float
 ) -> None:
     logits = random_logits(len(MIXED), vocab_size, seed=11) * sharpness
@@ -432,7 +432,7 @@ def test_failed_row_is_nan_throughout_and_does_not_touch_rows_with_other_paramet
     assert torch.equal(rows[others], good[others])
 
 
-def test_masks_do_not_hide_that_logits_are_not_finite_and_may_leave_nothing() -> None:
+def test_masks_hide_no_logits_that_are_not_finite_and_may_leave_nothing() -> None:
     cases = [{"allowed_token_ids": (0, 1)}, {"min_tokens": 1}, {"logit_bias": ((2, -100.0),)}]
     for value, temperature, changes in product((math.nan, math.inf), (0.0, 1.0), cases):
         span = Span(SamplingParams(temperature, **changes), 1, (), 0, frozenset({2}))
@@ -533,7 +533,7 @@ def test_params_say_which_of_them_are_greedy_truncate_and_penalize(
     assert traits == {name: name == expected for name in traits}
 
 
-def test_a_forms_masks_take_tokens_away_row_by_row_before_penalties_and_hide_no_nan() -> None:
+def test_masks_remove_tokens_by_row_before_penalties_and_hide_no_nan() -> None:
     """For vocabularies smaller and larger than the masks, whose tokens beyond are not possible."""
     masks = np.packbits(
         np.array([[1, 0, 1, 1, 0, 0, 0, 1], [0, 1, 0, 1, 0, 0, 0, 0]], dtype=bool), axis=1, bitorder="little"
@@ -554,7 +554,7 @@ def test_a_forms_masks_take_tokens_away_row_by_row_before_penalties_and_hide_no_
         assert is_distribution(probabilities_of_spans(logits, spans)).tolist() == [False, True, True]
 
 
-def test_edits_that_are_kept_change_logits_as_new_ones_do_in_every_vocabulary_and_precision() -> None:
+def test_kept_edits_act_as_new_ones_in_every_vocabulary_and_precision() -> None:
     """They are made for the first logits, and made anew for others: a drafter's vocabulary may be smaller."""
     params = SamplingParams(0.8, logit_bias=((3, 1.5), (9, -2.0)), allowed_token_ids=tuple(range(2, 20)), min_tokens=2)
     kept = TokenEdits(params, STOPS)

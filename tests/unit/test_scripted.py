@@ -121,7 +121,7 @@ def test_tokens_of_the_card_are_bytes_and_give_the_text_back(text: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
-def test_every_byte_is_a_token_of_its_own_in_the_one_vocabulary_of_all_scripts() -> None:
+def test_every_byte_is_a_token_of_the_one_vocabulary_of_all_scripts() -> None:
     card = Script(vocab_size=512, context_length=77).card()
     assert len(set(card.vocabulary)) == len(card.vocabulary) == 256
     assert (card.description.vocab_size, card.description.context_length) == (512, 77)
@@ -268,7 +268,7 @@ def test_step_of_the_drafter_takes_its_time_once_for_all_sessions() -> None:
     assert step.num_read == 20
 
 
-def test_further_blocks_of_a_step_take_their_own_time_where_the_script_says_so() -> None:
+def test_further_blocks_of_a_step_take_their_own_time_if_scripted() -> None:
     drafter = ScriptedDrafter(Script(draft_ms=10, draft_row_us=5000))
     request = DraftRequest(2, SamplingParams(), KEY, 320)
     draftings = [Drafting(drafter.open([1]), request) for _ in range(3)]
@@ -277,7 +277,7 @@ def test_further_blocks_of_a_step_take_their_own_time_where_the_script_says_so()
     waited(time.perf_counter() - started, 2 * (0.01 + 2 * 0.005))
 
 
-def test_rejected_token_is_what_the_drafter_thinks_of_first_as_often_as_the_script_says() -> None:
+def test_rejected_token_is_the_drafters_first_thought_as_often_as_scripted() -> None:
     script = Script(acceptance=(0.5,), recovered=0.25)
     target = ScriptedTarget(script, 1000)
     row = target.read([Reading(target.cache.open(), [1] * 3, 1)])[0].exp()

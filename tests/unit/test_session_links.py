@@ -66,7 +66,7 @@ def event_of(name: str, key: tuple[int, int] = KEY, token_ids: Sequence[int] = (
 
 
 @pytest.mark.parametrize("name", MOST_TOKENS)
-def test_event_of_more_tokens_than_a_verifier_may_send_ends_the_stream_and_is_not_decoded(name: str) -> None:
+def test_event_of_too_many_tokens_ends_the_stream_undecoded(name: str) -> None:
     link, events = link_of(VerifierLink)
     link._receive(event_of(name, token_ids=[1] * MOST_TOKENS[name]))
     assert len(events) == 1

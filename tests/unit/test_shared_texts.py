@@ -63,7 +63,7 @@ def test_nothing_is_read_under_another_salt_or_without_sharing(writer: str | Non
         followed.commit([token])
 
 
-def test_own_earlier_place_is_preferred_to_one_in_another_text_that_matches_as_much() -> None:
+def test_own_earlier_place_beats_an_equal_match_in_another_text() -> None:
     drafter = drafter_of()
     write(drafter, "", STORY)
     assert drafter.open([*STORY[:2], 1, 2, *STORY[:2]], "").guess(2).token_ids == [1, 2]
@@ -147,7 +147,7 @@ def requested(**changes: Any) -> RequestedGeneration:
         ({"generated_choices": (GeneratedChoice(0, (1, 2)),)}, (True, False)),
     ],
 )
-def test_text_whose_random_numbers_may_have_been_drawn_before_shares_nothing(
+def test_text_with_numbers_perhaps_drawn_before_shares_nothing(
     changes: dict[str, Any], shares: tuple[bool, bool]
 ) -> None:
     """In the second epoch, since a verifier that was lost may have drawn more than was received."""

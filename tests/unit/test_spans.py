@@ -254,7 +254,7 @@ async def running(core: Any, spans: Any, tracer: FakeTracer, *expected: tuple[st
         core.stop()
 
 
-async def test_verifier_records_until_a_session_is_closed_and_nothing_is_left_of_it() -> None:
+async def test_verifier_records_until_a_session_closes_and_keeps_nothing_of_it() -> None:
     tracer, core = FakeTracer(), VerifierCore(VerifierConfig(ModelSettings("scripted:")))
     expected = (("read prompt", None), ("verify", 5), ("verify", 6))
     verifying = {"first_round": 5, "verifying_key": bytes(KEY_BYTES), "plain_rounds": 2}
@@ -262,7 +262,7 @@ async def test_verifier_records_until_a_session_is_closed_and_nothing_is_left_of
         core.open_session(target_spec(**SESSION, **verifying), lease_id)
 
 
-async def test_drafter_records_until_a_session_is_closed_and_nothing_is_left_of_it() -> None:
+async def test_drafter_records_until_a_session_closes_and_keeps_nothing_of_it() -> None:
     connect = AsyncMock(return_value=Mock(broken=False))
     tracer, core = FakeTracer(), DrafterCore(DrafterConfig(ModelSettings("scripted:")), connect)
     expected = (("read prompt", None), ("calibrate", 7), ("draft", 7))
@@ -275,7 +275,7 @@ async def test_drafter_records_until_a_session_is_closed_and_nothing_is_left_of_
 # Gateway
 
 
-def test_every_session_of_a_choice_is_opened_with_its_span_and_what_happens_is_noted() -> None:
+def test_every_session_of_a_choice_opens_with_its_span_and_notes_events() -> None:
     span, tracer = new_span(), FakeTracer()
 
     async def scenario() -> tuple[Any, list[str], list[str]]:

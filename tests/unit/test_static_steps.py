@@ -41,7 +41,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return FakeGpu(monkeypatch)
 
 
-def test_work_is_done_once_before_it_is_recorded_and_what_is_recorded_is_returned(gpu: FakeGpu) -> None:
+def test_work_runs_once_before_recording_and_the_recorded_is_returned(gpu: FakeGpu) -> None:
     done = []
 
     def work() -> Tensor:

@@ -224,7 +224,7 @@ def test_enumeration_sees_masks_in_the_wrong_place(small: Seen, name: str) -> No
 
 
 @every("rule", ["block", "token", "coupled"])
-def test_text_fails_where_its_form_cannot_go_on_as_often_as_in_plain_decoding(small: Seen, rule: str) -> None:
+def test_text_fails_where_its_form_cannot_go_on_as_in_plain_decoding(small: Seen, rule: str) -> None:
     """After "a" the form wants what no token has. A draft "a" that is rejected fails nothing. False alarm: 6e-7,
     the odds of five standard deviations.
     """

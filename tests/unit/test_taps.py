@@ -105,7 +105,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return make(request.param)
 
 
-def test_features_are_those_of_a_fresh_pass_after_reading_and_forgetting_in_any_order(subject: Subject) -> None:
+def test_features_are_those_of_a_fresh_pass_after_any_read_and_truncation(subject: Subject) -> None:
     generator = random.Random(2)
     sequences = [subject.open([]) for _ in range(5)]
     for _ in range(7):
@@ -119,7 +119,7 @@ def test_features_are_those_of_a_fresh_pass_after_reading_and_forgetting_in_any_
         subject.check()
 
 
-def test_tokens_that_were_found_in_the_prefix_cache_have_the_features_of_a_cold_prompt(subject: Subject) -> None:
+def test_tokens_from_the_prefix_cache_have_the_features_of_a_cold_prompt(subject: Subject) -> None:
     text = random_ids(random.Random(3), 3 * BLOCK_SIZE + 5)
     first = subject.open(text)
     subject.read((first, text))

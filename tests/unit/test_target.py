@@ -214,7 +214,7 @@ def test_blocks_of_a_mixed_step_are_judged_as_if_each_were_alone(seed: int) -> N
     assert len(counts) >= 8, "blocks were accepted in full, in part and not at all"
 
 
-def test_dense_and_sparse_blocks_of_a_step_share_the_models_rows_without_a_copy(model: WatchedModel) -> None:
+def test_dense_and_sparse_blocks_share_the_models_rows_without_a_copy(model: WatchedModel) -> None:
     generator = random.Random(30)
     kinds = [Encoding.DENSE_FLOAT32, Encoding.ONE_HOT, Encoding.DENSE_FLOAT32, Encoding.SPARSE_UINT16] * 2
     parts = [
@@ -239,7 +239,7 @@ def test_rules_of_one_name_and_other_thresholds_are_decided_apart(model: Watched
 
 
 @every("seed", range(4))
-def test_block_that_is_not_used_is_decided_as_if_it_were_empty_and_audited_as_one_that_is(seed: int) -> None:
+def test_unused_block_is_decided_as_an_empty_one_and_audited_as_a_used_one(seed: int) -> None:
     """With the random numbers of a plain round, beside blocks that are used, also where a row after it is bad."""
     model, generator = fresh_model(), random.Random(seed)
     count = 12
@@ -370,7 +370,7 @@ def test_long_prompt_is_read_in_parts_while_others_are_decided(model: WatchedMod
     assert step.num_tokens == 5 + 3, "max_read limits committed tokens, not the block"
 
 
-def test_unread_tokens_up_to_the_limit_are_decided_at_once_and_of_more_so_many_are_read() -> None:
+def test_unread_tokens_within_the_limit_are_decided_and_beyond_it_read() -> None:
     generator = random.Random(5)
     for max_read, num_tokens in ((20, 22), (19, 19)):
         model = fresh_model()
@@ -385,9 +385,7 @@ def test_unread_tokens_up_to_the_limit_are_decided_at_once_and_of_more_so_many_a
 
 @every("number", [float("nan"), float("inf")])
 @every("place", range(3))
-def test_logits_that_are_not_finite_after_the_committed_tokens_fail_their_sequence_alone(
-    number: float, place: int
-) -> None:
+def test_logits_that_are_not_finite_after_the_text_fail_it_alone(number: float, place: int) -> None:
     model = fresh_model()
     generator = random.Random(9)
     parts = [judging(model, generator, random_ids(generator, 40), 3) for _ in range(3)]
@@ -424,7 +422,7 @@ def test_impossible_token_is_no_failure_of_the_model(model: WatchedModel) -> Non
     assert isinstance(judge(model, [part]).outcomes[0], Judgement)
 
 
-def test_committed_beginning_is_offered_to_the_next_session_of_the_same_salt(model: WatchedModel) -> None:
+def test_committed_beginning_is_published_to_sessions_of_the_same_salt(model: WatchedModel) -> None:
     generator = random.Random(12)
     prompt = random_ids(generator, 50)
     first = judging(model, generator, prompt, 4, sequence=model.cache.open(prompt, "tenant"))

@@ -252,7 +252,7 @@ def run_stops(pieces: list[str], stops: tuple[str, ...]) -> tuple[str, bool]:
 @example(text="aab", borders=[0.67], stops=("aab", "a"))
 @example(text="abba", borders=[0.5, 0.75], stops=("abba", "bb"))
 @example(text="ab", borders=[0.5], stops=())
-def test_text_is_cut_before_the_stop_string_that_is_completed_first_however_it_is_chunked(
+def test_text_is_cut_before_the_first_completed_stop_however_chunked(
     text: str, borders: list[float], stops: tuple[str, ...]
 ) -> None:
     """Nothing comes after it, and what was held back is released where none comes."""
@@ -327,7 +327,7 @@ def test_stop_string_completed_by_the_held_back_rest_is_found_at_finish(tokenize
 
 @settings(max_examples=100)
 @given(text=TRICKY_TEXT.filter(bool), cut=CUT, start=st.integers(0, 11), stops=st.booleans(), at_once=st.booleans())
-def test_text_that_was_skipped_is_what_would_have_been_shown_whatever_the_pieces(
+def test_skipped_text_is_what_would_have_been_shown_whatever_the_pieces(
     tokenizer: PreTrainedTokenizerBase, text: str, cut: float, start: int, stops: bool, at_once: bool
 ) -> None:
     ids, prompt_ids = tokenizer(text)["input_ids"], tokenizer("x")["input_ids"]

@@ -43,7 +43,7 @@ def test_attack_fails_by_what_it_achieves_and_by_what_others_notice(changes: dic
 
 
 @pytest.mark.parametrize(("gap_s", "control_s", "fails"), [(0.85, 0.1, False), (0.95, 0.1, True), (0.95, 0.4, False)])
-def test_attack_fails_by_a_gap_of_more_than_three_times_that_of_its_control(
+def test_attack_fails_if_its_gap_exceeds_three_times_that_of_its_control(
     gap_s: float, control_s: float, fails: bool
 ) -> None:
     """Gaps below 0.3 s count as that: a quiet stack has some."""

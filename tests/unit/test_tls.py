@@ -95,9 +95,7 @@ SPOILT: tuple[Callable[[Path], object], ...] = (
 
 
 @pytest.mark.parametrize("option", ["tls_cert", "tls_key", "tls_ca"])
-def test_file_that_is_no_good_is_refused_on_one_line_with_its_name_and_option(
-    settings: TlsSettings, option: str
-) -> None:
+def test_bad_file_is_refused_on_one_line_with_its_name_and_option(settings: TlsSettings, option: str) -> None:
     path: Path = getattr(settings, option)
     for spoil in SPOILT:
         spoil(path)
@@ -105,7 +103,7 @@ def test_file_that_is_no_good_is_refused_on_one_line_with_its_name_and_option(
             watch_tls(settings)
 
 
-def test_key_that_does_not_belong_there_is_refused_without_asking_for_a_password(
+def test_foreign_key_is_refused_without_asking_for_a_password(
     settings: TlsSettings, tmp_path: Path, ca: trustme.CA
 ) -> None:
     key, locked = settings.tls_key, tmp_path / "locked.pem"
@@ -191,7 +189,7 @@ async def shown(address: str) -> str:
     return await asyncio.to_thread(certificate_of, address)
 
 
-async def test_server_shows_new_certificates_to_new_connections_while_the_old_ones_go_on(
+async def test_server_shows_new_certificates_to_new_connections_alone(
     settings: TlsSettings, tmp_path: Path, ca: trustme.CA, other_ca: trustme.CA
 ) -> None:
     own = tmp_path / "own"
@@ -293,7 +291,7 @@ async def watching(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamCall:
     return call
 
 
-async def test_channel_is_renewed_when_files_change_and_the_old_one_is_closed_after_its_last_call(
+async def test_changed_files_renew_a_channel_and_the_old_closes_when_unused(
     settings: TlsSettings, tmp_path: Path, ca: trustme.CA
 ) -> None:
     async with serving(settings) as address:

@@ -51,7 +51,7 @@ ASKED = {"reports_draft_logprobs": True}
         ({}, [10, 11], [10, 20], [], RECOVERED),  # nobody asks
     ],
 )
-def test_verdict_tells_what_was_given_in_the_place_of_each_token_and_where_it_came_from(
+def test_verdict_reports_the_draft_probability_and_source_of_each_token(
     changes: dict[str, object], draft: list[int], decided: list[int], given: list[float], last: TokenSource
 ) -> None:
     scheduler = make_scheduler()

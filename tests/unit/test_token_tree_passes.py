@@ -203,7 +203,7 @@ def test_tree_across_blocks_is_shared_only_when_its_path_is_kept() -> None:
     )
 
 
-def test_path_in_its_places_is_not_copied_and_one_that_cannot_be_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_in_place_is_not_copied_and_one_that_cannot_be_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = make("llama by the lean decoder")
     model, sequence = subject.model, subject.model.cache.open()
 

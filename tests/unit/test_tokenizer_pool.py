@@ -60,7 +60,7 @@ async def begun(count: int, gated: GatedTokenizer) -> None:
     await until(lambda: len(gated.begun) >= count, f"{count} texts are begun")
 
 
-async def test_short_prompt_does_not_wait_for_long_ones_of_which_one_at_a_time_is_tokenised(
+async def test_short_prompt_does_not_wait_for_long_ones_tokenised_one_by_one(
     gated: GatedTokenizer,
 ) -> None:
     pool = pool_of(gated)
@@ -99,7 +99,7 @@ async def test_cancelled_prompts_lose_their_turn_and_nobody_elses(gated: GatedTo
     assert await pool.encode(LONG, "") == [len(LONG)]
 
 
-async def test_prompt_that_takes_too_long_is_given_up_and_those_that_waited_for_it_are_told_to_come_back(
+async def test_slow_prompt_is_given_up_and_those_that_waited_for_it_may_retry(
     gated: GatedTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_pool, "TOKENIZE_SECONDS", 2.0)
@@ -211,7 +211,7 @@ def test_tokenizer_that_may_drop_characters_has_no_bound(name: str) -> None:
 
 
 @pytest.mark.parametrize(("excess", "num_calls"), [(0, 1), (1, 0), (10**6, 0)])
-async def test_prompt_of_more_characters_than_the_context_can_hold_is_not_tokenised(
+async def test_prompt_with_more_characters_than_the_context_is_not_tokenised(
     excess: int, num_calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer, bound = BOUNDED["byte level"]

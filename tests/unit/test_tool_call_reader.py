@@ -195,7 +195,7 @@ def test_certain_calls_are_passed_on_as_they_come(syntax: ToolSyntax, text: str,
     assert at_every_split(syntax, text, is_certain=True) == expected
 
 
-def test_arguments_of_certain_calls_come_at_once_and_those_of_others_when_they_are_whole() -> None:
+def test_arguments_of_certain_calls_stream_and_those_of_others_come_whole() -> None:
     parts = ['<tool_call>\n{"name": "weather", "arguments": {"ci', 'ty": "Ro', 'me"}}', "\n</tool_call>"]
 
     def arguments(*, is_certain: bool) -> list[list[str]]:
@@ -206,7 +206,7 @@ def test_arguments_of_certain_calls_come_at_once_and_those_of_others_when_they_a
     assert arguments(is_certain=False) == [[], [], ['{"city": "Rome"}'], []]
 
 
-def test_certain_call_that_is_cut_short_has_its_beginning_and_leaves_no_text() -> None:
+def test_certain_call_that_is_cut_short_keeps_its_beginning_and_no_text() -> None:
     reader = ToolCallReader(HERMES, NAMES, lambda: "id", is_certain=True)
     read_text = reader.push('<tool_call>\n{"name": "weather", "arguments": {"city": "R')
     assert "".join(call.arguments for call in read_text.calls) == '{"city": "R'

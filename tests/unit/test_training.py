@@ -113,7 +113,7 @@ def test_drafter_as_wide_as_the_target_begins_with_some_of_its_layers(layers: in
 
 
 @pytest.mark.parametrize("width", [6, 12])
-def test_drafter_of_another_width_begins_with_embeddings_whose_products_are_nearly_the_targets(width: int) -> None:
+def test_drafter_of_another_width_keeps_products_of_the_targets_embeddings(width: int) -> None:
     """As far as so many directions can tell."""
     target, drafter = (PairShape(each, 16, 2, 2, 4).build(VOCAB_SIZE, seed=each) for each in (8, width))
     own = drafter.model.embed_tokens.weight.detach().clone()
@@ -165,7 +165,7 @@ def test_batches_resumed_at_any_step_are_those_of_an_uninterrupted_run(
     assert all(torch.equal(a, b) for a, b in zip(resumed, whole[first_step:], strict=True))
 
 
-def test_every_epoch_reads_every_window_once_in_another_order_and_so_does_every_seed() -> None:
+def test_every_epoch_and_seed_reads_every_window_once_in_another_order() -> None:
     """With a target for the last token of each."""
     whole = [tuple(TOKENS[start : start + 9].tolist()) for start in range(0, 96, 8)]
     orders = []
@@ -239,7 +239,7 @@ def test_passage_is_repeated_as_often_as_it_fits_and_is_wanted(copies: int) -> N
     assert found == set(range(1, copies + 1))
 
 
-def test_passages_of_random_tokens_have_few_of_the_text_and_are_repeated_before_the_text_goes_on() -> None:
+def test_random_passages_use_few_tokens_and_repeat_before_the_text_goes_on() -> None:
     ids, numbers = np.arange(2000, dtype=np.uint16), []
     how = Repetition(1999, (0.0,), shortest=0.25, copies=1, alphabet=(3, 9))
     for seed in range(100):
@@ -313,7 +313,7 @@ def test_learning_rate_rises_stays_and_falls_within_its_bounds() -> None:
 
 
 @pytest.mark.parametrize("failing_call", [2, 3, 7, 12, 16])
-def test_interrupted_and_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
+def test_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     failing_call: int, folder: Path, other_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = trained(folder, tmp_path / "whole.pt")
@@ -406,7 +406,7 @@ def test_corpus_is_sorted_usable_source_without_installed_packages(tmp_path: Pat
     assert list(standard_library(tmp_path)) == [SourceFile("a/c.py", "c = 1\n"), SourceFile("b.py", "b = 1\n")]
 
 
-def test_packages_are_installed_sources_whose_licences_allow_to_pass_them_on() -> None:
+def test_packages_are_installed_sources_with_licences_to_redistribute() -> None:
     for name, licence in PACKAGES.items():
         assert {"MIT", "Apache-2.0", "BSD-3-Clause", "BSD-2-Clause"} & set(licence.split()), name
     files = list(packages(["packaging"]))
@@ -432,7 +432,7 @@ def bare():
 '''
 
 
-def test_conversations_ask_for_documented_functions_as_the_template_writes_them(tmp_path: Path) -> None:
+def test_conversations_ask_for_documented_functions_by_the_template(tmp_path: Path) -> None:
     made = list(conversations([SourceFile("a/box.py", SOURCE), SourceFile("broken.py", "def f(:\n")]))
     code = "```python\n" + inspect.cleandoc(SOURCE.split("class Box:")[1].split("def test_put")[0]) + "\n```"
     summary = "Put an item into the box."
@@ -504,9 +504,7 @@ def test_every_epoch_reads_every_lesson_once_in_another_order(lessons: Lessons) 
         assert epochs[0] != epochs[1]
 
 
-def test_distillation_is_cross_entropy_and_twice_the_chance_that_a_token_is_refused(
-    folder: Path, other_folder: Path
-) -> None:
+def test_distillation_is_cross_entropy_plus_twice_the_refusal_chance(folder: Path, other_folder: Path) -> None:
     target, drafter = (load(each).requires_grad_(False) for each in (folder, other_folder))
     ids = torch.from_numpy(TOKENS[:18].astype(np.int64)).view(2, 9)
     found = distillation_loss(target)(drafter, ids, target.model(ids[:, :-1]).last_hidden_state)
@@ -554,9 +552,7 @@ def test_share_repeated_counts_tokens_of_the_copy_in_their_places(mistakes: set[
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
-def test_model_that_drafts_for_itself_is_accepted_but_for_the_tail_that_it_leaves_out(
-    rule: str, tmp_path: Path
-) -> None:
+def test_model_that_drafts_for_itself_is_accepted_but_for_its_cut_tail(rule: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, VOCAB_SIZE, 3, context_length=256)
     for temperature in (0.0, 1.0):
         measured = measure_acceptance(load(path), load(path), [[1, 2], [3]], rule, temperature, block_length=3)

@@ -92,7 +92,7 @@ def test_coupled_text_is_that_of_plain_draws_whatever_the_tree(temperature: floa
 
 
 @every("rule", ["target_only", "coupled", "traversal", "multi_round", "without_replacement"])
-def test_tree_of_the_target_itself_is_followed_to_its_leaves_where_its_first_child_is_the_targets(rule: str) -> None:
+def test_targets_own_tree_is_followed_to_the_leaves_along_first_children(rule: str) -> None:
     """Drawn from equal distributions, a first child is accepted with certainty, up to their quantization."""
     own = setting(0.0 if rule == "target_only" else 1.0, seed=3)
     _, accepted = written(own, Arm("wide", rule, SHAPES["wide"]))

@@ -235,7 +235,7 @@ def test_k_seq_refuses_trees_that_are_no_independent_paths() -> None:
 # Which rule decides
 
 
-def test_session_with_trees_is_decided_by_the_rule_for_trees_that_fits_its_own() -> None:
+def test_session_with_trees_uses_the_tree_rule_that_fits_its_own() -> None:
     block, token, coupled, typical = (RULES[name] for name in ("block", "token", "coupled", "typical"))
     drawn, greedy = SamplingParams(1.0), SamplingParams(0.0)
     assert tree_rule_for(block, drawn) is TREE_RULES["traversal"]
@@ -448,7 +448,7 @@ def test_tree_is_cut_before_tokens_that_cannot_have_been_drawn(name: str, rows_o
 
 @every("name", STATED)
 @LAYOUTS
-def test_distributions_that_leave_less_than_a_normal_number_are_judged_by_their_law(name: str, rows_of: type) -> None:
+def test_subnormal_remainders_of_distributions_are_judged_by_their_law(name: str, rows_of: type) -> None:
     """What a first child leaves of the drafter's distribution, or of the target's, is 1e-40, whose inverse is infinite
     in float32. Two children are drawn without replacement here; the law is compared with that of twice the precision.
     """
@@ -473,7 +473,7 @@ def test_distributions_that_leave_less_than_a_normal_number_are_judged_by_their_
 
 
 @every("name", ALL_RULES)
-def test_path_ends_where_the_target_has_no_distribution_and_the_law_is_that_of_plain_decoding(name: str) -> None:
+def test_path_ends_where_the_target_has_no_distribution_with_the_plain_law(name: str) -> None:
     """After token 1 there is none, wherever it stands: every tree is tried. A text that reaches it ends there."""
     pair, shape, bad = random_pairs(3)[1], TokenTree((-1, -1, 0, 0, 1)), 1
     rule = ALL_RULES[name]
@@ -536,7 +536,7 @@ def test_path_ends_where_the_target_has_no_distribution_and_the_law_is_that_of_p
 # Coupled trees
 
 
-def test_text_of_coupled_trees_is_that_of_plain_draws_with_the_noise_of_each_position() -> None:
+def test_text_of_coupled_trees_is_that_of_plain_draws_by_position() -> None:
     """Children are the first racers of the drafter, dropped and repeated at random; the text is the target's own. The
     lead of each token is that over the second in its race."""
     generator = torch.Generator().manual_seed(13)
@@ -586,7 +586,7 @@ def test_greedy_target_is_followed_by_every_rule() -> None:
 # What must not be
 
 
-def test_pruning_by_values_biases_rules_that_read_distributions_and_no_walk() -> None:
+def test_pruning_by_values_biases_rules_of_distributions_and_no_walk() -> None:
     """The last node is dropped if it is token 0. Dropped for its parent's token, with what would be drawn there, it
     biases nothing."""
     pair, shape = random_pairs(3)[1], TokenTree((-1, -1, 0))

@@ -80,9 +80,7 @@ def verdict_of(scheduler: Scheduler, path: tuple[int, ...], extra: int) -> Verdi
         *(((1,), TokenSource.BONUS), ((0, 2), TokenSource.BONUS), ((0, 3, 4), TokenSource.BONUS)),
     ],
 )
-def test_verdict_tells_how_deep_the_tree_was_and_whether_the_path_went_to_its_end(
-    path: tuple[int, ...], extra: TokenSource
-) -> None:
+def test_verdict_reports_the_depth_of_a_tree_and_how_its_path_ended(path: tuple[int, ...], extra: TokenSource) -> None:
     scheduler = judging()
     offer(scheduler, tree_block())
     verdict = verdict_of(scheduler, path, 20)
@@ -158,7 +156,7 @@ def test_greedy_trees_and_chains_come_without_distributions(rule: str) -> None:
     offer(judging(max_len=len(PROMPT) + 4), tree_block())  # just as long as the deepest path allows
 
 
-def test_session_with_trees_reserves_room_for_one_and_is_refused_where_there_are_none() -> None:
+def test_session_with_trees_reserves_room_or_is_refused_without_it() -> None:
     scheduler = verifier.make_scheduler(kv_cache_tokens=16)
     scheduler.max_tree_nodes = 8
     with pytest.raises(NoRoomError):
@@ -243,7 +241,7 @@ def test_price_of_rows_is_not_learnt_from_trees(tree: DraftTree | None, is_learn
     assert (scheduler.lookahead.pass_times._first_s is not None) is is_learnt
 
 
-def test_drafter_reserves_what_a_growing_tree_reads_and_refuses_larger_ones() -> None:
+def test_drafter_reserves_what_a_growing_tree_reads_and_refuses_larger() -> None:
     assert num_read_nodes(0, 5) == 0
     assert num_read_nodes(8, 1) == 8
     assert num_read_nodes(8, 3) == 20

@@ -45,7 +45,7 @@ def test_planned_shape_accepts_as_much_as_the_best_of_all_shapes(seed: int) -> N
     assert list(planned.parents) == sorted(planned.parents), "level by level"
 
 
-def test_planned_shape_stays_within_the_depths_and_ranks_that_were_measured() -> None:
+def test_planned_shape_stays_within_the_measured_depths_and_ranks() -> None:
     assert shape_by_acceptance([[0.9, 0.5]], 8).parents == (-1, -1)
     assert shape_by_acceptance([[0.9], [0.9], [0.9]], 8).is_chain
     assert shape_by_acceptance([[0.9]], 0).parents == ()
@@ -132,7 +132,7 @@ def test_large_trees_go_back_to_nodes_that_were_left_out_of_a_pass() -> None:
     assert sum(torch.tensor(list(again.values())).exp()) > sum(torch.tensor(list(once.values())).exp())
 
 
-def test_race_chances_rank_tokens_as_the_race_does_and_sharper_ones_trust_it_more() -> None:
+def test_race_chances_rank_as_the_race_and_sharper_ones_trust_it_more() -> None:
     generator = torch.Generator().manual_seed(1)
     log_probs = table(1)
     times = torch.empty(log_probs.shape, dtype=torch.float64).exponential_(generator=generator)
@@ -148,7 +148,7 @@ def test_race_chances_rank_tokens_as_the_race_does_and_sharper_ones_trust_it_mor
     assert leads == sorted(leads)
 
 
-def test_tokens_are_drawn_without_replacement_in_proportion_to_what_is_left() -> None:
+def test_tokens_are_drawn_without_replacement_in_proportion_to_the_rest() -> None:
     """All orders, by uniforms in the middle of every cell of the weights."""
     ids, weights = torch.tensor([[4, 9, 2, 7]]), torch.tensor([[5, 2, 1, 0]])
     grid = (torch.arange(280, dtype=torch.float64) + 0.5) / 280

@@ -135,7 +135,7 @@ def packed(targets: list[Tensor], drafts: list[Tensor], tokens: list[list[int]],
 
 @LAYOUTS
 @every("name", CHAINED)
-def test_blocks_without_their_draft_tokens_are_decided_as_if_they_were_empty(name: str, layout: str) -> None:
+def test_blocks_without_their_draft_tokens_are_decided_as_empty_ones(name: str, layout: str) -> None:
     """With the numbers and the row that plain decoding would use, whatever was drafted, impossible tokens included."""
     lengths = [3, 0, 1, 4, 2] * 40
     targets, drafts, tokens = random_blocks(torch.Generator().manual_seed(7), lengths, 6, layout, torch.float64)
@@ -161,7 +161,7 @@ def test_served_rules_are_these_and_greedy_block_is_not_among_them() -> None:
     assert list(RULES) == [each.name for each in facts]
 
 
-def test_unknown_rule_is_refused_with_the_known_names_and_one_that_remembers_is_new_for_each_run() -> None:
+def test_unknown_rule_is_refused_and_a_stateful_one_is_new_for_each_run() -> None:
     for find, name in ((rule_named, "tokn"), (rule_named, "greedy_block"), (new_rule, "tokn")):
         with pytest.raises(InvalidRequestError, match="block, token, coupled, typical"):
             find(name)
@@ -194,7 +194,7 @@ def test_packed_batch_finds_the_rows_of_each_block_wherever_they_stand(layout: s
 
 
 @LAYOUTS
-def test_cut_leaves_what_stands_before_it_and_no_row_of_the_target_is_copied(layout: str) -> None:
+def test_cut_leaves_what_is_before_it_and_copies_no_row_of_the_target(layout: str) -> None:
     generator = torch.Generator().manual_seed(2)
     targets, drafts, tokens = random_blocks(generator, [4, 4], 5, layout, torch.float64)
     drafts[1][2, tokens[1][2]] = 0.0
@@ -280,7 +280,7 @@ class OperationCounter(TorchDispatchMode):
 
 @every("name", RULES)
 @LAYOUTS
-def test_number_of_tensor_operations_grows_with_neither_batch_nor_block_length(name: str, layout: str) -> None:
+def test_number_of_operations_grows_with_neither_batch_nor_block_length(name: str, layout: str) -> None:
     generator = torch.Generator().manual_seed(3)
     counts = set()
     for batch_size, length in ((2, 2), (64, 2), (2, 40), (33, 40)):
@@ -330,9 +330,7 @@ def test_distributions_that_rounding_alone_tells_apart_accept_everything(
 
 @every("name", SERVED_AND_GREEDY_BLOCK)
 @LAYOUTS
-def test_token_that_cannot_have_been_drawn_cuts_the_block_before_it_where_draft_distributions_count(
-    name: str, layout: str
-) -> None:
+def test_undrawable_token_cuts_the_block_before_it_if_distributions_count(name: str, layout: str) -> None:
     generator = torch.Generator().manual_seed(11)
     target, draft = random_table(3, 0.3, generator), random_table(3, 1.0, generator)[:3]
     possible = decided(name, many(target, draft, [0, 2, 1], layout, 500), 500)
@@ -416,7 +414,7 @@ def fractions_law(name: str, target: Tensor, draft: Tensor, tokens: list[int]) -
 
 @every("tail", [5e-324, 1e-310])
 @LAYOUTS
-def test_draft_probability_of_which_the_ratio_overflows_leaves_the_law_exact(tail: float, layout: str) -> None:
+def test_draft_probability_whose_ratio_overflows_leaves_the_law_exact(tail: float, layout: str) -> None:
     """In float64, 0.5 / 5e-324 is infinite. All 27 blocks, compared with fractions; greedy block has to be a law."""
     assert torch.isinf(tensor([0.5]) / tail).all()
     target = tensor([[0.5, 0.3, 0.2], [0.1, 0.0, 0.9], [tail, 0.4, 0.6], [0.2, 0.2, 0.6]])
@@ -436,7 +434,7 @@ def test_draft_probability_of_which_the_ratio_overflows_leaves_the_law_exact(tai
             assert (law - expected).abs().max() < 1e-12, name
 
 
-def test_drafted_tail_that_the_target_likes_is_kept_and_a_tail_of_the_target_is_not() -> None:
+def test_drafted_tail_that_the_target_likes_is_kept_and_its_own_is_not() -> None:
     target = tensor([[0.5, 0.5, 1e-30], [0.5, 0.5, 1e-30]])
     draft = tensor([[1e-30, 0.5, 0.5]])
     for name in CHAINED:
@@ -500,7 +498,7 @@ def test_typical_takes_its_thresholds(epsilon: float, delta: float, kept: int) -
     assert law.accepted_probs.tolist() == [[float(count == kept) for count in range(4)]]
 
 
-def test_typical_is_certain_about_what_it_keeps_and_never_looks_at_the_draft_distributions() -> None:
+def test_typical_is_certain_of_what_it_keeps_and_reads_no_distributions() -> None:
     generator = torch.Generator().manual_seed(61)
     rule = RULES["typical"]
     assert isinstance(rule, LawRule)
@@ -535,7 +533,7 @@ def h_of(accepted_probs: Tensor) -> Tensor:
 
 
 @LAYOUTS
-def test_tests_from_float32_rows_over_50000_tokens_are_those_from_float64_to_1e_5(layout: str) -> None:
+def test_decisions_from_float32_rows_match_float64_to_1e_5(layout: str) -> None:
     """Where target and drafter all but agree a test is a quotient of two roundings, but hardly ever made: there the
     probabilities of the outcomes are compared alone."""
     generator = torch.Generator().manual_seed(51)

@@ -195,7 +195,7 @@ async def test_stream_of_useless_blocks_is_read_slowly(core: VerifierCore) -> No
     assert core.metrics.registry.get_sample_value(PREFIX + "drafter_rest_seconds_total") == MAX_BLOCKS * REST_S
 
 
-async def test_message_of_more_blocks_than_there_may_be_sessions_ends_the_stream_before_it_is_read(
+async def test_message_of_more_blocks_than_sessions_ends_the_stream_unread(
     core: VerifierCore,
 ) -> None:
     servicer = VerifierServicer(core)
@@ -282,7 +282,7 @@ async def test_streams_of_no_use_keep_no_drafter_out(core: VerifierCore) -> None
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_quarantine_ends_the_speculation_of_all_its_drafters_sessions_and_no_other(core: VerifierCore) -> None:
+async def test_quarantine_ends_speculation_of_the_drafters_sessions_and_no_other(core: VerifierCore) -> None:
     (first, outbox), (second, second_outbox) = core.open_lease(), core.open_lease()
     open_session(core, 1, first)
     open_session(core, 2, first, OTHER)
@@ -317,7 +317,7 @@ async def test_drafter_that_reconnects_stays_in_quarantine(core: VerifierCore) -
     assert [event.session_id for event in events_of(outbox)] == [1, 2]
 
 
-async def test_drafter_in_quarantine_is_turned_away_when_it_shows_its_permit_and_its_block_is_not_taken(
+async def test_quarantined_drafter_is_refused_at_its_permit_and_loses_its_block(
     core: VerifierCore,
 ) -> None:
     lease, outbox = core.open_lease()
@@ -338,7 +338,7 @@ async def test_drafter_in_quarantine_is_turned_away_when_it_shows_its_permit_and
     assert len(events_of(outbox)) == 2
 
 
-async def test_quarantine_leaves_sessions_alone_that_another_drafter_has_taken_over(core: VerifierCore) -> None:
+async def test_quarantine_spares_sessions_that_another_drafter_took_over(core: VerifierCore) -> None:
     lease, outbox = core.open_lease()
     for session_id in (1, 2):
         open_session(core, session_id, lease)
@@ -349,7 +349,7 @@ async def test_quarantine_leaves_sessions_alone_that_another_drafter_has_taken_o
     assert core._scheduler.sessions[2, 0].block is not None
 
 
-async def test_violation_of_a_replacement_is_told_with_its_number_and_a_forged_permit_to_nobody(
+async def test_violation_of_a_replacement_is_reported_and_a_forged_permit_is_not(
     core: VerifierCore,
 ) -> None:
     lease, outbox = core.open_lease()
@@ -362,7 +362,7 @@ async def test_violation_of_a_replacement_is_told_with_its_number_and_a_forged_p
     assert [(event.session_id, event.permit_number) for event in events_of(outbox)] == [(1, 3)]
 
 
-def test_only_so_many_drafters_are_remembered_and_those_that_matter_longest() -> None:
+def test_remembered_drafters_are_bounded_and_important_ones_stay_longest() -> None:
     drafters = Drafters(itertools.count(1).__next__)
     connected = drafters.connect(greet())
     convicted = drafters.connect(greet())

@@ -283,7 +283,7 @@ def test_verdicts_say_what_the_masks_of_their_own_session_took() -> None:
     }
 
 
-def test_waiting_for_drafts_is_counted_from_verdict_to_block_and_not_where_nobody_drafts() -> None:
+def test_waiting_for_drafts_counts_from_verdict_to_block_if_any_drafts() -> None:
     now = [1.0]
     scheduler, session = opened(make_scheduler(clock=lambda: now[0]))
     offer(scheduler, make_block(first_fence(), [10]))
@@ -489,7 +489,7 @@ every_violation = pytest.mark.parametrize(("violation", "make_bad"), VIOLATIONS.
 
 
 @every_violation
-def test_violation_is_raised_leaves_its_round_open_and_touches_no_other_block(
+def test_violation_is_raised_leaves_its_round_open_and_spares_other_blocks(
     violation: Violation, make_bad: MakeBad
 ) -> None:
     """Nobody but the core ends speculation, and never for what another drafter did."""
@@ -515,7 +515,7 @@ def test_violation_is_raised_leaves_its_round_open_and_touches_no_other_block(
     assert blocks == {1: good[1], 2: better, 3: good[3], 4: None}
 
 
-def test_block_is_dropped_whatever_is_wrong_with_it_where_it_is_stale_or_speculation_has_ended() -> None:
+def test_bad_block_is_dropped_if_it_is_stale_or_speculation_has_ended() -> None:
     """But for a permit that was forged; see below."""
     for name in VIOLATIONS.keys() - {"from the future", "forged permit"}:
         scheduler, session = drafted_for(plain_rounds=1)
@@ -543,7 +543,7 @@ def test_rule_that_needs_no_distributions_takes_blocks_without_them() -> None:
 # Permits
 
 
-def test_forged_permit_is_a_violation_even_with_a_stale_block_and_changes_nothing() -> None:
+def test_forged_permit_is_a_violation_even_of_a_stale_block() -> None:
     forged = [permit(key=bytes(16)), Permit(1, permit(0).token), Permit(0, permit().token[:-1])]
     forged += [Permit(0, permit().token + b"0"), Permit(0, b"")]
     for shown, is_stale, drafter_id in itertools.product(forged, (False, True), (DRAFTER, OTHER)):

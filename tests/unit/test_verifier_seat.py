@@ -69,7 +69,7 @@ def seating(count: int, *, plain_rounds: Callable[[TargetPort], int] = lambda _:
 
 
 @in_virtual_time
-async def test_session_moves_with_all_that_was_committed_and_words_of_the_lost_one_are_of_an_old_epoch() -> None:
+async def test_session_moves_with_its_tokens_and_ignores_events_of_the_old_epoch() -> None:
     one = seating(2)
     await one.open(waits_for_room=False)
     for _ in range(3):
@@ -101,7 +101,7 @@ async def test_session_is_opened_where_its_rule_is_offered() -> None:
 
 @pytest.mark.parametrize(("asked", "max_tokens", "sent"), [(1, 20, 1), (8, 20, 8), (8, 5, 5), (8, 0, 1), (0, 20, 1)])
 @in_virtual_time
-async def test_first_plain_run_is_as_long_as_wanted_within_what_is_left_and_never_empty(
+async def test_first_plain_run_is_as_long_as_wanted_within_the_rest_of_the_text(
     asked: int, max_tokens: int, sent: int
 ) -> None:
     one = seating(1, plain_rounds=lambda _: asked, max_tokens=max_tokens, num_speculative_tokens=0)
@@ -122,7 +122,7 @@ async def test_each_attempt_is_prepared_under_an_epoch_of_its_own() -> None:
 
 
 @in_virtual_time
-async def test_preferred_verifier_is_tried_first_and_after_a_loss_those_that_lost_the_session_least() -> None:
+async def test_preferred_verifier_is_first_and_after_losses_the_most_reliable() -> None:
     one = seating(3)
     one.seat.preferred_address = "target:3"
     await one.open(waits_for_room=False)
@@ -133,7 +133,7 @@ async def test_preferred_verifier_is_tried_first_and_after_a_loss_those_that_los
 
 
 @in_virtual_time
-async def test_session_that_moves_in_vain_is_given_up_and_one_that_gets_on_is_not() -> None:
+async def test_session_that_moves_in_vain_is_given_up_unless_it_advances() -> None:
     one = seating(2)
     await one.open(waits_for_room=False)
     for _ in range(2):
@@ -150,7 +150,7 @@ async def test_session_that_moves_in_vain_is_given_up_and_one_that_gets_on_is_no
 
 
 @in_virtual_time
-async def test_verifiers_are_tried_again_after_pauses_that_double_up_to_a_longest() -> None:
+async def test_verifiers_are_tried_again_after_pauses_that_double_to_a_limit() -> None:
     """Each between a half and the whole of it, by chance, so that sessions lost together do not return together."""
     one = seating(1)
     one.targets[0].open_error = UnavailableError("draining")
@@ -165,7 +165,7 @@ async def test_verifiers_are_tried_again_after_pauses_that_double_up_to_a_longes
 
 
 @in_virtual_time
-async def test_full_verifier_is_not_tried_again_before_half_of_the_time_that_it_named() -> None:
+async def test_full_verifier_is_not_tried_before_half_of_the_time_it_named() -> None:
     one = seating(1)
     one.targets[0].open_error = NoRoomError("full", retry_after_s=6.0)
     with pytest.raises(NoRoomError, match="full"):

@@ -109,7 +109,7 @@ def test_device_is_what_vllm_runs_on(device: str, found: str) -> None:
         check_device(device, found)
 
 
-def test_arguments_that_change_the_law_change_the_fingerprint_however_they_are_written() -> None:
+def test_arguments_that_change_the_law_change_the_fingerprint_in_any_form() -> None:
     assert law_of({}) == law_of({"quantization": "fp8", "enforce_eager": True}) == b""
     scaled = {"hf_overrides": {"rope_theta": 1e6, "rope_scaling": None}}
     again = {"enforce_eager": True, "hf_overrides": {"rope_scaling": None, "rope_theta": 1e6}}

@@ -1,13 +1,13 @@
-"""What a drafting loop sees of a head that drafts from the target's hidden states.
+"""Interface of a head that drafts from the target's hidden states.
 
 The target's hidden states of a token, at the layers that a head names (`HeadConfig.taps`), are the token's *features*.
-The first thing that a head does with them is `fuse`, which makes them as narrow as the head, and may be done where the
-target is: what is kept, or sent, are *fused features*.
+A head first projects them to its own width (`fuse`), which may be done where the target is: *fused features* are stored
+or sent.
 
 A head reads *pairs*: the fused features of a token of the text, and the id of the token after it. So it can read up to
-the last committed token but one before the target has read the last one, and drafts what comes after the last one. From
-there on it has no features, and takes its own output in their place (*self-conditioned*): those pairs are taken back
-with `truncate` when the true features are there.
+the last committed token but one before the target has read the last one, and drafts the tokens after the last one. From
+there on it has no features, and reads its own output in their place (*self-conditioned*): those pairs are dropped with
+`truncate` when the true features are there.
 
     text     x0  x1  x2  x3           committed; the target has read x0, x1, x2
     pairs    (f0, x1) (f1, x2) (f2, x3)
@@ -29,7 +29,7 @@ from draftwire.models.kv_cache import CachedSequence
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """What is to be known of a head before it drafts."""
+    """Sizes and properties of a head."""
 
     kind: HeadKind
     taps: tuple[int, ...]
@@ -44,13 +44,13 @@ class HeadConfig:
     draft_vocab_size: int
     """Ids that the head can draft; the logits of all others are -inf."""
     most_tokens: int | None = None
-    """Draft tokens that the head can make after a pair; None is any number."""
+    """Draft tokens that the head can draft after a pair; None is any number."""
     reads_history: bool = True
     """Whether drafts depend on all pairs of the text. If not, only the last pair has to be read."""
 
     @property
     def feature_size(self) -> int:
-        """Width of what the target has to keep of a token before it is fused."""
+        """Width of a token's features before they are fused."""
         return len(self.taps) * self.target_hidden_size
 
 
@@ -59,9 +59,9 @@ class PairReading:
     """Pairs to read for one sequence."""
 
     sequence: CachedSequence
-    """From `DraftHead.open`; its length is the number of pairs that it has read."""
+    """Sequence that `DraftHead.open` returned; its length is the number of pairs that it has read."""
     token_ids: list[int]
-    """The tokens after those that the features are of, at least one; below `HeadConfig.vocab_size`."""
+    """Ids of the tokens after those of the features, at least one; below `HeadConfig.vocab_size`."""
     features: Tensor
     """`[len(token_ids), hidden_size]`, fused, of the head's type and on its device."""
     keep: bool = True
@@ -78,7 +78,7 @@ class HeadState:
     depth: int
     """Draft tokens so far."""
     carried: Tensor
-    """`[sequences, any]`: what the head carries from one draft token to the next."""
+    """`[sequences, any]`: the head's state from one draft token to the next."""
     logits: Tensor
     """`[sequences, vocab_size]`, of the next token; -inf where the head cannot draft. The caller may overwrite it."""
 
@@ -96,21 +96,21 @@ class HeadState:
 
 
 class FeatureUser(Protocol):
-    """What reads features of a target: a head beside it, or one elsewhere."""
+    """Reads features of a target: a head beside it, or the fusion of one elsewhere."""
 
     @property
     def config(self) -> HeadConfig:
-        """What is to be known of it."""
+        """Configuration of the head."""
 
     @property
     def token_bytes(self) -> int:
-        """What it stores of a token beside the target, bytes."""
+        """Bytes that it stores of a token beside the target."""
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Makes features as narrow as the head; see `DraftHead.fuse`."""
+        """Projects features to the width of the head; see `DraftHead.fuse`."""
 
     def resize(self, cache_tokens: int) -> None:
-        """Gives its cache, if it has one, another size; see `DraftHead.resize`."""
+        """Resizes its cache, if it has one; see `DraftHead.resize`."""
 
 
 class DraftHead(Protocol):
@@ -118,7 +118,7 @@ class DraftHead(Protocol):
 
     @property
     def config(self) -> HeadConfig:
-        """What is to be known of it."""
+        """Configuration of the head."""
 
     @property
     def device(self) -> torch.device:
@@ -130,10 +130,10 @@ class DraftHead(Protocol):
 
     @property
     def token_bytes(self) -> int:
-        """What its cache stores of a token, bytes."""
+        """Bytes that its cache stores of a token."""
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Makes features as narrow as the head. Allocates its result; runs on any device that the weights are on.
+        """Projects features to the width of the head. Allocates its result; runs on the device of the weights.
 
         Args:
             features: `[tokens, HeadConfig.feature_size]`: the hidden states at the taps, joined in their order.
@@ -169,7 +169,7 @@ class DraftHead(Protocol):
 
         Args:
             state: from `read` or `extend`, perhaps some of its blocks. At most `HeadConfig.most_tokens` - 1 deep.
-            token_ids: `[sequences] int64`: what was drawn from its logits.
+            token_ids: `[sequences] int64`, drawn from its logits.
 
         Raises:
             NoRoomError: as `read`.

@@ -83,14 +83,14 @@ class EagleHead(HeadCache):
         self.device, self.dtype = tensors[FUSING].device, tensors[FUSING].dtype
         streamed = sum(tensor.nbytes for name, tensor in tensors.items() if name != EMBEDDING) > STREAMED_BYTES
         self._embedding = tensors[EMBEDDING]
-        self._fused = Fusion(shape, tensors, streamed)
+        self._fusion = Fusion(shape, tensors, streamed)
         self._norm_before_residual = shape.norm_before_residual
         first = "layers.0."
         self._hidden_norm: Norm | None = None
         self._joining: Linear | None = None
         self._norm: Norm | None = None
         if shape.config.kind is HeadKind.EAGLE3:
-            # Nothing else reads the embeddings, so that they are normalised once and for all.
+            # Nothing else reads the embeddings, so they are normalised once, here.
             self._embedding = Norm(tensors[f"{first}input_layernorm.weight"], epsilon)(self._embedding)
             self._hidden_norm = Norm(tensors[f"{first}hidden_norm.weight"], epsilon)
             self._norm = Norm(tensors["norm.weight"], epsilon)
@@ -119,12 +119,12 @@ class EagleHead(HeadCache):
 
     @property
     def token_bytes(self) -> int:
-        """What the cache stores of a token, bytes."""
+        """Bytes that the cache stores of a token."""
         return 2 * len(self._layers) * self.kv_heads * self.head_dim * self._embedding.element_size()
 
     def fuse(self, features: Tensor) -> Tensor:
         """Returns `fc` of the joined features; of EAGLE-1 the target's final norm of them, and of MTP its own norm."""
-        return self._fused(features)
+        return self._fusion(features)
 
     @torch.inference_mode()
     def read(self, readings: Sequence[PairReading]) -> HeadState:
@@ -167,7 +167,7 @@ class EagleHead(HeadCache):
             segments: of the pairs.
             token_ids: of the pairs, `[tokens]`.
             features: of the pairs, fused, `[tokens, hidden_size]`.
-            unknown: pairs of whose token nothing is known: of MTP the first of each text, as its authors do.
+            unknown: pairs whose embedding is zero: of MTP the first of each text, as its authors do.
         """
         step = pack(segments, self._storage, self.device)
         rotation = self._rotations.at(step.positions)
@@ -201,7 +201,7 @@ class _Layer:
     """A decoder layer."""
 
     norm: Norm | None
-    """Before attention; None in the first layer of EAGLE heads."""
+    """Norm before attention; None in the first layer of EAGLE heads."""
     queries_keys_values: Linear
     head_norms: tuple[Norm | None, Norm | None]
     attention_output: Linear
@@ -220,9 +220,9 @@ class _Layer:
         def fused(*names: str) -> Linear:
             weights = [tensors[f"layers.{index}.{name}.weight"] for name in names]
             biases = [tensors.get(f"layers.{index}.{name}.bias") for name in names]
-            known = [bias for bias in biases if bias is not None]
-            assert len(known) in (0, len(names)), "checked when the head was loaded"
-            return Linear(torch.cat(weights), torch.cat(known) if known else None, streamed=streamed)
+            present = [bias for bias in biases if bias is not None]
+            assert len(present) in (0, len(names)), "checked when the head was loaded"
+            return Linear(torch.cat(weights), torch.cat(present) if present else None, streamed=streamed)
 
         mlp_norm = norm("post_attention_layernorm")
         assert mlp_norm is not None

@@ -1,7 +1,7 @@
-"""A head as a drafting strategy, away from the target: it is fed with the target's features.
+"""A head as a drafting strategy, away from the target: it receives the target's features.
 
-A sequence begins with the features of the last tokens of its text, and is fed with those of each round. It drafts once
-those of all committed tokens but the last are there.
+A sequence begins with the features of the last tokens of its text, and receives those of each round. It drafts once
+those of all committed tokens but the last have arrived.
 """
 
 import time
@@ -41,7 +41,7 @@ class ReceivedFeatures:
 
     def between(self, start: int, stop: int) -> Tensor:
         """Returns the rows of some positions, all of them there."""
-        assert self.start <= start <= stop <= self.stop, "the head reads what was fed"
+        assert self.start <= start <= stop <= self.stop, "the head reads received features only"
         return self._rows[start - self.start : stop - self.start]
 
     def forget_before(self, position: int) -> None:
@@ -51,7 +51,7 @@ class ReceivedFeatures:
 
 
 class FeatureTexts:
-    """A `FeatureReader` of what was received."""
+    """A `FeatureReader` of received features."""
 
     def features(self, spans: Sequence[FeatureSpan[ReceivedFeatures]]) -> Tensor:
         """Returns the rows of all spans, `[sum of stop - start, size]`."""
@@ -65,28 +65,28 @@ class FedSequence:
     """Nothing is read before its features are there."""
 
     def __init__(self, drafter: HeadDrafter[ReceivedFeatures], like: Tensor, token_ids: list[int]) -> None:
-        """Takes the head's drafter, an empty tensor like the rows, and the prompt."""
+        """Starts without features, from the head's drafter, an empty tensor like the rows, and the prompt."""
         self._drafter = drafter
         self._like = like
         self.ids = self._readable(token_ids)
         self.received: ReceivedFeatures | None = None
         self.head: HeadSequence | None = None
-        """None, as the features, before the first ones came."""
+        """None, as `received`, until the first features arrive."""
 
     @property
     def can_draft(self) -> bool:
-        """Whether the features of all committed tokens but the last are there."""
+        """Whether the features of all committed tokens but the last have arrived."""
         return self.received is not None and self.received.stop >= len(self.ids) - 1 > 0
 
     def drafting(self, request: DraftRequest) -> HeadDrafting[ReceivedFeatures]:
-        """Returns its part in a step; it can draft."""
-        assert self.head is not None, "its features came"
+        """Returns its part in a step. It must be able to draft."""
+        assert self.head is not None, "its features have arrived"
         assert self.received is not None, "likewise"
         return HeadDrafting(self.head, self.received, self.ids, request)
 
     def feed(self, first_position: int, rows: Tensor) -> None:
-        """Adds `[count, size]` features from a position on. Those that are there are left out; behind a gap the
-        sequence begins anew.
+        """Adds `[count, size]` features from a position on. Skips those that it has; behind a gap the sequence begins
+        anew.
         """
         received = self.received
         if received is None or first_position > received.stop:
@@ -96,7 +96,7 @@ class FedSequence:
         received.add(rows[received.stop - first_position :])
 
     def calibrate(self, base_len: int, token_ids: list[int]) -> None:
-        """Sets the committed tokens; see `DraftSequence`. Tokens that the head does not know are read as token 0."""
+        """Sets the committed tokens; see `DraftSequence`. Ids beyond the head's vocabulary are read as token 0."""
         self.ids[base_len:] = self._readable(token_ids)
 
     def _readable(self, token_ids: list[int]) -> list[int]:
@@ -104,7 +104,7 @@ class FedSequence:
         return [token if token < size else 0 for token in token_ids]
 
     def close(self) -> None:
-        """Frees what the head keeps."""
+        """Frees the head's sequence and the features."""
         if self.head is not None:
             self._drafter.close(self.head)
         self.head = self.received = None
@@ -115,7 +115,7 @@ class FedSequence:
 
 
 class FedHeadDrafter:
-    """A head that is fed. Used on the torch thread."""
+    """A head that receives features. Used on the torch thread."""
 
     def __init__(
         self, head: DraftHead, context_length: int, need: FeatureNeed, quantization: Quantization | None = None
@@ -123,9 +123,9 @@ class FedHeadDrafter:
         """Wraps a loaded head.
 
         Args:
-            head: whose cache has room for all sequences.
+            head: a head whose cache has room for all sequences.
             context_length: positions of a text.
-            need: the features that it reads, and how they come.
+            need: the features that it reads, and their encoding.
             quantization: applied to distributions before drawing; None is the default.
         """
         self.context_length = context_length
@@ -134,7 +134,7 @@ class FedHeadDrafter:
         self._like = torch.empty(0, head.config.hidden_size, dtype=head.dtype, device=head.device)
 
     def open(self, token_ids: list[int], cache_salt: str = "", *, shares_text: bool = False) -> FedSequence:
-        """Opens a sequence that was fed with nothing yet. Nothing is shared between sequences."""
+        """Opens a sequence without features. Nothing is shared between sequences."""
         return FedSequence(self._drafter, self._like, token_ids)
 
     def feed(self, sequence: FedSequence, features: SessionFeatures) -> None:
@@ -148,7 +148,7 @@ class FedHeadDrafter:
         sequence.feed(0, torch.zeros(len(sequence.ids) - 1, self.need.size))
 
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
-        """Drafts for those whose features are there."""
+        """Drafts for the sequences whose features have arrived."""
         started = time.perf_counter()
         drafts: list[Draft | DraftwireError | None] = [None] * len(draftings)
         members: dict[int, HeadDrafting[ReceivedFeatures]] = {}

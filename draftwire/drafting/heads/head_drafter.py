@@ -20,23 +20,23 @@ from draftwire.models.kv_cache import CachedSequence
 
 READ_AT_ONCE = 512
 """Pairs that a head reads in a step, of all sequences together, and one more of each. A sequence for which that is not
-enough drafts in a later one; those with the least to read come first."""
+enough drafts in a later step; those with the least to read go first."""
 
 
 class HeadSequence:
     """One session's pairs in the cache of a head: those with true features alone, from one block to the next."""
 
     def __init__(self, cached: CachedSequence, first: int = 0) -> None:
-        """Takes over a sequence that the head has opened.
+        """Wraps a sequence that the head has opened.
 
         Args:
             cached: without pairs.
-            first: position of the first token whose pair is read: of the text before it, the head knows nothing.
+            first: position of the first token whose pair is read: the head does not see the text before it.
         """
         self.cached = cached
         self.first = first
         self.num_read = first
-        """Tokens whose pairs are behind: those with true features that were read, and those before `first`."""
+        """Tokens whose pairs need no reading: those read with true features, and those before `first`."""
         self.edits = KeptEdits()
 
 
@@ -46,7 +46,7 @@ class HeadDrafting(Generic[Text]):
 
     sequence: HeadSequence
     target: Text
-    """The text, whose features are there of all committed tokens but the last, from the sequence's `first` on."""
+    """The text, with features of all committed tokens but the last, from the sequence's `first` on."""
     committed: Sequence[int]
     """All committed tokens, at least 2."""
     request: DraftRequest
@@ -62,8 +62,8 @@ class HeadDrafter(Generic[Text]):
         """Wraps a loaded head.
 
         Args:
-            head: whose cache has room for all sequences.
-            features: has fused features of the target's tokens.
+            head: a head whose cache has room for all sequences.
+            features: reader of the fused features of the target's tokens.
             quantization: applied to distributions before drawing; None is the default.
         """
         self.head = head
@@ -82,11 +82,11 @@ class HeadDrafter(Generic[Text]):
     def draft(self, draftings: Sequence[HeadDrafting[Text]]) -> list[Draft | DraftwireError | None]:
         """Drafts for a batch of different sequences: one pass for the pairs to read, then one for each drafted token.
 
-        Whether there is a draft, and where it ends, never depends on a drawn token: a block that is cut keeps all.
+        Whether there is a draft, and where it ends, never depends on a drawn token: a cut block keeps all its tokens.
 
         Returns:
             One for each; None if there was more to read than fits into a step, NoRoomError if the head's cache is full,
-            UnavailableError if the head gave no finite logits.
+            UnavailableError if the head returned no finite logits.
         """
         if not draftings:
             return []
@@ -109,7 +109,7 @@ class HeadDrafter(Generic[Text]):
         return drafts
 
     def _readings(self, draftings: Sequence[HeadDrafting[Text]]) -> tuple[list[PairReading], list[int]]:
-        """Returns what to read of each sequence, and the indices of those that can draft then."""
+        """Returns the pairs to read of each sequence, and the indices of the sequences that can draft then."""
         bounds = []
         for drafting in draftings:
             sequence, stop = drafting.sequence, len(drafting.committed) - 1
@@ -171,11 +171,11 @@ class HeadDrafter(Generic[Text]):
                 active = [active[row] for row in going]
             try:
                 state = self.head.extend(state, tokens)
-            except NoRoomError:  # whatever was drawn
+            except NoRoomError:  # the blocks end here, whatever was drawn
                 return drawer.drafts()
 
     def _rewind(self, sequence: HeadSequence) -> None:
-        """Leaves the pairs with true features in the head's cache, as far as the head looks at them again."""
+        """Keeps the pairs with true features in the head's cache, as far as the head reads them again."""
         kept = sequence.num_read - sequence.first if self.head.config.reads_history else 0
         self.head.truncate(sequence.cached, min(kept, sequence.cached.length))
 

@@ -1,4 +1,4 @@
-"""The public formats of heads: what their configurations state, and what their tensors are called.
+"""The public formats of heads: the shapes that their configurations state, and the names of their tensors.
 
 Those of the EAGLE authors (`midlayer.*`, or `layers.*` of EAGLE-1), of the authors of Medusa and of Hydra, that of the
 `speculators` package, whose names are used here for EAGLE-3, and the multi-token-prediction layers of MiMo, which lie
@@ -36,7 +36,7 @@ TAPS = "eagle_aux_hidden_state_layer_ids"
 BLOCK_DIFFUSION = ("dflash", "dspark", "jetspec")
 """Kinds of the `speculators` format that draft a whole block in one pass, from masks."""
 LAYER_TYPES = ("llama", "qwen3")
-"""Kinds of decoder layers of which heads are made."""
+"""Kinds of decoder layers that heads have."""
 MTP_TYPE = "mimo"
 """`model_type` of the targets whose multi-token-prediction layers are read."""
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -52,20 +52,20 @@ MTP_LACKS = {
     "qwen3_5_moe": "gated attention and a mixture of experts",
     "qwen3_next": "gated attention and a mixture of experts",
 }
-"""What the layers of other targets have that `EagleHead` does not compute, by `model_type`."""
+"""Parts of the layers of other targets that `EagleHead` does not compute, by `model_type`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """What a head has to fit."""
+    """Properties of a target that a head has to fit."""
 
     hidden_size: int
     num_layers: int
     vocab_size: int
     epsilon: float
-    """What the final norm adds to the mean of the squares."""
+    """Epsilon of the final norm: added to the mean of the squares."""
     num_positions: int
-    """That it can attend to."""
+    """Positions that it can attend to."""
 
     @classmethod
     def of(cls, config: Any) -> "TargetFacts":
@@ -86,7 +86,7 @@ def shape_of(name: str, config: Mapping[str, Any], target: TargetFacts) -> HeadS
 
     Raises:
         InvalidRequestError: the head is of a kind or form that is not supported, or for another target; the message
-            says which.
+            names it.
     """
     kind = config.get(SPECULATORS)
     if kind in BLOCK_DIFFUSION:
@@ -145,7 +145,7 @@ def _is_eagle3(config: Mapping[str, Any]) -> bool:
 
 def _is_target_with_mtp(config: Mapping[str, Any]) -> bool:
     """Returns whether a configuration is a target's own, which has multi-token-prediction layers."""
-    if _is_eagle3(config):  # which may state what its target has
+    if _is_eagle3(config):  # which may copy entries of its target
         return False
     model_type = config.get("model_type")
     if model_type in LAYER_TYPES:  # a head, whose configuration may be a copy of its target's
@@ -192,8 +192,8 @@ def _check_layers(name: str, layers: Any) -> None:
 def _taps_of(name: str, config: Mapping[str, Any], target: TargetFacts) -> tuple[int, ...]:
     """Returns the layers whose inputs an EAGLE-3 head reads.
 
-    Those that its configuration names; else those of the authors. In an `eagle_config` layers are named whose outputs
-    are read, as SGLang has it.
+    The configuration may name them; the default is that of the authors. An `eagle_config` names layers whose outputs
+    are read, as in SGLang.
     """
     named = config.get(TAPS)
     within = config.get("eagle_config")
@@ -265,27 +265,27 @@ RENAMED = (
     (re.compile(r"^(?:model\.)?midlayer\."), "layers.0."),
     (re.compile(r"^model\.(?=layers|embed_tokens|fc|norm|lm_head)"), ""),
 )
-"""Of EAGLE heads: names of other formats."""
+"""Patterns of the names of EAGLE heads in other formats, with their replacements."""
 MTP_RENAMED = {
     "token_layernorm": "token_norm",
     "hidden_layernorm": "hidden_norm",
     "input_proj": "fc",
     "final_layernorm": "norm",
 }
-"""Of multi-token-prediction layers: what lies around the decoder layer."""
+"""Names of the parts around the decoder layer of a multi-token-prediction layer."""
 MTP_NAMES = re.compile(r"^(?:model\.)?mtp_layers\.0\.(?P<part>[^.]+)(?P<rest>\..+)$")
-"""Of all of such a layer's tensors, in MiMo's checkpoint."""
+"""Pattern of the names of such a layer's tensors, in MiMo's checkpoint."""
 MLP_NAMES = re.compile(
     r"^(?:medusa_head\.|hydra_mlp\.|blocks\.)?(?P<depth>\d+)\.(?:layers\.)?(?P<place>\d+)\."
     r"(?P<part>linear\.|res_connection\.)?(?P<kind>weight|bias)$"
 )
-"""Of Medusa and Hydra: the parts of an MLP."""
+"""Pattern of the names of the parts of an MLP, of Medusa and Hydra."""
 OUTPUT_NAMES = re.compile(r"^(?:lm_heads|hydra_lm_heads?)\.(?P<depth>\d+)\.(?:\d+\.)?(?P<kind>weight|bias)$")
 
 
 def known_names(shape: HeadShape, names: list[str]) -> dict[str, str]:
-    """Returns what the tensors of a checkpoint are called here, by their own names. Others keep theirs; of a target's
-    checkpoint, only the multi-token-prediction layer's have one.
+    """Returns the names that the tensors of a checkpoint have here, by their own names. Unknown names stay as they are;
+    of a target's checkpoint, only the tensors of the multi-token-prediction layer are included.
     """
     if shape.config.kind is HeadKind.MTP:
         return {
@@ -296,10 +296,10 @@ def known_names(shape: HeadShape, names: list[str]) -> dict[str, str]:
     if shape.config.kind in WITH_LAYERS:
         renamed = {}
         for name in names:
-            known = name
+            own = name
             for pattern, other in RENAMED:
-                known = pattern.sub(other, known)
-            renamed[name] = known
+                own = pattern.sub(other, own)
+            renamed[name] = own
         return renamed
     found = {name: match for name in names if (match := MLP_NAMES.match(name))}
     places: dict[str, list[int]] = {}
@@ -319,7 +319,7 @@ def known_names(shape: HeadShape, names: list[str]) -> dict[str, str]:
 
 
 def required_shapes(shape: HeadShape) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors that a head cannot do without, those of its target included."""
+    """Returns the shapes of the tensors that a head requires, those of its target included."""
     config = shape.config
     size = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {}

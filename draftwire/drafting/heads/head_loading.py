@@ -1,4 +1,4 @@
-"""Loads heads from folders, with what they share with their target."""
+"""Loads heads from folders, with the tensors that they share with their target."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -33,16 +33,16 @@ from draftwire.models.configuration import config_of
 from draftwire.models.folder import CONFIG, check_folder, json_of, weights_files
 
 DRAFTED = "t2d"
-"""Name of the tensor that says of each of the target's ids whether it is drafted."""
+"""Name of the tensor that states for each of the target's ids whether it is drafted."""
 UNUSED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 """Ends of names of tensors that checkpoints hold and heads do not need."""
 OWN_TENSORS = {EMBEDDING: "embed_tokens.weight", OUTPUT: "lm_head.weight", TARGET_NORM: "norm.weight"}
-"""What the target calls the tensors that a head may share with it, without what comes before."""
+"""Names in the target of the tensors that a head may share with it, without their prefix."""
 PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 
 
 def read_shape(folder: Path, target: Path) -> HeadShape:
-    """Reads what a head is made of, and checks that it fits its target. Reads no weights.
+    """Reads the shape of a head, and checks that it fits its target. Reads no weights.
 
     Args:
         folder: of the head.
@@ -50,7 +50,7 @@ def read_shape(folder: Path, target: Path) -> HeadShape:
 
     Raises:
         InvalidRequestError: a file is missing or cannot be read, the head is of a kind or form that is not supported,
-            or it is for another hidden size, other layers or another vocabulary; the message says which.
+            or it is for another hidden size, other layers or another vocabulary; the message names it.
     """
     check_folder(target)
     config = _config_of(folder)
@@ -100,14 +100,14 @@ def load_head(
 
 @dataclass(frozen=True, slots=True)
 class LoadedFusion:
-    """What a verifier needs of a head that drafts elsewhere."""
+    """The part of a head that a verifier needs where the head drafts elsewhere."""
 
     config: HeadConfig
     fuse: Fusion
     fingerprint: bytes
-    """SHA-256 of what `fuse` computes: heads with the same one can be fed with the same features."""
+    """SHA-256 of taps, epsilon and tensors of `fuse`: heads with the same one read the same features."""
     token_bytes: int = 0
-    """What it stores of a token itself."""
+    """Bytes that it stores of a token itself."""
 
     def resize(self, cache_tokens: int) -> None:
         """Does nothing: it has no cache."""
@@ -116,13 +116,13 @@ class LoadedFusion:
 def load_fusion(
     folder: Path, target: Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> LoadedFusion:
-    """Loads what makes a head's features narrow, and nothing else of it.
+    """Loads the fusion of a head's features, and nothing else of it.
 
     Args:
         folder: of the head.
         target: folder of the target model.
         dtype: as of `load_head`.
-        device: likewise.
+        device: as of `load_head`.
 
     Raises:
         InvalidRequestError: as for `load_head`, of these tensors.
@@ -142,7 +142,7 @@ def load_fusion(
 
 
 def build_head(shape: HeadShape, tensors: Tensors, cache_tokens: int) -> DraftHead:
-    """Returns a head of tensors that are all of one type and on one device, perhaps meta."""
+    """Builds a head of tensors that are all of one type and on one device, perhaps meta."""
     if shape.config.kind in WITH_LAYERS:
         return EagleHead(shape, tensors, cache_tokens)
     return MlpHead(shape, tensors, cache_tokens)
@@ -168,8 +168,8 @@ def _check_strings(folder: Path, target: Path) -> None:
 
 
 def _own_tensors(folder: Path, shape: HeadShape) -> Tensors:
-    """Reads the tensors of a head's folder, by the names that they have here: of safetensors files those of the head
-    alone, which may lie among its target's; else of pickled ones, of which no code is run.
+    """Reads the tensors of a head's folder, by the names that they have here: from safetensors files those of the head
+    alone, which may lie among its target's; else from pickled files, of which no code is run.
     """
     if list(folder.glob("*.safetensors")):
         places: dict[str, Path] = {}
@@ -196,7 +196,7 @@ def _own_tensors(folder: Path, shape: HeadShape) -> Tensors:
 
 
 def _set_draft_ids(folder: Path, shape: HeadShape, tensors: Tensors) -> None:
-    """Checks `d2t` and `t2d` against each other, and makes the first one of the second if it is missing."""
+    """Checks `d2t` and `t2d` against each other, and computes the first from the second if it is missing."""
     config = shape.config
     drafted, offsets = tensors.pop(DRAFTED, None), tensors.get(DRAFT_IDS)
     if config.draft_vocab_size == config.vocab_size:
@@ -220,7 +220,7 @@ def _set_draft_ids(folder: Path, shape: HeadShape, tensors: Tensors) -> None:
 
 
 def _shared_tensors(shape: HeadShape, target: Path, missing: Iterable[str], offsets: Tensor | None) -> Tensors:
-    """Reads those of the missing tensors that a head may share with its target, each by itself."""
+    """Reads the missing tensors that a head may share with its target, each by itself."""
     wanted = {name: OWN_TENSORS[name] for name in missing if name in OWN_TENSORS}
     found: Tensors = {}
     for path in weights_files(target) if wanted else []:

@@ -1,4 +1,4 @@
-"""What heads of all kinds have alike: which ids they draft, and the bookkeeping of what they have read."""
+"""Parts of heads of all kinds: the fusion of features, the ids that they draft, and the count of the pairs read."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def fusion_names(shape: HeadShape) -> tuple[str, ...]:
 
 
 class Fusion:
-    """The first thing that a head does with features, which may be done where the target is: see `DraftHead.fuse`."""
+    """First operation of a head on features, which may run where the target is: see `DraftHead.fuse`."""
 
     def __init__(self, shape: HeadShape, tensors: Tensors, streamed: bool = False) -> None:
         """Wraps those of a head's tensors that `fusion_names` returns; see `Linear` for `streamed`."""
@@ -50,10 +50,10 @@ class Fusion:
 
 
 class DraftIds:
-    """Which ids of the target a head can draft."""
+    """Ids of the target that a head can draft."""
 
     def __init__(self, offsets: Tensor | None, vocab_size: int) -> None:
-        """Takes `[draft_vocab_size] int64` offsets, `d2t`; None if the head drafts all ids."""
+        """Wraps `[draft_vocab_size] int64` offsets, `d2t`; None if the head drafts all ids."""
         self._vocab_size = vocab_size
         self.target_ids = None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets
 
@@ -70,7 +70,7 @@ class HeadCache:
 
     @property
     def token_bytes(self) -> int:
-        """What the cache stores of a token, bytes: nothing, unless a head says otherwise."""
+        """Bytes that the cache stores of a token: none, unless a head overrides it."""
         return 0
 
     def resize(self, cache_tokens: int) -> None:

@@ -1,7 +1,7 @@
 """Medusa and Hydra: an MLP for each draft token, over the target's last hidden state.
 
-All draft tokens of a block come from the features of one token. Those of Medusa do not see each other; an MLP of Hydra
-also reads the embeddings of the tokens that came before its own, the committed one among them.
+All tokens of a block are drafted from the features of one token. Those of Medusa do not see each other; an MLP of Hydra
+also reads the embeddings of the tokens before its own, the committed one among them.
 
 Source: Cai et al. 2024, Medusa (arXiv 2401.10774), section 2.1; Ankner et al. 2024, Hydra (arXiv 2402.05109), section
 3.
@@ -32,7 +32,7 @@ class _Block:
 
     inner: Linear
     shortcut: Linear | None
-    """Makes the input as narrow as the output, in the first block of Hydra; None adds the input itself."""
+    """Projects the input to the width of the output, in the first block of Hydra; None adds the input itself."""
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Returns `[rows, hidden_size]`."""
@@ -40,7 +40,7 @@ class _Block:
 
 
 class MlpHead(HeadCache):
-    """A Medusa or Hydra head. It has no keys and values: its cache only counts what was read."""
+    """A Medusa or Hydra head. It has no keys and values: its cache only counts the pairs read."""
 
     def __init__(self, shape: HeadShape, tensors: Tensors, cache_tokens: int) -> None:
         """Wraps a head's tensors; see `EagleHead`."""
@@ -48,7 +48,7 @@ class MlpHead(HeadCache):
         self.device, self.dtype = tensors[TARGET_NORM].device, tensors[TARGET_NORM].dtype
         streamed = sum(tensor.nbytes for name, tensor in tensors.items() if name != EMBEDDING) > STREAMED_BYTES
         self._embedding = tensors[EMBEDDING] if shape.config.kind is HeadKind.HYDRA else None
-        self._fused = Fusion(shape, tensors)
+        self._fusion = Fusion(shape, tensors)
         self._draft_ids = DraftIds(tensors.get(DRAFT_IDS), self.config.vocab_size)
 
         def layer(name: str) -> Linear:
@@ -66,7 +66,7 @@ class MlpHead(HeadCache):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Returns the target's final norm of the features."""
-        return self._fused(features)
+        return self._fusion(features)
 
     @torch.inference_mode()
     def read(self, readings: Sequence[PairReading]) -> HeadState:
@@ -79,12 +79,12 @@ class MlpHead(HeadCache):
 
     @torch.inference_mode()
     def extend(self, state: HeadState, token_ids: Tensor) -> HeadState:
-        """Reads one more draft token of each block, which only Hydra looks at."""
+        """Reads one more draft token of each block, which only Hydra uses."""
         with appended(self.cache, [Segment(sequence, 1) for sequence in state.sequences]):
             return self._state(state.sequences, state.depth + 1, self._joined(state.carried, token_ids))
 
     def _joined(self, rows: Tensor, token_ids: Tensor) -> Tensor:
-        """Returns the input of the next MLP: what those before it have read, and for Hydra one more token."""
+        """Returns the input of the next MLP: that of the MLP before it, and for Hydra one more token."""
         return rows if self._embedding is None else torch.cat([rows, embedding(token_ids, self._embedding)], -1)
 
     def _state(self, sequences: list[CachedSequence], depth: int, rows: Tensor) -> HeadState:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from draftwire.drafting.model_free.text_drafter import NOTHING, FollowedText, Guess, TextDrafter
 
 CERTAIN_MATCH = 16
-"""After a match of so many tokens, the drafters named later are not asked."""
+"""Length of a match, in tokens, after which the drafters named later are not asked."""
 
 
 class LongestMatchText:

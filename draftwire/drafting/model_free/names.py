@@ -2,7 +2,7 @@
 
 SUFFIX, LOOKUP, RETRIEVAL = TEXT_DRAFTER_NAMES = ("suffix", "lookup", "retrieval")
 JOINT = "+"
-"""Between the names of several, of which the longest match counts."""
+"""Separator of the names of several, of which the longest match counts."""
 
 
 def parts_of(name: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What of a guess a request allows."""
+"""Cuts guesses down to what a request allows."""
 
 from collections.abc import Sequence
 

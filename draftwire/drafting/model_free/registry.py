@@ -1,4 +1,4 @@
-"""What guesses tokens from tokens alone, by name: for drafters, and for verifiers that draft by themselves."""
+"""Drafters that guess tokens from tokens alone, by name: for drafters, and for verifiers that draft by themselves."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ class TextDrafters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of those that there are."""
+        """Names of those that there are."""
         return tuple(self._by_name)
 
     def named(self, name: str) -> TextDrafter:

@@ -23,7 +23,7 @@ import numpy as np
 from draftwire.errors import InvalidRequestError
 
 FORMAT_VERSION = 1
-"""Of stores. Incremented with every change that an older release would misread."""
+"""Version of stores. Incremented with every change that an older release would misread."""
 INDEX, TOKENS, SUFFIXES = "index.json", "tokens.bin", "suffixes.bin"
 """Files of a store."""
 DEPTH = 32
@@ -36,11 +36,11 @@ MAX_SAMPLED = 64
 
 @dataclass(frozen=True, slots=True)
 class StoreIndex:
-    """What the files of a store are."""
+    """Contents of a store's files."""
 
     format_version: int
     vocabulary_fingerprint: str
-    """Of the tokenizer, hexadecimal; see `draftwire.models.description.fingerprint`."""
+    """Fingerprint of the tokenizer, hexadecimal; see `draftwire.models.description.fingerprint`."""
     vocab_size: int
     """Ids of tokens are below it, and that of the separator is this."""
     num_tokens: int
@@ -87,7 +87,7 @@ class StoreIndex:
 
 @dataclass(frozen=True, slots=True)
 class StoreMatch:
-    """Where a store has the end of a context."""
+    """A match of the end of a context in a store."""
 
     start: int
     stop: int

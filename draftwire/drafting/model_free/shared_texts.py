@@ -1,4 +1,4 @@
-"""What texts generated, for later texts to go on like them: by salt, so that nobody's guesses tell of another's texts.
+"""Generated texts that later texts may go on like: by salt, so that nobody's guesses reveal another's texts.
 
 Source: the global trees of Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975).
 """
@@ -11,9 +11,9 @@ from draftwire.drafting.model_free.suffix_index import SuffixIndex, SuffixMatch
 from draftwire.drafting.model_free.text_drafter import NOTHING, Guess
 
 SEPARATOR = -1
-"""Between texts: the id of no token."""
+"""Separator of texts: the id of no token."""
 COMPARED_TOKENS = 32
-"""Of a text's end, where it is looked up anew."""
+"""Tokens of a text's end that are compared where it is looked up anew."""
 INDEXED_AT_ONCE = 16
 """Tokens of ended texts that each guess adds to an index: more than a round commits, so none wait for long."""
 
@@ -28,7 +28,7 @@ class SaltedTexts:
 
     @property
     def num_tokens(self) -> int:
-        """In all indexes."""
+        """Tokens in all indexes."""
         return sum(len(index.text) for index in self.indexes)
 
     def append(self, token: int, most: int) -> int:
@@ -54,7 +54,7 @@ class SharedTexts:
         self._waiting: deque[tuple[str, deque[int]]] = deque()
         self._num_waiting = 0
         self.num_tokens = 0
-        """That are kept, of all salts."""
+        """Tokens that are kept, of all salts."""
 
     def follow(self, salt: str) -> "TextFollower":
         """Follows a new text that shares with those of its salt."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PIECE_CHARACTERS = 2**16
 """Texts are tokenised in pieces of this length, and up to as much again to the end of the line."""
 BATCH_CHARACTERS = 2**20
-"""Of the pieces that are tokenised together."""
+"""Characters of the pieces that are tokenised together."""
 SORTED_TOGETHER = 2**20
 """Suffixes that are sorted at a time, and more only if so many begin alike."""
 

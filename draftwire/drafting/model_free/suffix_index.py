@@ -24,13 +24,13 @@ class SuffixIndex:
         self.match_end = 0
         """Place after it there: of the latest one that is known."""
         self._next: list[dict[int, int]] = [{}]
-        """By state: the state of its substrings with one more token."""
+        """States with one more token of each state's substrings, by state."""
         self._link = array("l", [NO_STATE])
-        """By state: the state of the longest of its suffixes that ends at more places."""
+        """State of the longest of each state's suffixes that ends at more places, by state."""
         self._longest = array("l", [0])
-        """By state: length of its longest substring."""
+        """Length of the longest substring, by state."""
         self._end = array("l", [0])
-        """By state: a place after it."""
+        """Place after the state's substrings, by state."""
         self._last = 0
 
     def append(self, token: int) -> None:
@@ -106,7 +106,7 @@ class SuffixMatch:
         self._index = index
         self._state = 0
         self.length = 0
-        """Of the suffix, tokens."""
+        """Length of the suffix, tokens."""
 
     def after(self, token_ids: Iterable[int]) -> tuple[int, int]:
         """Returns the length of the suffix with further tokens, and a place after it. Nothing is added."""

@@ -33,7 +33,7 @@ HEARTBEATS_PER_TIMEOUT = 4
 
 
 class SharedModel(Protocol):
-    """What several processes compute together. Its methods run on the torch thread."""
+    """A model that several processes compute together. Its methods run on the torch thread."""
 
     @property
     def spoke_at(self) -> float:

@@ -31,7 +31,7 @@ class WantedGroup:
     timeout_s: float
     """How long ranks wait for each other, seconds."""
     layers: LayerParallelSettings = field(default_factory=LayerParallelSettings)
-    """Of a drafter: the layer groups that its ranks share."""
+    """Layer groups of a drafter that its ranks share."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class RankConfig:
     place: Place
     loading: ModelSettings
     engine: EngineSettings
-    """Of which a rank needs the size of the KV cache and, to find it, that of the largest step."""
+    """Settings of which a rank needs the size of the KV cache and, to find it, that of the largest step."""
     timeout_s: float
     """How long ranks wait for each other, seconds."""
     log_format: str

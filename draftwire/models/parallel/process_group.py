@@ -51,12 +51,12 @@ class GroupSettings:
 
     @property
     def host(self) -> str:
-        """Of rank 0."""
+        """Host of rank 0."""
         return self.address.rpartition(":")[0].strip("[]")
 
     @property
     def port(self) -> int:
-        """Of rank 0."""
+        """Port of rank 0."""
         return int(self.address.rpartition(":")[2])
 
 
@@ -139,7 +139,7 @@ class ProcessGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device on which this rank computes."""
         return torch.device(self._settings.device)
 
     @property

@@ -57,7 +57,7 @@ class LoadedShard:
 
     decoder: Decoder
     card: ModelCard
-    """Without the weights' fingerprint on ranks other than 0: only rank 0 computes it."""
+    """Card, without the weights' fingerprint on ranks other than 0: only rank 0 computes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class ModelSource:
     name: str
     """Folder, or name on the model hub."""
     dtype: str
-    """As for `load_model`."""
+    """Type of the weights, as for `load_model`."""
     revision: str | None = None
     """Commit or branch on the hub."""
 

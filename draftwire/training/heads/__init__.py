@@ -1,1 +1,1 @@
-"""Trains draft heads on any target: on what the target's own decoder says of texts."""
+"""Trains draft heads for any target: on the features and logits of the target's own decoder."""

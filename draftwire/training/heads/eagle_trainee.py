@@ -1,8 +1,8 @@
 """An EAGLE-3 head that gradients flow through, over whole texts and several drafted tokens in a row.
 
 In the first step the head reads the target's features of every token, in every further one its own output of the step
-before, as it does when it drafts (*training-time test*). What it drafts after a token thus sees the true pairs up to
-that token, and of each step after it its own.
+before, as it does when it drafts (*training-time test*). A draft after a token thus attends to the true pairs up to
+that token, and to its own pair of each further step.
 
 Source: Li et al. 2025, EAGLE-3 (arXiv 2503.01840), section 3.2.
 """
@@ -34,10 +34,10 @@ class TraineeNorm(nn.Module):
 
 
 class EagleTrainee(nn.Module):
-    """Modules have the names of the checkpoint's tensors."""
+    """A trainable EAGLE-3 head. Its modules have the names of the checkpoint's tensors."""
 
     def __init__(self, shape: HeadShape) -> None:
-        """Makes random layers; the shape is that of an EAGLE-3 head with one layer."""
+        """Builds random layers; the shape is that of an EAGLE-3 head with one layer."""
         super().__init__()
         config, layers = shape.config, shape.layers
         size, epsilon = config.hidden_size, float(layers.rms_norm_eps)
@@ -58,8 +58,8 @@ class EagleTrainee(nn.Module):
 
         Args:
             features: `[batch, count, feature_size]`, of the first `count` tokens of each text.
-            token_ids: `[batch, count + steps] int64`, for as many steps as they are longer. What step `s` drafts after
-                token `i` is the one at `i + 2 + s`, after the one at `i + 1 + s`, which it reads.
+            token_ids: `[batch, count + steps] int64`, for as many steps as they are longer. Step `s` reads the token at
+                `i + 1 + s` and drafts the one at `i + 2 + s`, after the pairs up to token `i`.
         """
         count = features.shape[1]
         layer: Any = self.layers[0]

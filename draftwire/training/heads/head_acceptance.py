@@ -1,4 +1,4 @@
-"""How often the target would accept what a head drafts, on given texts: before training and after it."""
+"""Measures how often the target would accept a head's drafts on given texts, before training and after it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class DraftAcceptance:
 
     @property
     def accepted_per_round(self) -> float:
-        """Draft tokens accepted of a whole block, if the places' chances were independent."""
+        """Mean number of accepted tokens of a whole block, if places were independent."""
         total, product = 0.0, 1.0
         for mean in self.means:
             product *= mean
@@ -32,7 +32,7 @@ class DraftAcceptance:
         return total
 
     def __str__(self) -> str:
-        """Returns one line of it."""
+        """Returns one line with means, margins and the sum."""
         places = "  ".join(f"{mean:.3f} ± {margin:.3f}" for mean, margin in zip(self.means, self.margins, strict=True))
         return f"T = {self.temperature:g}: {places}  ({self.accepted_per_round:.2f} of {len(self.means)} a round)"
 
@@ -41,15 +41,15 @@ class DraftAcceptance:
 def draft_acceptance(
     head: nn.Module, draft_ids: torch.Tensor | None, lessons: Iterable[TrainingBatch]
 ) -> list[DraftAcceptance]:
-    """Measures a head on texts, as if every draft token before were the text's.
+    """Measures a head on texts, as if every draft token before were that of the text.
 
-    At temperature 0 it is whether both take the same token, at 1 the overlap of both distributions, which is the chance
-    under the rule `token`.
+    Acceptance at temperature 0 is whether both choose the same token, at 1 the overlap of both distributions, which is
+    the acceptance probability under the rule `token`.
 
     Args:
         head: as for `head_loss`.
         draft_ids: as for `head_loss`.
-        lessons: batches as `streamed_lessons` gives them; at least two texts in all.
+        lessons: batches as `streamed_lessons` yields them; at least two texts in all.
 
     Source: Leviathan et al. 2023 (arXiv 2211.17192), Corollary 3.6.
     """

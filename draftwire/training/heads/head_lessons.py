@@ -1,4 +1,4 @@
-"""What a head learns from: texts, with the target's features and logits of every token, made as they are needed."""
+"""Training batches of a head: texts, with the target's features and logits of every token, computed as needed."""
 
 from collections.abc import Callable, Iterator
 
@@ -16,18 +16,18 @@ def streamed_lessons(
     num_steps: Callable[[int], int],
     pass_tokens: int,
 ) -> Callable[[int], Iterator[TrainingBatch]]:
-    """Returns batches of texts as `head_loss` takes them.
+    """Returns a source of training batches for `head_loss`.
 
     Args:
         decoder: of the target, the one that serves it.
         taps: ids of its layers; see `HeadConfig.taps`.
         texts: yields batches of token ids alone, from a step on.
-        num_steps: draft tokens in a row that a step of the training is about.
+        num_steps: returns the number of draft tokens in a row that a training step is about.
         pass_tokens: tokens of one pass of the target, rounded up to whole texts.
 
     Returns:
-        Yields ids `[batch, length] int64`, features `[batch, length - num_steps, len(taps) * hidden]` and logits
-        `[batch, length, vocab]` in the target's type.
+        A function of the first step that yields ids `[batch, length] int64`, features
+        `[batch, length - num_steps, len(taps) * hidden]` and logits `[batch, length, vocab]` in the target's type.
     """
 
     def lessons(first_step: int) -> Iterator[TrainingBatch]:

@@ -1,4 +1,4 @@
-"""How far a head's distributions are from the target's, over several draft tokens in a row."""
+"""Loss of a head: the distance of its distributions from the target's, over several draft tokens in a row."""
 
 from collections.abc import Callable
 
@@ -9,13 +9,13 @@ from draftwire.training.distillation import divergence
 from draftwire.training.precision import fast_type
 
 STEP_DECAY = 0.8
-"""Weight of a draft token's loss, as a share of that of the one before it: it only counts if that one is accepted."""
+"""Weight of a draft token's loss, as a share of that of the one before it: it only matters if that one is accepted."""
 
 
 def head_loss(draft_ids: Tensor | None) -> Callable[..., Tensor]:
-    """Returns a loss for batches as `streamed_lessons` gives them, on the device of the head.
+    """Returns a loss for batches as `streamed_lessons` yields them, on the device of the head.
 
-    The head computes in bfloat16, where the device multiplies it, from weights in float32.
+    The head computes in bfloat16 where the device has instructions for it, from weights in float32.
 
     Args:
         draft_ids: `[draft_vocab_size] int64`, the target's ids that the head drafts; None if it drafts all.

@@ -1,4 +1,4 @@
-"""How to train a head."""
+"""Recipes for training heads."""
 
 from dataclasses import dataclass, replace
 
@@ -12,26 +12,26 @@ good, and twice as much worse."""
 
 @dataclass(frozen=True, slots=True)
 class HeadRecipe:
-    """How to train a head."""
+    """Parameters of the training of a head."""
 
     kind: HeadKind
     total_tokens: int
     """Tokens of text to train on, repeats included."""
     num_steps: int = 4
-    """Draft tokens in a row; of Medusa and Hydra also their number of MLPs."""
+    """Draft tokens in a row; for Medusa and Hydra also the number of MLPs."""
     taps: tuple[int, ...] | None = None
-    """Of EAGLE-3: see `HeadConfig.taps`; None is the third layer, the middle one and the third from the end."""
+    """Taps of EAGLE-3, see `HeadConfig.taps`; None is the third layer, the middle one and the third from the end."""
     draft_vocab_size: int | None = None
-    """Of EAGLE-3: so many of the tokens that are most frequent in the texts can be drafted; None is all."""
+    """Number of ids that EAGLE-3 drafts, the most frequent ones of the texts; None is all."""
     intermediate_size: int | None = None
-    """Of EAGLE-3: width of its MLP; None is the target's."""
+    """Width of the MLP of EAGLE-3; None is the target's."""
     batch_tokens: int = 2_048
     """Tokens of one optimiser step."""
     single_share: float = 0.6
-    """Of EAGLE-3: share of the steps, at the beginning, that are about one draft token alone. They take two thirds of
+    """Share of the steps of EAGLE-3, at the beginning, that are about one draft token alone. They take two thirds of
     the time, and most of what a head learns serves every place in the block."""
     phases: tuple[Phase, ...] = (Phase(0.85, 256), Phase(0.15, 1024))
-    """Lengths of windows. Long ones at the end: a head knows nothing of positions that it was not trained on."""
+    """Lengths of windows. Long ones at the end: a head drafts badly at positions that it was not trained on."""
     seed: int = 21
 
     def plan(self) -> TrainingPlan:

@@ -13,22 +13,22 @@ from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.drafting.heads.head_shape import DRAFT_IDS, HeadShape
 
 SHARED = ("embed_tokens.", "target_norm.")
-"""Beginnings of names of weights that are the target's, and are read from it."""
+"""Prefixes of the names of weights that belong to the target, and are read from it."""
 
 
 def save_head(
     head: nn.Module, shape: HeadShape, target: Path, folder: Path, draft_ids: Tensor | None, dtype: torch.dtype
 ) -> None:
-    """Writes `config.json` and `model.safetensors`. What is the target's is not written.
+    """Writes `config.json` and `model.safetensors`, without the weights of the target.
 
     EAGLE-3 is written as `speculators` 0.4 reads it, Medusa as its registered configuration states; of Hydra, that
     package has no released version, and the names are those of its repository, with one output layer, the target's.
 
     Args:
-        head: trained.
-        shape: of it.
+        head: the trained head.
+        shape: of the head.
         target: folder of the target, whose name the configuration states.
-        folder: written to; made if it is missing.
+        folder: where to write; created if it is missing.
         draft_ids: `[draft_vocab_size] int64`; None if the head drafts all ids.
         dtype: of the weights.
     """
@@ -48,7 +48,7 @@ def save_head(
 
 
 def _mlp_name(kind: HeadKind, name: str) -> str:
-    """Returns what `speculators` calls a weight of `MlpTrainee`."""
+    """Returns the name of a weight of `MlpTrainee` in `speculators`."""
     _, depth, block, rest = name.split(".", 3)
     if kind is HeadKind.HYDRA:
         return f"hydra_mlp.{depth}.{block}.{rest}"

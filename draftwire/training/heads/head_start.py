@@ -1,4 +1,4 @@
-"""Where the training of a head starts from: the target's own weights, as far as they fit."""
+"""Initialises a head for training: with the target's own weights, as far as they fit."""
 
 from typing import Any
 
@@ -9,21 +9,21 @@ from draftwire.training.heads.eagle_trainee import EagleTrainee
 from draftwire.training.heads.mlp_trainee import MlpTrainee
 
 SPREAD = 0.01
-"""Standard deviation of what an EAGLE-3 layer adds to its input with, so that it begins by changing little."""
+"""Standard deviation of the output projections of an EAGLE-3 layer, so that it changes its input little at first."""
 
 
 @torch.no_grad()
 def start_from(trainee: EagleTrainee | MlpTrainee, target: Any, draft_ids: Tensor | None, seed: int) -> None:
-    """Gives a head weights to start from: the target's embeddings, and its output layer and norm.
+    """Initialises the weights of a head: with the target's embeddings, output layer and norm.
 
-    The projections of EAGLE-3 start at random and keep the size of normalised rows. The target's own layers would be no
+    The projections of EAGLE-3 start at random and keep the size of normalised rows. The target's own layers would not
     help: they read and write states of another size.
 
     Args:
-        trainee: is changed.
-        target: a model of the Llama family, as `load_lean_model` gives it.
+        trainee: the head, changed in place.
+        target: a model of the Llama family, as `load_lean_model` returns it.
         draft_ids: `[draft_vocab_size] int64`; None if the head drafts all ids.
-        seed: of the weights that the target has nothing for.
+        seed: of the random weights.
     """
     trainee.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
     output = target.lm_head.weight

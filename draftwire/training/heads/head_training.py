@@ -1,4 +1,4 @@
-"""Trains a head for a target on texts, from features that the target's decoder makes as they are needed."""
+"""Trains a head for a target on texts, from features that the target's decoder computes as needed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from draftwire.training.trainer import Trainer
 
 TRAINABLE = (HeadKind.EAGLE3, HeadKind.MEDUSA, HeadKind.HYDRA)
 STATE = "training.pt"
-"""File in the head's folder from which an interrupted training goes on; removed at its end."""
+"""File in the head's folder from which an interrupted training resumes; removed at its end."""
 HELD_OUT_TEXTS = 32
 """Windows that acceptance is measured on, before and after; they are not trained on."""
 HELD_OUT_TOKENS = 256
@@ -43,7 +43,7 @@ HELD_OUT_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class TrainedHead:
-    """What training did to acceptance on held-out texts."""
+    """Acceptance of a head on held-out texts, before training and after it."""
 
     before: list[DraftAcceptance]
     after: list[DraftAcceptance]
@@ -88,8 +88,8 @@ def head_shape(recipe: HeadRecipe, target: Any) -> HeadShape:
         rms_norm_eps=facts.epsilon,
         rope_parameters=rope if rope["rope_type"] in STEADY_ROTATIONS else None,
     )
-    # The states of a target are tens to thousands large, and unlike from token to token: a layer that adds to them as
-    # they are hardly changes what is drafted.
+    # The hidden states of a target are tens to thousands large, and differ much from token to token: a layer that adds
+    # to them without a norm hardly changes the drafts.
     return HeadShape(
         config,
         layers,
@@ -120,7 +120,7 @@ def train_head(
     device: str = "cpu",
     report: Callable[[str], None] = print,
 ) -> TrainedHead:
-    """Trains a head and writes it. One that was interrupted goes on where it was, with the same recipe.
+    """Trains a head and saves it. An interrupted training resumes where it was, with the same recipe.
 
     Args:
         target: folder of a model of the Llama family.
@@ -131,7 +131,7 @@ def train_head(
         compiled: whether to compile the training step.
         dtype: of the weights in the folder.
         device: a torch device, of the target and of the head. The texts' order does not depend on it.
-        report: gets a line of what was measured.
+        report: called with a line of each measurement.
 
     Raises:
         InvalidRequestError: the device is missing, the target cannot be loaded, or the texts are too short.
@@ -153,11 +153,11 @@ def train_head(
     decoder = decoder_of(model.to(device))
     lessons_of = partial(streamed_lessons, decoder, config.taps, pass_tokens=recipe.batch_tokens)
 
-    def measured(what: str) -> list[DraftAcceptance]:
+    def measured(when: str) -> list[DraftAcceptance]:
         lessons = lessons_of(texts=_windows(held_out), num_steps=lambda _: recipe.num_steps)
         found = draft_acceptance(head, draft_ids, lessons(0))
         for each in found:
-            report(f"{what}: {each}")
+            report(f"{when}: {each}")
         return found
 
     before = measured("before")

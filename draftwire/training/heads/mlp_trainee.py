@@ -12,10 +12,12 @@ from draftwire.training.heads.eagle_trainee import TraineeNorm
 
 
 class MlpTrainee(nn.Module):
-    """Modules have the names of `MlpHead`'s tensors. Outputs are the target's own, which is not trained."""
+    """A trainable Medusa or Hydra head. Modules have the names of `MlpHead`'s tensors. The output layer is the
+    target's own, which is not trained.
+    """
 
     def __init__(self, shape: HeadShape) -> None:
-        """Makes MLPs that change nothing of the last hidden state, as the authors of Medusa start."""
+        """Builds MLPs that return the last hidden state unchanged, as the authors of Medusa start."""
         super().__init__()
         config = shape.config
         size = config.hidden_size

@@ -25,28 +25,28 @@ class Branch:
     """A text that a session has or may have, and the block of its next round. Changed by the scheduler only."""
 
     fence: Fence
-    """Of the block."""
+    """Fence of the block."""
     added: list[int]
     """The tokens by which the text is longer than the parent's."""
     parent: "Branch | None" = None
     """The text that it continues, whose block it starts with; None for a text that is known."""
     num_kept: int = 0
-    """Of the parent's block, the tokens that it starts with."""
+    """Tokens of the parent's block that it starts with."""
     num_draft_tokens: int = 0
-    """To be drafted."""
+    """Tokens to be drafted."""
     block: list[int] | None = None
     """The tokens that were drafted and sent; None before."""
     guesses: list[list[int]] = field(default_factory=list)
-    """What may stand in the place of each of them, the likeliest first."""
+    """Tokens that may stand in the place of each of them, the likeliest first."""
     next_guesses: list[int] | None = None
-    """What may follow the whole block; None if that is not known yet."""
+    """Tokens that may follow the whole block; None if that is not known yet."""
     children: list["Branch"] = field(default_factory=list)
     is_expanded: bool = False
     """Whether `children` were chosen."""
     is_left: bool = False
     """Whether the session's text has become another one."""
     sent_at: float | None = None
-    """When the block was sent, by the scheduler's clock, if it is judged as soon as it arrives."""
+    """Time at which the block was sent, by the scheduler's clock, if it is judged as soon as it arrives."""
     in_step: bool = False
     """Whether a step drafts for it, or reads on from it."""
     calibration: Calibration | None = None
@@ -80,7 +80,7 @@ class GuessedEnding:
     token_id: int
     """The extra token."""
     chance: float
-    """That the round ends so."""
+    """Probability that the round ends so."""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class Endings:
     """
 
     acceptance: float = 0.7
-    """Of each token whose predecessors were accepted."""
+    """Acceptance rate of tokens whose predecessors were accepted."""
     bonus_right: list[float] = field(default_factory=lambda: [0.7, 0.1, 0.05, 0.05])
     """Share of wholly accepted blocks whose extra token was the n-th guess."""
     recovered_right: list[float] = field(default_factory=lambda: [0.3, 0.15, 0.1, 0.05])

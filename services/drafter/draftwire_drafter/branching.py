@@ -1,4 +1,4 @@
-"""For how many texts of a session to draft ahead at once: for as many as save time. Pure.
+"""Chooses for how many texts of a session to draft ahead at once: for as many as save time. Pure.
 
 A further text makes it likelier that the right one is among them, and each pass takes longer. Which of the two weighs
 more depends on what a row of a batch costs, on how likely the endings of a round are, and on how long a miss waits. All
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 WEIGHT = 1 / 16
-"""Of the latest pass in what is known of passes."""
+"""Weight of the latest pass in the moving averages of passes."""
 LARGEST_RATIO = 3.0
 """A pass that took longer than so many times what was expected counts as that long: it may have been paused."""
 TRIAL_EVERY = 64
-"""Once in so many times twice as many texts are drafted for as are worthwhile: so the price of a row stays known."""
+"""Number of choices of which one tries twice as many texts as are worthwhile: so the cost of a row stays known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class PassTime:
     """Time of a forward pass of the drafter, seconds."""
 
     first_s: float
-    """With one row."""
+    """Seconds with one row."""
     row_s: float
-    """That each further row adds."""
+    """Seconds that each further row adds."""
 
     def seconds(self, num_rows: float) -> float:
         """Returns the time of a pass with so many rows."""
@@ -41,7 +41,7 @@ class PassTimes:
 
     @property
     def known(self) -> PassTime | None:
-        """What was learnt; None before there was a pass with one row, and another with more."""
+        """Estimate; None before there was a pass with one row, and another with more."""
         if self._first_s is None or self._row_share is None:
             return None
         return PassTime(self._first_s, max(0.0, self._row_share) * self._first_s)

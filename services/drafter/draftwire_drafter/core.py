@@ -64,7 +64,9 @@ class BlockLink(Protocol):
 
     @property
     def drafter_id(self) -> int:
-        """What the verifier knows this drafter by: the identity that it gave or, if it gives none, the instance id."""
+        """Number of this drafter at the verifier: of the identity that it issued or, if it issues none, the instance
+        id.
+        """
 
     def push(self, block: DraftBlock) -> None:
         """Queues a block to be sent.

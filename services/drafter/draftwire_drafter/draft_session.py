@@ -32,15 +32,15 @@ class DraftSession(EngineSession[DraftSessionSpec]):
     last_asked: int = -1
     """Round of the block that was requested last, by a calibration or by an outcome."""
     max_rounds_ahead: int = 0
-    """Of the latest calibration."""
+    """Rounds ahead of the latest calibration."""
     num_draft_tokens: int = 0
-    """Of the latest calibration."""
+    """Draft tokens of the latest calibration."""
     root: Branch | None = None
     """The committed text, and the texts that it may become; None before the first calibration."""
     outcome_s: float | None = None
     """Usual time from sending a block until it is known how its round ended, seconds; None before any round."""
     num_ahead: Counter[int] = field(default_factory=Counter)
-    """By coming round, how many blocks the verifier holds or may come to hold, whatever became of their texts."""
+    """Number of blocks that the verifier holds or may come to hold, by coming round, whatever became of their texts."""
     fed: Fed | None = None
     """None before features were asked for."""
     calibration: Calibration | None = None

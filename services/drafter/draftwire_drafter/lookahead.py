@@ -1,4 +1,4 @@
-"""What a drafter drafts before it is requested, for texts that its sessions may have next. Pure."""
+"""Drafts before they are requested, for texts that sessions may have next. Pure."""
 
 import time
 from collections import Counter
@@ -11,9 +11,9 @@ from draftwire_drafter.branching import TRIAL_EVERY, PassTimes, num_worthwhile
 from draftwire_drafter.draft_session import DraftSession
 
 OUTCOME_WEIGHT = 1 / 8
-"""Of the latest round in the moving average of how long it takes until a round's end is known."""
+"""Weight of the latest round in the moving average of how long it takes until a round's end is known."""
 BRANCH_OUTCOMES = ("hit", "missed", "abandoned")
-"""What became of a branch: its text came true; another did; there was no time or no room for its block."""
+"""Outcomes of a branch: its text came true; another did; there was no time or no room for its block."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class Lookahead:
     endings: Endings = field(default_factory=Endings)
     """How rounds have ended so far."""
     pass_times: PassTimes = field(default_factory=PassTimes)
-    """What passes have taken so far."""
+    """Times of passes so far."""
     clock: Callable[[], float] = time.perf_counter
     adopted: list[Branch] = field(default_factory=list)
     """Branches that have become the texts of their sessions, for the engine, which takes them out."""

@@ -91,13 +91,13 @@ class StepResult:
     num_passes: int = 0
     """Forward passes of drafting."""
     guesses: Mapping[int, list[list[int]]] = field(default_factory=dict)
-    """By index of the item, what else may stand in the places of its block."""
+    """Other tokens that may stand in the places of a block, by index of the item."""
     ahead: Sequence[AheadOutcome] = ()
     """One for each branch of the step."""
     ahead_passes: Sequence[int] = ()
     """Forward passes in which each of them took part."""
     timings: DraftTimings = field(default_factory=DraftTimings)
-    """Of each branch's block."""
+    """Timings of each branch's block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
     need: FeatureNeed | None = None
     """The features without which nothing is drafted; None if none are needed."""
     lookahead: Lookahead = field(default_factory=Lookahead)
-    """What is drafted ahead."""
+    """Branches that are drafted ahead."""
 
     def open(self, spec: DraftSessionSpec, lease_id: int, automaton: Automaton | None = None) -> DraftSession:
         """Admits a session and schedules its prefill.

@@ -36,23 +36,23 @@ class Introduction:
     card: ModelCard
     instance_id: int
     identity: DrafterIdentity | None = None
-    """What the verifier knows the drafter by since an earlier connection."""
+    """Identity that the verifier issued on an earlier connection."""
     need: FeatureNeed | None = None
     """The features that the verifier has to send; None if none are needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkEvents:
-    """What is called when something happens to a link, on the event loop."""
+    """Callbacks for what happens to a link, called on the event loop."""
 
     on_lost: Callable[[], None]
-    """Once, when the stream ends after the welcome, for any reason."""
+    """Called once, when the stream ends after the welcome, for any reason."""
     on_sent: Callable[[int], None]
-    """With the size of each message with blocks, bytes."""
+    """Called with the size of each message with blocks, bytes."""
     on_outcomes: Callable[[list[RoundOutcome]], None]
-    """With what the verifier tells of rounds."""
+    """Called with the outcomes of rounds that the verifier reports."""
     on_features: Callable[[SessionFeatures], None]
-    """With each message of features, unchecked."""
+    """Called with each message of features, unchecked."""
 
 
 class GrpcBlockLink:
@@ -71,7 +71,7 @@ class GrpcBlockLink:
         self._max_message_bytes = max_message_bytes
         self.broken = False
         self.identity: DrafterIdentity | None = None
-        """What the verifier knows the drafter by; None if it gives no identities. Set by `connect`."""
+        """Identity that the verifier issued; None if it issues none. Set by `connect`."""
         self.drafter_id = 0
         """See `BlockLink.drafter_id`."""
         self._channel = channel

@@ -1,4 +1,4 @@
-"""What all request bodies together may take while they arrive, are parsed, and are made into requests."""
+"""Bounds the memory of all request bodies while they arrive, are parsed, and are made into requests."""
 
 import time
 from collections import Counter
@@ -67,7 +67,7 @@ class BodyBudget:
 
 
 class BodyShare:
-    """What one body takes of a budget."""
+    """Share of a budget that one body holds."""
 
     def __init__(self, budget: BodyBudget, caller: str) -> None:
         """Takes nothing yet."""

@@ -35,7 +35,7 @@ LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 ANY_ORIGIN = "*"
 ORIGIN = re.compile(r"(http://(?!.*:80$)|https://(?!.*:443$))[a-z0-9_.-]+(:[0-9]{1,5})?")
-"""As browsers write origins: in lower case, without the usual port."""
+"""Pattern of origins as browsers write them: in lower case, without the usual port."""
 API_KEY = re.compile(r"[!-~]{8,}")
 MODEL_NAME = re.compile(r"[^\s,][^,\n]{0,255}")
 
@@ -48,7 +48,8 @@ class DiscoverySettings:
     """How verifiers and drafters are discovered, and which of them work together."""
 
     discovery: str = "static"
-    """Who says where verifiers and drafters are: "static", the options verifier and drafter, or "kubernetes"."""
+    """Source of the addresses of verifiers and drafters: "static", the options verifier and drafter, or
+    "kubernetes"."""
     verifier_service: str | None = None
     """Service in Kubernetes whose endpoints are the verifiers."""
     drafter_service: str | None = None
@@ -133,8 +134,8 @@ class GatewayConfig:
     chat_template: Path | None = None
     """File of a chat template in the place of the target's own."""
     unknown_parameters: str = "refuse"
-    """What becomes of parameters of HTTP requests that mean nothing here: "refuse", or "ignore", with a line in the log
-    the first time that one is seen."""
+    """Handling of parameters of HTTP requests that mean nothing here: "refuse", or "ignore", with a line in the log the
+    first time that one is seen."""
     verifier: str | None = None
     """host:port of each verifier, separated by commas; by default 127.0.0.1:50052. Drafters are told the same
     addresses. dns:///name:port stands for all addresses of a name, which is looked up again every few seconds."""

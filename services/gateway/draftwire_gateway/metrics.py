@@ -33,7 +33,7 @@ class Synced(Protocol):
 
     @property
     def synced_at(self) -> float | None:
-        """When the endpoints were last confirmed, by `time.monotonic`; None if never."""
+        """Time at which the endpoints were last confirmed, by `time.monotonic`; None if never."""
 
 
 class PeersOfOneRole(Protocol):

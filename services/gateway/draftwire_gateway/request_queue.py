@@ -1,4 +1,4 @@
-"""Who runs and who waits: places of running requests, and a queue for those for which there is none.
+"""Queue of requests: places of those that run, and an order of those for which there is none.
 
 Callers take turns, each in order of arrival. A verifier may have no room for a request that has a place: it then waits
 on as the next of its caller, while others are tried. From then until nobody waits, requests are let in one at a time:
@@ -15,8 +15,8 @@ from itertools import count
 from draftwire.errors import NoRoomError
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 10.0
-"""When refused requests are tried again, if none ends before: other gateways may have left the verifier. The second is
-the most that a verifier can ask for."""
+"""Pauses after which refused requests are tried again, if none ends before: other gateways may have left the verifier.
+The second is the longest that a verifier can ask for."""
 PROBE_SECONDS = 1.0
 """How long others wait for the outcome of the request that was let in last: it may have a long way to a verifier."""
 MAX_OVERTAKEN = 8
@@ -28,17 +28,17 @@ class QueuePlace:
     """One request's place among those that run, or in the queue."""
 
     number: int
-    """In order of arrival."""
+    """Number in order of arrival."""
     num_choices: int
     caller: str
     deadline: float
-    """When it is refused if it still waits, in the loop's time."""
+    """Time at which it is refused if it still waits, by the loop's clock."""
     is_held: bool = False
     """Whether it may run."""
     turn: asyncio.Future[None] | None = None
     """Set while it waits."""
     num_refusals: int = 0
-    """By verifiers."""
+    """Number of refusals by verifiers."""
 
     def __lt__(self, other: "QueuePlace") -> bool:
         return self.number < other.number
@@ -49,7 +49,7 @@ class _Queue:
     """Waiting places: callers in turn, each in order of arrival."""
 
     places: dict[str, list[QueuePlace]] = field(default_factory=dict)
-    """By caller, the next one first."""
+    """Places by caller, the next one first."""
 
     def first(self, without: Container[str]) -> QueuePlace | None:
         """Returns whose turn it is, if some callers are left out."""

@@ -1,4 +1,4 @@
-"""What is recorded of one request: metrics of its choices, and its span."""
+"""Records of one request: metrics of its choices, and its span."""
 
 import asyncio
 from collections.abc import Sequence

@@ -90,7 +90,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._pool = pool
         self._access = access
         self._waiting = BodyBudget()
-        """What requests take that wait for a place."""
+        """Budget of the requests that wait for a place."""
 
     @contextmanager
     def admit(self, method: str, metadata: Metadata) -> Iterator[None]:

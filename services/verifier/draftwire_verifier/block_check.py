@@ -1,4 +1,4 @@
-"""What a session accepts as a draft block, after the prefix that it names. Pure."""
+"""Checks the draft blocks of a session, after the prefix that they name. Pure."""
 
 from draftwire.errors import BlockViolationError, InvalidRequestError, Violation
 from draftwire.method.rounds import ReceivedBlock, TargetSessionSpec

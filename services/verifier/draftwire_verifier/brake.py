@@ -6,7 +6,7 @@ EARNED = 32
 """Blocks that it may send for nothing for each one that is judged: a drafter that drafts ahead guesses so many texts at
 most, and may learn late that none came true."""
 REST_S = 0.002
-"""For each block beyond that, seconds."""
+"""Rest for each block beyond that, seconds."""
 LONGEST_REST_S = 1.0
 
 

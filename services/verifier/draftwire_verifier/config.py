@@ -39,10 +39,10 @@ ENGINES = ("draftwire", "vllm")
 
 @dataclass(frozen=True, slots=True)
 class TargetEngineSettings:
-    """What computes the target's forward passes; see docs/vllm.md."""
+    """Engine of the target's forward passes; see docs/vllm.md."""
 
     engine: str = "draftwire"
-    """What runs the target: "draftwire", our own code and transformers, or "vllm", for its models, quantisation,
+    """Engine that runs the target: "draftwire", our own code and transformers, or "vllm", for its models, quantisation,
     kernels and parallelism; that needs draftwire[vllm]. Rules, sessions, drafters and gateway are the same."""
     vllm_args: str | None = None
     """Arguments of vLLM's engine in JSON, by vLLM's names: {"tensor_parallel_size": 4, "quantization": "fp8"}. What
@@ -93,7 +93,7 @@ class HeadSettings:
 
     @property
     def folder(self) -> str | None:
-        """Of the head whose features are kept; None if none are."""
+        """Folder of the head whose features are kept; None if none are."""
         return self.draft_head or self.feature_head
 
 

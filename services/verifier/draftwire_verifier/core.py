@@ -70,7 +70,8 @@ log = structlog.get_logger()
 LOCAL_ORIGIN = "verifier"
 """Origin of the verifier's own head, in the records of drafters: no connection has such a name."""
 HEAD_QUANTIZATION = Quantization(mass=0.99, max_support=512)
-"""Of the drafts of a head in the verifier: they travel nowhere, and the mass that is left out costs acceptance."""
+"""Quantization of the drafts of a head in the verifier: they travel nowhere, and the mass that is left out costs
+acceptance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         self.drafters = Drafters()
         super().__init__(config, VerifierMetrics(self.drafters), place, followers)
         self._head_names: tuple[str, ...] = ()
-        """Of the target's head, if there is one."""
+        """Names of the target's head, if there is one."""
         self._head: Drafter | None = None
         """Its record; None if there is none."""
         self._own_head: DraftHead | None = None

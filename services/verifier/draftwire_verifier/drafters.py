@@ -36,12 +36,12 @@ ORIGIN_WINDOW = 256
 """Draft tokens of the windows in which those of an origin are audited: many drafters may have been honest before."""
 
 REFILL_S = 3600.0
-"""In this time a credit that is spent is full again."""
+"""Seconds in which a credit that is spent is full again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What a drafter says of itself when its stream opens, and where that comes from."""
+    """Fields of a drafter's hello when its stream opens, and their origin."""
 
     model_name: str
     origin: str
@@ -119,7 +119,7 @@ class Drafter:
     num_lent: int = 0
     """Tokens that it took of its origin's credit."""
     proven_at: float = math.inf
-    """When it had proved itself, by its origin's clock."""
+    """Time at which it had proved itself, by its origin's clock."""
     is_refusal_logged: bool = False
     """Whether a block without a permit was logged since its last stream was opened."""
 
@@ -158,7 +158,7 @@ class Drafter:
 
 
 class Trust:
-    """Whose blocks the current round of a session may use. That is decided when the round begins, before any of its
+    """Drafters whose blocks the current round of a session may use. Decided when the round begins, before any of its
     tokens is drawn: when a block comes may depend on its tokens.
     """
 

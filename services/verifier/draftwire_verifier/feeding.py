@@ -1,4 +1,4 @@
-"""What drafters are told on their streams: how rounds ended, and the features that their heads read.
+"""Messages to drafters on their streams: how rounds ended, and the features that their heads read.
 
 Features are taken out of the target's cache when a stream has room for them, a message at a time: nothing is kept for a
 drafter that reads slowly, and one that is new gets what an earlier one got, without another pass of the target.
@@ -18,7 +18,7 @@ MAX_TOLD = 4096
 """Outcomes, and sessions with features to send, that wait for a drafter's stream at most; further outcomes are left
 out, and features wait for the next round."""
 MOST_BYTES = LEAST_MESSAGE_BYTES // 2
-"""Of the features that are taken at once, and so of those in one message, unless a single token has more."""
+"""Size of the features that are read at once, and so of those in one message, unless a single token has more."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class FeaturePart:
 
 
 class DrafterStream:
-    """What a drafter is told on its stream."""
+    """Messages that wait for a drafter's stream."""
 
     def __init__(self, drafter: Drafter, takes_outcomes: bool = False, encoding: FeatureEncoding | None = None) -> None:
         """Starts with nothing to tell.

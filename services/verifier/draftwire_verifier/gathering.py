@@ -23,7 +23,7 @@ WAIT_MEMORY = 0.5
 PATIENCE = 1.5
 """A block that takes longer than so many times its session's usual wait is not expected any more."""
 UNKNOWN_SHARE = 0.5
-"""Of the usual wait, that a block is taken to need while no step runs, before it is known."""
+"""Share of the usual wait that a block is expected to need while no step runs, before it is known."""
 LEAST_LEFT = 0.25
 """A block that is due is expected after this share of its session's usual wait."""
 MOST_AWAITED = 16
@@ -98,9 +98,9 @@ class Ready:
     """The sessions that a step could begin with."""
 
     num_sessions: int
-    """At least one."""
+    """Number of sessions, at least one."""
     num_rows: int
-    """That the step would compute."""
+    """Rows that the step would compute."""
     usual_wait_s: float
     """How long their next blocks usually take to come after their verdicts, mean."""
 
@@ -144,9 +144,9 @@ class Gathering:
     undisturbed: UsualWait = field(default_factory=UsualWait)
     """The same while no step runs."""
     until: float | None = None
-    """Until when the next step waits, unless more comes before; None if it waits for nobody."""
+    """Time until which the next step waits, unless more comes before; None if it waits for nobody."""
     held_s: float = 0.0
-    """For how long steps have waited in all."""
+    """Seconds that steps have waited in all."""
     _held_since: float | None = None
     _num_asked: int = 0
 

@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class HeadStep:
-    """What a head has drafted for a step. Sequences hold one entry for each item."""
+    """Drafts of a head for a step. Sequences hold one entry for each item."""
 
     blocks: Sequence[ReceivedBlock | None] = ()
     """None where there is none."""

@@ -11,7 +11,7 @@ RoundPlace = tuple[int, int, int]
 
 
 class HeldFate(Enum):
-    """What became of a block that was drafted ahead."""
+    """Outcome of a block that was drafted ahead."""
 
     HIT = "hit"
     """It was held when its text came true."""
@@ -22,7 +22,7 @@ class HeldFate(Enum):
     STALE = "stale"
     """Another text had come true when it arrived."""
     NO_ROOM = "no_room"
-    """As many as allowed were held."""
+    """Too many were held already."""
     REPEATED = "repeated"
     """Another one for its text was held."""
     ENDED = "ended"
@@ -38,7 +38,7 @@ class HeldTally:
     num_kept: int = 0
     """Blocks that were held at some time."""
     fates: Counter[HeldFate] = field(default_factory=Counter)
-    """Of those that are not held any more, or never were."""
+    """Outcomes of those that are not held any more, or never were."""
 
 
 class HeldBlocks:

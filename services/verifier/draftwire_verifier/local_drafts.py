@@ -23,7 +23,7 @@ NO_DRAFTER = -1
 
 @dataclass(slots=True, eq=False)
 class LocalText:
-    """What drafts for one session: a strategy, with its view of the text."""
+    """Drafter of one session: a strategy, with its view of the text."""
 
     strategy: str
     """Name of a text drafter."""

@@ -74,13 +74,14 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     is_audited: bool = True
     """Whether its draft tokens count in the audit: not if an earlier session drew with the same random numbers."""
     trust: Trust = field(default_factory=Trust)
-    """Whose blocks the current round may use."""
+    """Drafters whose blocks the current round may use."""
     block: ReceivedBlock | None = None
     """The block to verify in the current round."""
     held: HeldBlocks
     """Blocks of coming rounds."""
     local: LocalText | None = None
-    """What drafts the rounds of its runs, or could; None if nothing ever did and nothing is watched."""
+    """Drafter of the rounds of its runs, or of rounds that are watched; None if nothing ever drafted and nothing is
+    watched."""
     num_head_tokens: int = 0
     """Most tokens that the verifier's head drafts for each round of its run; 0 if it does not."""
     watches_head: bool = False
@@ -89,11 +90,11 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     feed: Feed | None = None
     """None if its drafter needs no features, or has not asked yet."""
     waits_since: float | None = None
-    """Since when it waits for its next block or run, by the scheduler's clock; None if it does not."""
+    """Time since which it waits for its next block or run, by the scheduler's clock; None if it does not."""
     usual_wait: UsualWait = field(default_factory=UsualWait)
     """How long it waits for them."""
     queued_at: float = 0.0
-    """When it was queued for a step, by the scheduler's clock."""
+    """Time at which it was queued for a step, by the scheduler's clock."""
     masks: MadeMasks | None = None
     """The masks of its current round, if they were made before the step."""
 
@@ -177,7 +178,7 @@ class Step:
 
     items: Sequence[StepItem]
     started_at: float
-    """By the scheduler's clock."""
+    """Time by the scheduler's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +235,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
     rules: Mapping[str, VerificationRule] = field(default_factory=lambda: RULES)
     """Rules that sessions may ask for, by name."""
     text_drafters: TextDrafters = field(default_factory=TextDrafters)
-    """What drafts runs without a drafter."""
+    """Strategies that draft runs without a drafter."""
     head: str = ""
     """Name by which the engine's head drafts such runs too; empty if there is none."""
     mask_maker: MaskMaker | None = None
@@ -251,7 +252,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
     held: HeldTally = field(default_factory=HeldTally)
     """Blocks of all sessions that were drafted ahead."""
     _step_began_at: float = -math.inf
-    """When the latest step began, by the clock."""
+    """Time at which the latest step began, by the clock."""
 
     def open(self, spec: TargetSessionSpec, lease_id: int, automaton: Automaton | None = None) -> TargetSession:
         """Admits a session.
@@ -474,7 +475,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
 
     @property
     def holds_for_s(self) -> float | None:
-        """After how long a step that waits is to be asked for again; None if none waits."""
+        """Seconds after which a step that waits is to be asked for again; None if none waits."""
         until = self.gathering.until
         return None if until is None else max(0.0, until - self.clock())
 

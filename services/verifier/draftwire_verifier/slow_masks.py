@@ -18,7 +18,7 @@ from draftwire_verifier.scheduler import MaskMaker, TargetSession
 log = structlog.get_logger()
 
 NICENESS = 10
-"""Of the thread: steps go before slow masks."""
+"""Niceness of the thread: steps go before slow masks."""
 FAILED = "the masks of the text's form could not be made"
 
 

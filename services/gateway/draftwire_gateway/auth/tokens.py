@@ -30,7 +30,7 @@ class TokenEntry:
     max_tokens_per_minute: int | None = None
     """Generated tokens, on average over a minute."""
     expires_at: datetime | None = None
-    """When the token is refused from, with an offset from UTC; None is never."""
+    """Time from which the token is refused, with an offset from UTC; None is never."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and _NAME.fullmatch(self.name)):

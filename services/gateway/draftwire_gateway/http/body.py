@@ -202,7 +202,7 @@ TokenIds = Annotated[list[int], FirstFault(), at_most(MAX_ALLOWED_TOKENS)]
 
 
 class GeneratedChoiceBody(Strict):
-    """What an interrupted response had of a choice."""
+    """The part of a choice that an interrupted response had."""
 
     choice: int = 0
     token_ids: Annotated[list[int], FirstFault()] = []
@@ -261,7 +261,7 @@ class GenerateBody(SamplingNumbers, Strict):
     return_token_ids: bool = False
     """Whether choices have `token_ids`, and events an id: what `generated_choices` needs."""
     generated_choices: Annotated[list[GeneratedChoiceBody], FirstFault(), at_most(MAX_CHOICES)] = []
-    """What an interrupted response had: this one goes on after it."""
+    """The choices of an interrupted response: this one goes on after it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -395,7 +395,7 @@ Messages = Annotated[list[ChatMessage], FirstFault(), at_most(MAX_CHAT_MESSAGES)
 
 
 class Conversing(Strict):
-    """What a chat template renders, but for the messages."""
+    """Fields that a chat template renders, without the messages."""
 
     tools: Annotated[list[ToolBody], FirstFault(), at_most(MAX_TOOLS)] = []
     chat_template_kwargs: Annotated[str, BeforeValidator(as_object, dict[str, Any])] = "{}"

@@ -15,7 +15,7 @@ MAX_BODY_BYTES = 2 * MAX_PROMPT_CHARACTERS
 BODY_SECONDS = 60.0
 """Timeout for receiving a body."""
 PIECE_BYTES = 2**16
-"""What is taken of the budget before each read of a body that does not declare its length."""
+"""Bytes that are reserved of the budget before each read of a body that does not declare its length."""
 MAX_BODY_ON_LOOP = 64 * 2**10
 """Bytes. Larger bodies are parsed on a thread."""
 MAX_PARSERS = 2

@@ -70,9 +70,9 @@ class ChoiceDelta:
     calls: list[CallDelta] = field(default_factory=list)
     """Tool calls that were read in the text, which is without them."""
     token_ids: list[int] = field(default_factory=list)
-    """Of the generated tokens, if they are requested."""
+    """Ids of the generated tokens, if they are requested."""
     event_id: str = ""
-    """Of the event that these results are sent in, if that is requested."""
+    """Id of the event that these results are sent in, if that is requested."""
 
     def add(self, other: "ChoiceDelta") -> None:
         """Appends a later delta."""
@@ -92,7 +92,7 @@ class ChoiceDelta:
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """What a response reports beside the text."""
+    """Options of what a response reports beside the text."""
 
     num_choices: int
     """Choices of each prompt."""
@@ -122,7 +122,7 @@ class DeltaMaker:
         """Prompts whose first token was reported."""
         self._event_ids: dict[int, EventIds] = {}
         self._readers: dict[int, ToolCallReader] = {}
-        """Of the choices, if tool calls are read."""
+        """Readers of the choices' texts, if tool calls are read."""
         self.endings: list[Ending] = []
 
     async def deltas(self, choice_event: ChoiceEvent) -> list[ChoiceDelta]:

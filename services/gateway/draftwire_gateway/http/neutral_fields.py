@@ -50,13 +50,13 @@ NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
     "spaces_between_special_tokens": _is(True),
     "use_beam_search": _is(False),
 }
-"""By name, whether a value means what happens anyway."""
+"""Checks by name of whether a value means what happens anyway."""
 
 FORMS = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """Names that others have for parts of `structured_output`."""
 OWN_FORM, OTHER_FORM = "structured_output", "structured_outputs"
 NO_TOP_K = -1
-"""What others write for `top_k` 0."""
+"""Value of others for `top_k` 0."""
 
 
 def without_neutral(given: Given, known: frozenset[str]) -> Given:

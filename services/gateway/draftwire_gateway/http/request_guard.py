@@ -33,11 +33,11 @@ class Gate(Protocol):
 
     @property
     def refusal(self) -> str:
-        """Why requests are refused; empty while they are taken."""
+        """Reason why requests are refused; empty while they are accepted."""
 
     @property
     def unready(self) -> str:
-        """Why the service should get no requests, refused or not; empty while it is ready."""
+        """Reason why the service should get no requests, refused or not; empty while it is ready."""
 
 
 class Turns:
@@ -46,7 +46,7 @@ class Turns:
     def __init__(self) -> None:
         """No request waits yet."""
         self._num_begun = 0
-        """In this turn of the loop."""
+        """Requests that have begun in this turn of the loop."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def wait(self) -> None:

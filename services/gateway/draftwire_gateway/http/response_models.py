@@ -1,4 +1,4 @@
-"""What responses hold, as `/openapi.json` describes it. `openai_types` writes them; tests compare the two."""
+"""Fields of responses, as `/openapi.json` describes them. `openai_types` writes them; tests compare the two."""
 
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ class Described(BaseModel):
 
 
 class ErrorFields(Described):
-    """What an error says."""
+    """Fields of an error."""
 
     message: str
     """One sentence, which quotes nothing of the request but names and numbers."""
@@ -32,14 +32,14 @@ class ErrorBody(Described):
 
 
 class PromptUsage(Described):
-    """Of the tokens of the prompts."""
+    """Details of the tokens of the prompts."""
 
     cached_tokens: int
     """Those whose keys and values were there already."""
 
 
 class CompletionUsage(Described):
-    """Of the generated tokens, and of those that were drafted for them."""
+    """Details of the generated tokens, and of those that were drafted for them."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -104,32 +104,32 @@ class Speculation(SpeculationOfChoice):
     """Sums over all choices."""
 
     choices: list[NumberedSpeculation] = []
-    """Of each, where there are several."""
+    """Sums of each choice, where there are several."""
 
 
 class MetricsBody(Described):
-    """What the request cost."""
+    """Cost of the request."""
 
     speculative_decoding: Speculation
 
 
 class TokenDetail(Described):
-    """Where a token came from, with `token_details`."""
+    """Source of a token, with `token_details`."""
 
     id: int
     text: str
-    """What the token made certain: all of them joined are the text."""
+    """Text that the token made certain: all of them joined are the text."""
     source: Literal["accepted", "recovered", "bonus", "plain"]
     logprob: float | None
     draft_logprob: float | None
 
 
 class RoundDetail(Described):
-    """What a round judged and committed."""
+    """Tokens that a round judged and committed."""
 
     num_draft_tokens: int
     num_draft_positions: int
-    """Of these, those that could all have been accepted: of a token tree, those of its longest path."""
+    """Number of these that could all have been accepted: of a token tree, those of its longest path."""
     num_tokens: int
 
 
@@ -145,7 +145,7 @@ class ChunkDetails(Described):
 
     num_draft_tokens: int
     num_draft_positions: int
-    """Of these, those that could all have been accepted: of a token tree, those of its longest path."""
+    """Number of these that could all have been accepted: of a token tree, those of its longest path."""
     tokens: list[TokenDetail]
 
 
@@ -194,13 +194,14 @@ class ChatLogprobs(Described):
 
 
 class AnyChoice(Described):
-    """What choices of both routes have."""
+    """Fields that choices of both routes have."""
 
     index: int
     prompt_logprobs: list[PromptToken | None] = []
-    """At the first choice of each prompt, with the parameter of this name; null for the first token."""
+    """Log-probabilities of the prompt, at its first choice, with the parameter of this name; null for the first
+    token."""
     token_ids: list[int] = []
-    """Of the text, with `return_token_ids`."""
+    """Ids of the text's tokens, with `return_token_ids`."""
 
 
 class CompletionChoice(AnyChoice):
@@ -213,7 +214,7 @@ class CompletionChoice(AnyChoice):
 
 
 class CompletionChunkChoice(AnyChoice):
-    """What is new of a completion."""
+    """The next part of a completion."""
 
     text: str
     logprobs: CompletionLogprobs | None
@@ -238,11 +239,11 @@ class ToolCallBody(Described):
 
 
 class FunctionDelta(Described):
-    """What is new of a call; the name comes with its first part."""
+    """The next part of a call; the name comes with its first part."""
 
     name: str = ""
     arguments: str
-    """To be joined."""
+    """JSON, in parts to be joined."""
 
 
 class ToolCallDelta(Described):
@@ -264,7 +265,7 @@ class AssistantMessage(Described):
 
 
 class AssistantDelta(Described):
-    """What is new of an answer; the role comes with the first chunk."""
+    """The next part of an answer; the role comes with the first chunk."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
@@ -281,7 +282,7 @@ class ChatChoice(AnyChoice):
 
 
 class ChatChunkChoice(AnyChoice):
-    """What is new of an answer."""
+    """The next part of a choice's answer."""
 
     delta: AssistantDelta
     logprobs: ChatLogprobs | None
@@ -290,7 +291,7 @@ class ChatChunkChoice(AnyChoice):
 
 
 class ResponseHead(Described):
-    """What all responses begin with."""
+    """Fields that all responses begin with."""
 
     id: str
     created: int
@@ -360,7 +361,7 @@ class OutputCall(Described):
     type: Literal["function_call"]
     id: str
     call_id: str
-    """With which its output is sent back."""
+    """Id with which its output is sent back."""
     name: str
     arguments: str
     """JSON."""
@@ -368,13 +369,13 @@ class OutputCall(Described):
 
 
 class IncompleteDetails(Described):
-    """Why an answer is not complete."""
+    """Reason why an answer is not complete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class OutputUsage(CompletionUsage):
-    """Of the generated tokens."""
+    """Details of the generated tokens."""
 
     reasoning_tokens: Literal[0]
 
@@ -419,7 +420,7 @@ class ResponseBody(Described):
 
 
 class ModelFacts(Described):
-    """What a model is here."""
+    """Properties of a model."""
 
     vocab_size: int
     dtype: str

@@ -44,9 +44,9 @@ class ContentPart(Strict):
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: Unused = ()
-    """Of an earlier answer; has no effect here."""
+    """Annotations of an earlier answer; no effect here."""
     logprobs: Unused = ()
-    """Of an earlier answer; has no effect here."""
+    """Log-probabilities of an earlier answer; no effect here."""
 
 
 def _as_parts(given: Any) -> Any:
@@ -79,7 +79,7 @@ class CallItem(Strict):
 
 
 class CallOutputItem(Strict):
-    """What a tool call returned."""
+    """Output of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: str

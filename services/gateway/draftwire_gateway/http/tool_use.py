@@ -29,7 +29,7 @@ class ToolUse:
     syntax: ToolSyntax
     names: frozenset[str]
     form: StructuredOutput | None
-    """What makes calls certain to be valid; None where the model is free in what it writes."""
+    """Structured output that makes calls certain to be valid; None where the model is free in what it writes."""
     must_call: bool
     """Whether the answer has nothing but calls."""
     is_named: bool

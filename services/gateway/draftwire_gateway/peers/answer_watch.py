@@ -12,11 +12,11 @@ from typing import NoReturn
 from draftwire.errors import UnavailableError
 
 BEAT_SECONDS = 1.0
-"""From an answer to the next question."""
+"""Seconds from an answer to the next question."""
 ANSWER_SECONDS = 2.0
 """How long an answer may take. After that no session is opened on the verifier until it answers again."""
 RETRY_SECONDS = 0.1
-"""From a question that was not answered to the next one."""
+"""Seconds from a question that was not answered to the next one."""
 LEAST_MISSED = 2
 """So many questions have to be left without an answer before sessions leave: one may have been asked just before this
 process was stopped for a while itself."""

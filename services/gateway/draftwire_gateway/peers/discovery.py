@@ -49,9 +49,10 @@ class SourceStatus:
     num_failures: int = 0
     """Number of failed queries."""
     synced_at: float | None = None
-    """When the endpoints were last confirmed, by `time.monotonic`; None before that, or if they never change."""
+    """Time at which the endpoints were last confirmed, by `time.monotonic`; None before that, or if they never
+    change."""
     fault: str = ""
-    """Why the last query failed; empty after a success."""
+    """Reason why the last query failed; empty after a success."""
 
     def record_success(self, where: str) -> None:
         """Records that the endpoints were confirmed now."""

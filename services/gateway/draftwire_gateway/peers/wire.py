@@ -49,7 +49,7 @@ MAX_QUARANTINED = 4096
 """Drafters in quarantine that are remembered for each verifier."""
 
 SERVICE = "draftwire.v1.VerifierService"
-"""Whose health a gateway asks for."""
+"""Service whose health a gateway asks for."""
 UNANSWERED = frozenset({grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 """Statuses of questions that the peer has not answered. Any other one is an answer."""
 
@@ -85,7 +85,7 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
         self.instance_id = 0
         """Identifies the process that granted the lease."""
         self.fault: DraftwireError | None = None
-        """Why the service cannot be used although it answers, such as another model."""
+        """Reason why the service cannot be used although it answers, such as another model."""
         self._lease_id: int | None = None
         self._cooldown_until = 0.0
         self._outbox = Outbox[SessionCommand]()
@@ -257,7 +257,7 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
         """
         super().__init__(address, dialler, timeout_s)
         self._most_tokens = max_draft_tokens + 1
-        """Of a verdict: the draft tokens, and that of the verifier."""
+        """Most tokens of a verdict: the draft tokens, and that of the verifier."""
         self._quarantined: set[int] = set()
         self._opening: set[grpc.aio.Call] = set()
         """Calls that open sessions."""

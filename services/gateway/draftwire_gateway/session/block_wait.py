@@ -8,7 +8,7 @@ pause, of the verifier too, must not make all sessions patient."""
 
 
 class BlockFate(Enum):
-    """What became of a round's block."""
+    """Outcome of a round's block."""
 
     NOT_REQUESTED = auto()
     VERIFIED = auto()

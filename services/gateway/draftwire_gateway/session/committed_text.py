@@ -12,7 +12,7 @@ from draftwire_gateway.text.text import TextStream
 
 
 class FinishReason(Enum):
-    """Why a completion ended."""
+    """Reason why a completion ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -35,7 +35,7 @@ class Delta:
     text_lengths: list[int] = field(default_factory=list)
     """Characters of the text that became final with each token, if requested."""
     num_draft_positions: int = 0
-    """Of these, those that could all have been accepted."""
+    """Number of these that could all have been accepted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,10 +69,10 @@ class RunRequest:
     """Rounds without a drafter, to be requested at once."""
 
     why: WhyPlain
-    """Why they have no drafter, or why a round in which the verifier drafts by itself has no draft."""
+    """Reason why they have no drafter, or why a round in which the verifier drafts by itself has no draft."""
     num_rounds: int
     draft: LocalDraft | None = None
-    """What the verifier drafts by itself."""
+    """Drafts of the verifier by itself."""
 
 
 class DrafterSeat:
@@ -98,16 +98,18 @@ class DrafterSeat:
         self._has_permit = False
         self._rounds_ahead = 0
         self._begun = BegunRounds()
-        """By the session's drafters of this epoch."""
+        """Rounds that the session's drafters of this epoch may have begun."""
         self._counts_ahead = False
         """Whether no block was there when the open round began, for which one may have been drafted ahead."""
         self._num_nodes = 0
-        """Of the token trees that the drafter is asked for, at most if they are chosen; 0 if it is asked for chains."""
+        """Nodes of the token trees that the drafter is asked for, at most if they are chosen; 0 if it is asked for
+        chains."""
         self._wait = BlockWait()
         self._pair = PairSeat(pairs)
-        """Of drafter and verifier; none where lengths are given, or nobody could draft."""
+        """The session's place in a pair of drafter and verifier; in none where lengths are given, or nobody could
+        draft."""
         self._local: LocalDraft | None = None
-        """What the session's verifier may draft by itself; None if it does not."""
+        """Drafts that the session's verifier may make by itself; None if it does not."""
         self.permit_number = -1
         """Permit number of the latest drafter; each drafter has a higher one."""
         self.is_ready = False

@@ -9,7 +9,7 @@ from draftwire_gateway.session.generation import Generation
 
 
 class ExpectedVerdict:
-    """What the verdict of the open round may be: of the block and the plain rounds that were requested, not more."""
+    """Limits of the open round's verdict: the block and the plain rounds that were requested, not more."""
 
     def __init__(self, generation: Generation) -> None:
         """Expects nothing before a request.

@@ -24,9 +24,9 @@ MAX_DRAFTERS = 16
 MAX_CHOICES = 128
 """Completions of one request, over all its prompts."""
 _OF_VERIFIERS = (*TEXT_DRAFTER_NAMES, *HEAD_NAMES)
-"""What verifiers may draft by, by themselves."""
+"""Strategies by which verifiers may draft by themselves."""
 SALT_BYTES = 16
-"""Of the salts that peers get."""
+"""Size of the salts that peers get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class SpeculationDefaults:
     adapts_length: bool = False
     """Whether lengths are chosen where none is requested and the random numbers are fresh."""
     local_strategies: tuple[str, ...] = ()
-    """By which a verifier drafts by itself where no drafter does, if it can."""
+    """Strategies by which a verifier drafts by itself where no drafter does, if it can."""
     drafter_names: Callable[[], tuple[str, ...]] = tuple
     """Returns what requests may ask for as `drafter`."""
     rounds_ahead: int = 0
@@ -128,13 +128,13 @@ class Generation:
     form_memory_bytes: int = 0
     """Memory that compiling the structured output took; 0 without one."""
     form_caller: str = ""
-    """Whose budget pays for its masks, if they take long; see `payer`."""
+    """Caller whose budget pays for its masks, if they take long; see `payer`."""
     adapts_length: bool = False
     """Whether the length of each draft is chosen from what is measured."""
     draft_models: frozenset[str] | None = None
     """Names of the models whose drafters may draft; None for all."""
     local_strategies: tuple[str, ...] = ()
-    """By which the verifier drafts by itself where no drafter does, if it can."""
+    """Strategies by which the verifier drafts by itself where no drafter does, if it can."""
     rounds_ahead: int = 0
     """Rounds for which a drafter may draft before their text is known."""
     max_branches: int = 0

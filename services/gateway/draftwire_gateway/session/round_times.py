@@ -16,7 +16,7 @@ from draftwire.method.token_source import TokenSource
 
 
 class WhyPlain(Enum):
-    """Why no draft token was verified in a round."""
+    """Reason why no draft token was verified in a round."""
 
     NOT_ASKED_FOR = "not_asked_for"
     """The request disables speculation."""
@@ -49,9 +49,9 @@ class RoundTimes:
     epoch: int
     round: int
     started_at: float
-    """When the round was requested; within a plain run, when the verdict before it arrived."""
+    """Time at which the round was requested; within a plain run, when the verdict before it arrived."""
     ended_at: float
-    """When its verdict arrived."""
+    """Time at which its verdict arrived."""
     num_draft_tokens: int
     num_accepted_tokens: int
     num_tokens: int
@@ -74,11 +74,11 @@ class RoundTimes:
     queue_s: float
     """Wait of the block, or of the plain round, for a step of the verifier."""
     verify_s: float
-    """That step of the verifier."""
+    """Duration of that step of the verifier."""
     wire_s: float
     """The rest: network, encoding and decoding, and the wait for a step of the drafter."""
     gateway_s: float
-    """From the verdict's arrival to the request of the next round, or to the end; 0 within a plain run. Includes
+    """Time from the verdict's arrival to the request of the next round, or to the end; 0 within a plain run. Includes
     backpressure of a slow client."""
     local_strategy: str = ""
     """Strategy of the verifier that drafted the tokens; empty if a drafter did, or nothing was drafted."""
@@ -95,7 +95,7 @@ class RoundTimes:
 
     @property
     def duration_s(self) -> float:
-        """From the start of this round to the start of the next."""
+        """Time from the start of this round to the start of the next."""
         return self.ended_at - self.started_at + self.gateway_s
 
 

@@ -41,9 +41,9 @@ class SessionState:
         """Tokens of the completion: the committed ones, cut at a stop."""
         self.prompt = PromptReport(generation.prompt_ids, generation.logprobs.prompt_logprobs is not None)
         self.expected = ExpectedVerdict(generation)
-        """What the open round's verdict may be."""
+        """Limits of the open round's verdict."""
         self.masks = MaskAllowance()
-        """What the masks of the session's form may take before nothing is drafted for it."""
+        """CPU time that the masks of the session's form may take before nothing is drafted for it."""
         self.next_is_held = False
         """Whether the verifier has the block of the open round since before it began."""
         self.statistics = Statistics(num_prompt_tokens=len(generation.prompt_ids))

@@ -20,7 +20,7 @@ class Statistics:
     num_rounds: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
-    """Of token trees all of them."""
+    """Draft tokens, of token trees all of them."""
     num_draft_positions: int = 0
     """Draft tokens on the longest path of each block: what could have been accepted."""
     num_trees: int = 0

@@ -35,7 +35,7 @@ class CallDelta:
     """A tool call, or the next part of its arguments."""
 
     index: int
-    """Of the call in the answer."""
+    """Index of the call in the answer."""
     id: str
     """Empty where the call has begun before."""
     name: str
@@ -45,7 +45,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class ReadText:
-    """What a part of the text was read as."""
+    """Text and calls that a part of the text was read as."""
 
     text: str = ""
     calls: list[CallDelta] = field(default_factory=list)
@@ -55,13 +55,13 @@ class _State(Enum):
     TEXT = auto()
     """Outside calls."""
     BEFORE = auto()
-    """After a marker, or at the start of an answer that may be calls as a whole."""
+    """Position after a marker, or at the start of an answer that may be calls as a whole."""
     CALL = auto()
-    """At or in a call."""
+    """Position at or in a call."""
     AFTER = auto()
-    """After a call."""
+    """Position after a call."""
     PLAIN = auto()
-    """In what can have no more calls."""
+    """Position in what can have no more calls."""
 
 
 class ToolCallReader:
@@ -92,9 +92,9 @@ class ToolCallReader:
         self._is_certain = is_certain
         self._state = _State.TEXT if syntax.opening else _State.BEFORE
         self._buffer = ""
-        """What is not read yet."""
+        """Text that is not read yet."""
         self._raw = ""
-        """What was taken for the beginning of a call, in case that it is none."""
+        """Text that was read as the beginning of a call, in case that it is none."""
         self._value: _JsonEnd | None = None
         """End of the JSON value that is being read, which starts the buffer."""
         self._begun: CallDelta | None = None

@@ -1,4 +1,4 @@
-"""What travels to vLLM's ranks with a step, and what rank 0 returns. No vLLM here."""
+"""Messages to vLLM's ranks with a step, and the report that rank 0 returns. No vLLM here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class RoundItem:
     num_committed: int
     """Committed tokens before the block."""
     max_read: int
-    """If more committed tokens are unread than this, only so many are read and nothing is decided."""
+    """Limit of unread committed tokens: if there are more, only so many are read and nothing is decided."""
     prompt_len: int
     stop_token_ids: frozenset[int]
     logprobs: LogprobsRequest
@@ -63,13 +63,13 @@ class StepItems:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What rank 0 decided."""
+    """Decisions of rank 0."""
 
     outcomes: dict[str, JudgingOutcome] = field(default_factory=dict)
-    """By request id: of all that were decided or reported."""
+    """Outcomes by request id: of all that were decided or reported."""
     audits: dict[str, AuditSums | None] = field(default_factory=dict)
     error: DraftwireError | None = None
-    """Why nothing was decided; the same on every rank."""
+    """Error for which nothing was decided; the same on every rank."""
 
     def tokens_of(self, request_id: str) -> list[int]:
         """Returns the tokens that a request's text gets; none if nothing was decided."""

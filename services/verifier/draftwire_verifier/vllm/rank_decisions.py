@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class RankDecisions:
-    """What a rank keeps to decide. Used on the thread of its forward passes."""
+    """State that a rank keeps to decide. Used on the thread of its forward passes."""
 
     rules: Mapping[str, VerificationRule]
     _edits: dict[str, TokenEdits] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What our part of every rank of vLLM does: `worker_extension_cls` of the engine. Imports vLLM where it runs."""
+"""Our part of every rank of vLLM: `worker_extension_cls` of the engine. Imports vLLM where it runs."""
 
 import multiprocessing
 import os

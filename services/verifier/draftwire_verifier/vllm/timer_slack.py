@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30
 COARSE_NS = 200_000_000
-"""Of threads that only look around."""
+"""Timer slack of threads that only look around."""
 FINE_NS = 50_000
 """Linux' default."""
 
