@@ -45,6 +45,25 @@ SHARPNESSES = tuple(0.5 + 0.125 * step for step in range(29))
 CPU = torch.device("cpu")
 
 
+def opt_tree(num_nodes: int, depth: int, least_gain: float) -> GrowthPlan:
+    """Returns the plan of OPT-Tree (Wang et al. 2024, arXiv 2406.17276, Algorithm 1): all nodes that the best tree so
+    far has at its last depth get children, until a pass no longer pays.
+
+    Args:
+        num_nodes: draft tokens.
+        depth: draft tokens on a path.
+        least_gain: what a pass has to add to the accepted tokens that the tree promises.
+    """
+    return GrowthPlan(num_nodes, depth, num_nodes, num_nodes, depth, least_gain=least_gain)
+
+
+def spec_exec(num_nodes: int, depth: int, per_pass: int, num_passes: int) -> GrowthPlan:
+    """Returns the plan of SpecExec (Svirschevski et al. 2024, arXiv 2406.02532, Algorithm 2): the best nodes of all
+    depths that were not read yet, pass after pass, for large trees.
+    """
+    return GrowthPlan(num_nodes, depth, num_nodes, per_pass, num_passes, revisits=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """The pair, and how both draw."""
@@ -267,9 +286,9 @@ def arms_of(calibration: Calibration, is_greedy: bool) -> list[Arm]:
             arms += [
                 Arm(f"planned {size}", "target_only", planned(calibration.walked, size)),
                 Arm(f"EAGLE-2 {size}", "target_only", plan=GrowthPlan.eagle2(size, DEPTH)),
-                Arm(f"OPT-Tree {size}", "target_only", plan=GrowthPlan.opt_tree(size, DEPTH, 0.05)),
+                Arm(f"OPT-Tree {size}", "target_only", plan=opt_tree(size, DEPTH, 0.05)),
             ]
-        return [*arms, Arm("SpecExec 64", "target_only", plan=GrowthPlan.spec_exec(64, DEPTH, 16, DEPTH))]
+        return [*arms, Arm("SpecExec 64", "target_only", plan=spec_exec(64, DEPTH, 16, DEPTH))]
     arms = [Arm("block chain 8", "traversal", chain), Arm("coupled chain 8", "coupled", chain)]
     for size in SIZES:
         arms += [
