@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PROTOS := $(wildcard protos/draftwire/v1/*.proto)
-SOURCES := draftwire services examples tests benchmarks deploy
+SOURCES := draftwire services contrib examples tests benchmarks deploy
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo up test test-fast test-slow test-clients test-vllm evidence check-rules fuzz chaos attacks mutants chart images release pins pictures lint format types protos protos-check install clean
