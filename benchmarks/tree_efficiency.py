@@ -29,7 +29,8 @@ from draftwire.method.sampling import probabilities
 from draftwire.method.token_tree import ROOT, TokenTree
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification import TREE_RULES, KeyedNoise, TreeBatch, TreeLawRule, verify_trees
+from draftwire.verification import TREE_RULES, KeyedNoise, TreeBatch, verify_trees
+from examples.rules.multi_round import MultiRoundRule, WithoutReplacementRule
 
 Counts = NDArray[np.float64]
 """`[prompts, 3]`: accepted draft tokens, rounds, and draft tokens, per prompt."""
@@ -43,6 +44,8 @@ CALIBRATION_PROMPTS = 8
 SIZES = (16, 32, 64)
 SHARPNESSES = tuple(0.5 + 0.125 * step for step in range(29))
 CPU = torch.device("cpu")
+JUDGES = {**TREE_RULES, **{rule.name: rule for rule in (MultiRoundRule(), WithoutReplacementRule())}}
+"""Rules for trees by name, also those that are only studied."""
 
 
 def opt_tree(num_nodes: int, depth: int, least_gain: float) -> GrowthPlan:
@@ -81,7 +84,7 @@ class Arm:
 
     name: str
     rule: str
-    """One of `TREE_RULES`."""
+    """One of `JUDGES`."""
     shape: TokenTree | None = None
     """The shape, if it is planned."""
     plan: GrowthPlan | None = None
@@ -118,7 +121,7 @@ class Text:
 
     def round(self, number: int, arm: Arm) -> tuple[int, int]:
         """Drafts and judges a tree; returns how many tokens were accepted, and of how many."""
-        rule, setting = TREE_RULES[arm.rule], self._setting
+        rule, setting = JUDGES[arm.rule], self._setting
         tree = self._draft(number, arm)
         token_ids = [*self.ids[self._judged.length :], *tree.token_ids]
         reading = Reading(self._judged, token_ids, len(tree.shape) + 1, tree.shape.parents)
@@ -136,7 +139,7 @@ class Text:
 
     def _draft(self, number: int, arm: Arm) -> Drafted:
         """Drafts a tree, one forward pass of the drafter for each depth or each pass of the plan."""
-        rule, sampling = TREE_RULES[arm.rule], self._setting.sampling
+        rule, sampling = JUDGES[arm.rule], self._setting.sampling
         drawn = rule.needs_draft_probs
         shaped = ShapedGrowth(arm.shape) if arm.shape is not None else None
         best = BestFirstGrowth(arm.plan) if arm.plan is not None else None
@@ -264,9 +267,7 @@ def _accepted_of_drawn(setting: Setting, target: Tensor, draft: Tensor, seed: in
     places = torch.arange(count).unsqueeze(1)
     of_places = places.expand(-1, RANKS + 1), places.expand(-1, RANKS)
     trees = TreeBatch(target, rows, tokens.clamp(min=0), shapes, *of_places)
-    rule = TREE_RULES["without_replacement"]
-    assert isinstance(rule, TreeLawRule)
-    return rule.tree_law(trees).stop_probs[:, 1:]
+    return WithoutReplacementRule().tree_law(trees).stop_probs[:, 1:]
 
 
 def _means(chances: Tensor) -> tuple[float, ...]:

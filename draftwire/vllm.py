@@ -2,7 +2,7 @@
 
 
 def __getattr__(name: str) -> object:
-    if name == "RemoteDrafter":  # no AttributeError, of which `from draftwire.vllm import` would hide the text
+    if name == "RemoteDrafter":  # no AttributeError, whose text `from draftwire.vllm import` would hide
         raise ImportError(
             "RemoteDrafter is now vllm_remote_drafter.RemoteDrafter: contrib/vllm_remote_drafter/README.md"
         )
