@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PROTOS := $(wildcard protos/draftwire/v1/*.proto)
-SOURCES := draftwire services contrib examples tests benchmarks deploy
+SOURCES := draftwire services contrib examples tools tests benchmarks deploy
 STUDIED_RULES := examples.rules.exact_match:ExactMatchRule examples.rules.greedy_block:GreedyBlockRule \
   examples.rules.k_seq:KSeqRule examples.rules.multi_round:MultiRoundRule examples.rules.multi_round:WithoutReplacementRule
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

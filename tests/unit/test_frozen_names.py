@@ -40,7 +40,8 @@ def options(command: Any, path: str = "draftwire") -> Iterator[str]:
     """Yields the commands of the command line, and their options."""
     yield path
     for name, child in getattr(command, "commands", {}).items():
-        yield from options(child, f"{path} {name}")
+        if not child.hidden:
+            yield from options(child, f"{path} {name}")
     for parameter in command.params:
         yield from (f"{path} {name}" for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("-"))
 

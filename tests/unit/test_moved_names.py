@@ -44,3 +44,12 @@ def test_old_name_of_a_rule_says_where_it_is(name: str, place: str) -> None:
     assert place in result.output
     rules, tree_rules = load_rules([place])
     assert [rule.name for rule in (*rules, *tree_rules)] == [name]
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("--shape", "370m", "--out", "x", "more")])
+def test_old_command_says_the_new_one(arguments: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, ["synth", *arguments])
+    assert (result.exit_code, result.output.count("\n")) == (2, 1)
+    assert "python -m tools.synth" in result.output
+    assert "`python -m tools.synth`" in UPGRADE
+    assert "synth" not in CliRunner().invoke(app, ["--help"]).output
