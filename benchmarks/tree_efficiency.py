@@ -6,6 +6,7 @@ is counted at each place of the target's own text.
 """
 
 import argparse
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoTokenizer
+from typing_extensions import override
 
 from benchmarks.report import progress
 from draftwire.drafting.growth_plan import GrowthPlan
@@ -48,7 +50,43 @@ JUDGES = {**TREE_RULES, **{rule.name: rule for rule in (MultiRoundRule(), Withou
 """Rules for trees by name, also those that are only studied."""
 
 
-def opt_tree(num_nodes: int, depth: int, least_gain: float) -> GrowthPlan:
+@dataclass(frozen=True, slots=True)
+class MeasuredPlan(GrowthPlan):
+    """A plan of a kind that is measured and not served."""
+
+    revisits: bool = False
+    """Whether nodes that were left out of a pass may be read in a later one."""
+    least_gain: float = 0.0
+    """The tree ends once a pass adds less than this to the accepted tokens that it promises."""
+
+
+class MeasuredGrowth(BestFirstGrowth):
+    """Grows the tree of a `MeasuredPlan`."""
+
+    def __init__(self, plan: MeasuredPlan) -> None:
+        """Starts at the root."""
+        super().__init__(plan)
+        self._measured = plan
+        self._promised = 0.0
+
+    @override
+    def _may_read(self, node: int) -> bool:
+        return self._measured.revisits or super()._may_read(node)
+
+    @override
+    def expand(self, nodes: Sequence[int], log_chances: Tensor) -> None:
+        super().expand(nodes, log_chances)
+        promised = sum(math.exp(self._scores[node]) for node in self._best)
+        self._is_over = promised - self._promised < self._measured.least_gain
+        self._promised = promised
+
+
+def growth_of(plan: GrowthPlan) -> BestFirstGrowth:
+    """Returns a tree that grows by a plan, at its root."""
+    return MeasuredGrowth(plan) if isinstance(plan, MeasuredPlan) else BestFirstGrowth(plan)
+
+
+def opt_tree(num_nodes: int, depth: int, least_gain: float) -> MeasuredPlan:
     """Returns the plan of OPT-Tree (Wang et al. 2024, arXiv 2406.17276, Algorithm 1): all nodes that the best tree so
     far has at its last depth get children, until a pass no longer pays.
 
@@ -57,14 +95,14 @@ def opt_tree(num_nodes: int, depth: int, least_gain: float) -> GrowthPlan:
         depth: draft tokens on a path.
         least_gain: what a pass has to add to the accepted tokens that the tree promises.
     """
-    return GrowthPlan(num_nodes, depth, num_nodes, num_nodes, depth, least_gain=least_gain)
+    return MeasuredPlan(num_nodes, depth, num_nodes, num_nodes, depth, least_gain=least_gain)
 
 
-def spec_exec(num_nodes: int, depth: int, per_pass: int, num_passes: int) -> GrowthPlan:
+def spec_exec(num_nodes: int, depth: int, per_pass: int, num_passes: int) -> MeasuredPlan:
     """Returns the plan of SpecExec (Svirschevski et al. 2024, arXiv 2406.02532, Algorithm 2): the best nodes of all
     depths that were not read yet, pass after pass, for large trees.
     """
-    return GrowthPlan(num_nodes, depth, num_nodes, per_pass, num_passes, revisits=True)
+    return MeasuredPlan(num_nodes, depth, num_nodes, per_pass, num_passes, revisits=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +180,7 @@ class Text:
         rule, sampling = JUDGES[arm.rule], self._setting.sampling
         drawn = rule.needs_draft_probs
         shaped = ShapedGrowth(arm.shape) if arm.shape is not None else None
-        best = BestFirstGrowth(arm.plan) if arm.plan is not None else None
+        best = growth_of(arm.plan) if arm.plan is not None else None
         growth = shaped or best
         assert growth is not None, "an arm has a shape or a plan"
         places: dict[int, int] = {}

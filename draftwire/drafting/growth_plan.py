@@ -20,10 +20,6 @@ class GrowthPlan:
     """Nodes that the drafter reads in one forward pass."""
     num_passes: int
     """Forward passes, the first, after the committed tokens, included."""
-    revisits: bool = False
-    """Whether nodes that were left out of a pass may be read in a later one."""
-    least_gain: float = 0.0
-    """The tree ends once a pass adds less than this to the accepted tokens that it promises."""
 
     @classmethod
     def eagle2(cls, num_nodes: int, depth: int, per_pass: int = PER_PASS) -> "GrowthPlan":

@@ -65,7 +65,7 @@ def tree_rule_named(name: str) -> TreeRule:
 
 
 def new_rule(name: str) -> VerificationRule:
-    """Returns a built-in rule: what `rule_named` was called for runs in one process.
+    """Returns a built-in rule, as `rule_named` does. The name for runs in one process, kept for users of 0.1.
 
     Raises:
         InvalidRequestError: the name is unknown.

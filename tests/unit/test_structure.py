@@ -29,6 +29,9 @@ LAYERS = (
 )
 """From the top. A part imports those below it, and none beside it."""
 
+NOT_INSTALLED = frozenset({"benchmarks", "examples", "tests", "tools", "vllm_remote_drafter"})
+"""What lies beside the package in the repository."""
+
 FACADE = "draftwire"
 """Names what users import, which it loads when they ask for it. Others take its version from it."""
 
@@ -144,6 +147,11 @@ def test_library_imports_no_service() -> None:
     users = {name for name, found in own.items() if any(is_in(other, one) for other in found for one in SERVICES)}
     assert users, "what is imported is seen"
     assert [name for name in users if not any(is_in(name, one) for one in MAY_IMPORT_SERVICES)] == []
+
+
+def test_nothing_that_is_installed_imports_what_is_not() -> None:
+    tops = {name: {other.partition(".")[0] for other in imported(source, name)} for name, source in sources().items()}
+    assert [name for name, found in tops.items() if found & NOT_INSTALLED] == []
 
 
 def test_circle_is_seen() -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from cases import every
 
-from benchmarks.tree_efficiency import opt_tree, spec_exec
+from benchmarks.tree_efficiency import growth_of, opt_tree, spec_exec
 from draftwire.drafting.growth_plan import GrowthPlan
-from draftwire.drafting.tree_growth import BestFirstGrowth, ShapedGrowth, log_race_chances
+from draftwire.drafting.tree_growth import ShapedGrowth, log_race_chances
 from draftwire.drafting.tree_shapes import shape_by_acceptance, shape_of_widths
 from draftwire.method.distributions import QuantizedRows, race
 from draftwire.method.token_tree import ROOT, TokenTree
@@ -75,7 +75,7 @@ def table(seed: int, vocab_size: int = 6) -> torch.Tensor:
 
 def grown_on(plan: GrowthPlan, rows: torch.Tensor) -> tuple[dict[tuple[int, ...], float], list[int]]:
     """Returns the paths of a tree that grew on an order-1 table with their chances, and the nodes that passes read."""
-    growth, passes = BestFirstGrowth(plan), []
+    growth, passes = growth_of(plan), []
     while nodes := growth.frontier():
         passes.append(len(nodes))
         growth.expand(nodes, rows[[len(rows) - 1 if node == ROOT else growth.token(node) for node in nodes]])
