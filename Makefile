@@ -2,7 +2,9 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PROTOS := $(wildcard protos/draftwire/v1/*.proto)
-SOURCES := draftwire services examples tests benchmarks deploy
+SOURCES := draftwire services contrib examples tools tests benchmarks deploy
+STUDIED_RULES := examples.rules.exact_match:ExactMatchRule examples.rules.greedy_block:GreedyBlockRule \
+  examples.rules.k_seq:KSeqRule examples.rules.multi_round:MultiRoundRule examples.rules.multi_round:WithoutReplacementRule
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo up test test-fast test-slow test-clients test-vllm evidence check-rules fuzz chaos attacks mutants chart images release pins pictures lint format types protos protos-check install clean
@@ -37,8 +39,9 @@ evidence: $(INSTALLED)  ## by hand, two hours: other random examples, a million 
 	$(BIN)/python -m benchmarks.soak --minutes 20
 	$(BIN)/python -m tests.attacks --minutes 30 --law
 
-check-rules: $(INSTALLED)  ## prove every verification rule by enumeration
+check-rules: $(INSTALLED)  ## prove every verification rule by enumeration, also those of examples/rules
 	$(BIN)/draftwire check-rule
+	$(BIN)/draftwire check-rule $(STUDIED_RULES)
 
 fuzz: $(INSTALLED)  ## feed a million broken draft blocks to the decoder
 	$(BIN)/python -m tests.fuzz --messages 1000000

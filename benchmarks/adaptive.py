@@ -1,6 +1,6 @@
 """Chosen lengths of drafts against fixed ones, in turns, on pairs for which very different lengths are best.
 
-    draftwire synth --shape 370m --draft-layers 2 --agreement 0.8 --temperature 1.0 --out /tmp/370m
+    python -m tools.synth --shape 370m --draft-layers 2 --agreement 0.8 --temperature 1.0 --out /tmp/370m
     python -m benchmarks.adaptive --large /tmp/370m --output benchmarks/results/adaptive.json
 
 Each cell is a pair at a number of sessions, served by three processes. After turns of chosen lengths, plain decoding

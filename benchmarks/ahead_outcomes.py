@@ -1,6 +1,6 @@
 """How often a round ends as its drafter could have guessed: the premise of drafting the next round ahead.
 
-    draftwire synth --shape 370m --draft-layers 2 --agreement 0.8 --temperature 1.0 --out /tmp/370m
+    python -m tools.synth --shape 370m --draft-layers 2 --agreement 0.8 --temperature 1.0 --out /tmp/370m
     python -m benchmarks.ahead_outcomes --large /tmp/370m --output benchmarks/results/ahead_outcomes.json
 
 Prompts are continued in one process, and the drafter's own rows are looked at after each round. If the whole block was

@@ -4,7 +4,7 @@
 
 A script says how often each child of a token is right and what a row costs, so that cells differ in whether trees pay.
 The best fixed shape, chain or tree, is found first; then chosen drafts, that shape and the best fixed chain have turns.
-`--large` names a pair with weights, as `draftwire synth` makes one; its turns are longer.
+`--large` names a pair with weights, as `python -m tools.synth` makes one; its turns are longer.
 """
 
 import argparse

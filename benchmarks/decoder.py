@@ -2,7 +2,7 @@
 
     python -m benchmarks.decoder --sessions 1 4 8 16 --output benchmarks/results/decoder.json
 
-The decoder runs alone in this process, with random weights of a shape of `draftwire synth`; each session reads one
+The decoder runs alone in this process, with random weights of a shape of `tools.synth`; each session reads one
 token in a step. A small step is limited by the memory: it has to read every weight once. How long that takes is
 measured beside every series of steps, by summing up an array of the same size. The operations of a step are listed as
 torch's profiler counts them, without what they call. `copied_mb_per_token` are keys and values that a step copies
@@ -25,7 +25,7 @@ from benchmarks.report import write_report
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.packing import Segment, pack
-from draftwire.models.synthesis import SHAPES
+from tools.synth.synthesis import SHAPES
 
 DTYPES = ("float32", "bfloat16")
 NUM_LISTED = 12

@@ -1,6 +1,6 @@
 """Time to the first token of texts that begin together, first with prompts that nobody has read, then with cached ones.
 
-    draftwire synth --shape 370m --draft-layers 2 --agreement 0.8 --temperature 1.0 --out /tmp/370m
+    python -m tools.synth --shape 370m --draft-layers 2 --agreement 0.8 --temperature 1.0 --out /tmp/370m
     python -m benchmarks.first_tokens --large /tmp/370m --output benchmarks/results/first_tokens.json
 
 All texts of a turn are cancelled at its end: one that has no first token by then was kept waiting all the time.

@@ -31,7 +31,7 @@ from benchmarks.gpu_sections.speculation import speculation
 from benchmarks.gpu_sections.steps import steps
 from benchmarks.report import write_report
 from draftwire.method.devices import prepare
-from draftwire.models.synthesis import SHAPES
+from tools.synth.synthesis import SHAPES
 
 
 class Sections:

@@ -1,6 +1,6 @@
 """What the services choose, and what drafting ahead and token trees gain, for one pair whose services share a GPU.
 
-    draftwire synth --shape llama-3-8b --draft-layers 2 --dtype bfloat16 --device cuda:0 --out PAIR
+    python -m tools.synth --shape llama-3-8b --draft-layers 2 --dtype bfloat16 --device cuda:0 --out PAIR
     python -m benchmarks.gpu_services --pair PAIR --output benchmarks/results/gpu_services.json
     python -m benchmarks.gpu_services --pair models --device cpu --seconds 0.5 --turns 1 --sessions 1   # without a GPU
 

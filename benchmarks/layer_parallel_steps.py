@@ -36,7 +36,7 @@ from draftwire.models.parallel.layer_groups import LayerGroups, groups_of_size, 
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder, Ranks
 from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
 from draftwire.models.parallel.tensor_parallel import ParallelModel, follow
-from draftwire.models.synthesis import SHAPES, ModelShape, build_target
+from tools.synth.synthesis import SHAPES, ModelShape, build_target
 
 EIGHT_LAYERS = "drafter-8-layers"
 """The embedded drafter, which has layers enough to run some of them together."""

@@ -21,7 +21,7 @@ from benchmarks.decoder import fill, milliseconds
 from benchmarks.report import progress, write_report
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
-from draftwire.training.pair import PairShape
+from tools.embedded_pair.pair import PairShape
 
 BLOCK_LENGTHS = (2, 3, 4, 5, 6, 8)
 ACCEPTANCE = (0.55, 0.65, 0.75, 0.85)

@@ -13,7 +13,7 @@ Float32, at temperature 0 and 1, by number of sessions and length of the prompts
     openvino drafts               the same with the drafter as its draft model
     vllm                          vLLM
     vllm drafts                   the same with the drafter as its draft model
-    vllm remote                   the same with our drafter service, by `draftwire.vllm.RemoteDrafter`: `--vllm-remote`
+    vllm remote                   the same with our drafter service, by contrib/vllm_remote_drafter: `--vllm-remote`
     decoder                       our decoder in a process alone: `judge` with empty blocks, no services
     plain                         our three processes without draft tokens
     speculative                   our three processes with the best block length, rule `block`

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from draftwire.training.corpus import standard_library
+from tools.embedded_pair.corpus import standard_library
 
 FILE = Path(__file__).parent / "prompts.json"
 COUNT = 200

@@ -6,6 +6,7 @@ is counted at each place of the target's own text.
 """
 
 import argparse
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoTokenizer
+from typing_extensions import override
 
 from benchmarks.report import progress
 from draftwire.drafting.growth_plan import GrowthPlan
@@ -29,7 +31,8 @@ from draftwire.method.sampling import probabilities
 from draftwire.method.token_tree import ROOT, TokenTree
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification import TREE_RULES, KeyedNoise, TreeBatch, TreeLawRule, verify_trees
+from draftwire.verification import TREE_RULES, KeyedNoise, TreeBatch, verify_trees
+from examples.rules.multi_round import MultiRoundRule, WithoutReplacementRule
 
 Counts = NDArray[np.float64]
 """`[prompts, 3]`: accepted draft tokens, rounds, and draft tokens, per prompt."""
@@ -43,6 +46,63 @@ CALIBRATION_PROMPTS = 8
 SIZES = (16, 32, 64)
 SHARPNESSES = tuple(0.5 + 0.125 * step for step in range(29))
 CPU = torch.device("cpu")
+JUDGES = {**TREE_RULES, **{rule.name: rule for rule in (MultiRoundRule(), WithoutReplacementRule())}}
+"""Rules for trees by name, also those that are only studied."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPlan(GrowthPlan):
+    """A plan of a kind that is measured and not served."""
+
+    revisits: bool = False
+    """Whether nodes that were left out of a pass may be read in a later one."""
+    least_gain: float = 0.0
+    """The tree ends once a pass adds less than this to the accepted tokens that it promises."""
+
+
+class MeasuredGrowth(BestFirstGrowth):
+    """Grows the tree of a `MeasuredPlan`."""
+
+    def __init__(self, plan: MeasuredPlan) -> None:
+        """Starts at the root."""
+        super().__init__(plan)
+        self._measured = plan
+        self._promised = 0.0
+
+    @override
+    def _may_read(self, node: int) -> bool:
+        return self._measured.revisits or super()._may_read(node)
+
+    @override
+    def expand(self, nodes: Sequence[int], log_chances: Tensor) -> None:
+        super().expand(nodes, log_chances)
+        promised = sum(math.exp(self._scores[node]) for node in self._best)
+        self._is_over = promised - self._promised < self._measured.least_gain
+        self._promised = promised
+
+
+def growth_of(plan: GrowthPlan) -> BestFirstGrowth:
+    """Returns a tree that grows by a plan, at its root."""
+    return MeasuredGrowth(plan) if isinstance(plan, MeasuredPlan) else BestFirstGrowth(plan)
+
+
+def opt_tree(num_nodes: int, depth: int, least_gain: float) -> MeasuredPlan:
+    """Returns the plan of OPT-Tree (Wang et al. 2024, arXiv 2406.17276, Algorithm 1): all nodes that the best tree so
+    far has at its last depth get children, until a pass no longer pays.
+
+    Args:
+        num_nodes: draft tokens.
+        depth: draft tokens on a path.
+        least_gain: what a pass has to add to the accepted tokens that the tree promises.
+    """
+    return MeasuredPlan(num_nodes, depth, num_nodes, num_nodes, depth, least_gain=least_gain)
+
+
+def spec_exec(num_nodes: int, depth: int, per_pass: int, num_passes: int) -> MeasuredPlan:
+    """Returns the plan of SpecExec (Svirschevski et al. 2024, arXiv 2406.02532, Algorithm 2): the best nodes of all
+    depths that were not read yet, pass after pass, for large trees.
+    """
+    return MeasuredPlan(num_nodes, depth, num_nodes, per_pass, num_passes, revisits=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +122,7 @@ class Arm:
 
     name: str
     rule: str
-    """One of `TREE_RULES`."""
+    """One of `JUDGES`."""
     shape: TokenTree | None = None
     """The shape, if it is planned."""
     plan: GrowthPlan | None = None
@@ -99,7 +159,7 @@ class Text:
 
     def round(self, number: int, arm: Arm) -> tuple[int, int]:
         """Drafts and judges a tree; returns how many tokens were accepted, and of how many."""
-        rule, setting = TREE_RULES[arm.rule], self._setting
+        rule, setting = JUDGES[arm.rule], self._setting
         tree = self._draft(number, arm)
         token_ids = [*self.ids[self._judged.length :], *tree.token_ids]
         reading = Reading(self._judged, token_ids, len(tree.shape) + 1, tree.shape.parents)
@@ -117,10 +177,10 @@ class Text:
 
     def _draft(self, number: int, arm: Arm) -> Drafted:
         """Drafts a tree, one forward pass of the drafter for each depth or each pass of the plan."""
-        rule, sampling = TREE_RULES[arm.rule], self._setting.sampling
+        rule, sampling = JUDGES[arm.rule], self._setting.sampling
         drawn = rule.needs_draft_probs
         shaped = ShapedGrowth(arm.shape) if arm.shape is not None else None
-        best = BestFirstGrowth(arm.plan) if arm.plan is not None else None
+        best = growth_of(arm.plan) if arm.plan is not None else None
         growth = shaped or best
         assert growth is not None, "an arm has a shape or a plan"
         places: dict[int, int] = {}
@@ -245,9 +305,7 @@ def _accepted_of_drawn(setting: Setting, target: Tensor, draft: Tensor, seed: in
     places = torch.arange(count).unsqueeze(1)
     of_places = places.expand(-1, RANKS + 1), places.expand(-1, RANKS)
     trees = TreeBatch(target, rows, tokens.clamp(min=0), shapes, *of_places)
-    rule = TREE_RULES["without_replacement"]
-    assert isinstance(rule, TreeLawRule)
-    return rule.tree_law(trees).stop_probs[:, 1:]
+    return WithoutReplacementRule().tree_law(trees).stop_probs[:, 1:]
 
 
 def _means(chances: Tensor) -> tuple[float, ...]:
@@ -267,9 +325,9 @@ def arms_of(calibration: Calibration, is_greedy: bool) -> list[Arm]:
             arms += [
                 Arm(f"planned {size}", "target_only", planned(calibration.walked, size)),
                 Arm(f"EAGLE-2 {size}", "target_only", plan=GrowthPlan.eagle2(size, DEPTH)),
-                Arm(f"OPT-Tree {size}", "target_only", plan=GrowthPlan.opt_tree(size, DEPTH, 0.05)),
+                Arm(f"OPT-Tree {size}", "target_only", plan=opt_tree(size, DEPTH, 0.05)),
             ]
-        return [*arms, Arm("SpecExec 64", "target_only", plan=GrowthPlan.spec_exec(64, DEPTH, 16, DEPTH))]
+        return [*arms, Arm("SpecExec 64", "target_only", plan=spec_exec(64, DEPTH, 16, DEPTH))]
     arms = [Arm("block chain 8", "traversal", chain), Arm("coupled chain 8", "coupled", chain)]
     for size in SIZES:
         arms += [

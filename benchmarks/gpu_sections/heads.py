@@ -17,8 +17,8 @@ from draftwire.drafting.heads.head_loading import build_head
 from draftwire.models.cached_model import CachedModel, FeatureSpan, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.models.synthesis import ModelShape, build_target
 from draftwire.models.taps import FeatureSource
+from tools.synth.synthesis import ModelShape, build_target
 
 LARGEST_ERROR = 1e-4
 """Of float32 features."""

@@ -22,7 +22,7 @@ from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.parallel.layer_groups import groups_of_size, runs_in_parallel, written
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
-from draftwire.models.synthesis import SHAPES, ModelShape, build_target
+from tools.synth.synthesis import SHAPES, ModelShape, build_target
 
 SHAPE = ModelShape(2048, 8192, 16, 32, 8, 128_256, head_dim=64, tie_word_embeddings=True)
 SIZES = (1, 2, 3, 4, 5)

@@ -11,7 +11,7 @@ from benchmarks.gpu_sections.plan import Plan
 from benchmarks.gpu_sections.section import Budget, Findings, Row
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import Decoder, decoder_of
-from draftwire.models.synthesis import Trial, synthesize
+from tools.synth.synthesis import Trial, synthesize
 
 DRAFT_LAYERS = 2
 AGREEMENT = 0.8

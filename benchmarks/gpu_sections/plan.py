@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.rules import Shape as RuleShape
-from draftwire.models.synthesis import SHAPES, ModelShape
+from tools.synth.synthesis import SHAPES, ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import KEY_BYTES
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
-from draftwire.models.synthesis import build_target
 from draftwire.requests.parameters import SamplingParams
+from tools.synth.synthesis import build_target
 
 BLOCK_LENGTH = 4
 PATIENCE_S = 45.0

@@ -7,6 +7,7 @@ verifying.
 
 from draftwire.checking.checks import check
 from draftwire.checking.report import Failure, Kind, RuleReport, TreeReport
+from draftwire.checking.stateful import StatefulRule
 from draftwire.checking.tree_checks import check_trees
 from draftwire.checking.whole_round import Round, RoundReport, check_round
 from draftwire.verification.rule_loading import known_rules, load_rule
@@ -17,6 +18,7 @@ __all__ = [
     "Round",
     "RoundReport",
     "RuleReport",
+    "StatefulRule",
     "TreeReport",
     "check",
     "check_round",

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftwire.checking import stateful
 from draftwire.checking.all_blocks import AllBlocks, all_blocks, sparse_rows
 from draftwire.checking.coupling import coupled_round
 from draftwire.checking.cube import Measure
@@ -23,12 +22,12 @@ from draftwire.checking.round_laws import (
     improbability,
     stated_emissions,
 )
-from draftwire.checking.theory import EXPECTATIONS, block_expectation
+from draftwire.checking.stateful import StatefulRule
+from draftwire.checking.theory import EXPECTATIONS, Expectation, block_expectation
 from draftwire.checking.toy_models import SHARPNESSES, Pair, adversarial_pairs, random_pairs, toy_pair
 from draftwire.checking.wire_rounds import COARSE, FINE, quantized, through_bytes
 from draftwire.method.distributions import DenseRows
 from draftwire.verification.blocks import BlockBatch
-from draftwire.verification.greedy_block import GreedyBlockRule
 from draftwire.verification.rule import FixedNoise, LawRule, Outcome, VerificationRule, verify
 
 TOLERANCE = 1e-9
@@ -74,7 +73,7 @@ class CheckPlan:
     coupled: tuple[Size, ...]
     """Sizes for coupled rules."""
     stateful: tuple[Size, ...]
-    """Sizes for `greedy_block`, whose blocks are of one length."""
+    """Sizes for rules that remember, whose blocks are of one length."""
     sampled: tuple[Size, ...]
     """Sizes for rules whose decisions have to be sampled."""
     edges: tuple[int, ...]
@@ -134,7 +133,7 @@ def check(rule: VerificationRule, plan: CheckPlan = THOROUGH) -> RuleReport:
     Takes seconds on one core. Rules are called with up to 65,536 blocks at once.
     """
     findings = Findings()
-    if isinstance(rule, GreedyBlockRule):
+    if isinstance(rule, StatefulRule):
         return _stateful(rule, plan, findings)
     decided = DecidedRound(rule)
     source: RoundSource = decided
@@ -217,11 +216,11 @@ def _judge_law(
 def _check_accepted(rule: VerificationRule, pair: Pair, length: int, accepted: Tensor, findings: Findings) -> None:
     """Compares mean numbers of accepted tokens after each context with theory and with the bound for lossless rules."""
     where = _where(pair, (length,))
-    expectation = EXPECTATIONS.get(rule.name)
+    expectation = _expectation_of(rule)
     if expectation is not None:
         size = largest_deviation(accepted, expectation(pair, length))
         findings.require(Kind.ACCEPTED, size, TOLERANCE, f"not the theoretical one of {rule.name}; {where}")
-    if rule.is_lossless and not isinstance(rule, GreedyBlockRule):
+    if rule.is_lossless and not isinstance(rule, StatefulRule):
         size = float((accepted - block_expectation(pair, length)).max())
         findings.require(Kind.ACCEPTED, size, TOLERANCE, f"more than any lossless rule can have; {where}")
 
@@ -362,22 +361,22 @@ def _check_alike(rule: VerificationRule, dense: AllBlocks, sparse: AllBlocks, ki
     findings.require(kind, float(differs.to(torch.float64).mean()), TOLERANCE, where)
 
 
-def _stateful(rule: GreedyBlockRule, plan: CheckPlan, findings: Findings) -> RuleReport:
-    """Checks `greedy_block`, following its state over rounds."""
+def _stateful(rule: StatefulRule, plan: CheckPlan, findings: Findings) -> RuleReport:
+    """Checks a rule that remembers, following its state over rounds."""
     source = StatedRound(rule)  # of first rounds
     with findings.recording_errors():
         for size in plan.stateful:
             for pair in size.pairs():
                 for (block_length,) in size.schedules:
                     length = block_length + 2
-                    law = stateful.law_of_rounds(rule, pair, block_length, length)
+                    law = rule.law_of_rounds(pair, block_length, length)
                     deviation = largest_deviation(law, sequence_law(pair.target, length))
                     _judge_law(rule, pair, (block_length,), deviation, TOLERANCE, findings)
                     accepted = source.emissions(pair, block_length).expected_accepted()
                     _check_accepted(rule, pair, block_length, accepted, findings)
     with findings.recording_errors():
         for pair in (random_pairs(3)[1], *adversarial_pairs(3)[:2]):
-            deviation = stateful.drawing_deviation(rule, pair, 2)
+            deviation = rule.drawing_deviation(pair, 2)
             findings.require(Kind.DRAWING, deviation, TOLERANCE, _where(pair, (2,)))
     return _report(rule, "stateful", source, findings)
 
@@ -402,7 +401,7 @@ def _report(rule: VerificationRule, method: str, source: RoundSource, findings: 
         source.prepare(pairs, (COMPARED_LENGTH,))
         accepted = mean(lambda pair, length: source.emissions(pair, length).expected_accepted())
         toy = float(source.emissions(toy_pair(), 2).expected_accepted()[-1])
-    expectation = EXPECTATIONS.get(rule.name)
+    expectation = _expectation_of(rule)
     return RuleReport(
         rule.name,
         rule.is_lossless,
@@ -415,6 +414,11 @@ def _report(rule: VerificationRule, method: str, source: RoundSource, findings: 
         toy,
         findings.failures,
     )
+
+
+def _expectation_of(rule: VerificationRule) -> Expectation | None:
+    """Returns the theory of a rule, if there is one."""
+    return rule.expectation if isinstance(rule, StatefulRule) else EXPECTATIONS.get(rule.name)
 
 
 def _pair_of(outcome: Outcome, index: int) -> tuple[int, int]:

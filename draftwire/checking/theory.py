@@ -29,16 +29,6 @@ def block_expectation(pair: Pair, length: int) -> Tensor:
     return _mean(pair, length, lambda reach, ratio: (reach * ratio).clamp(max=1.0))
 
 
-def greedy_expectation(pair: Pair, length: int) -> Tensor:
-    """Returns the sum over i and over texts of i tokens of min(P, Q), the first round of `greedy_block`: the maximum of
-    one round under any rule.
-    """
-    result = torch.zeros(pair.vocab_size + 1, dtype=torch.float64)
-    for count in range(1, length + 1):
-        result += torch.minimum(*(sequence_law(table, count) for table in (pair.target, pair.drafter))).sum(dim=1)
-    return result
-
-
 def coupled_expectation(pair: Pair, length: int) -> Tensor:
     """Returns the sum over i and over texts of i tokens of the probability that both sides draw them: `coupled`."""
     result = torch.zeros(pair.vocab_size + 1, dtype=torch.float64)
@@ -51,7 +41,6 @@ def coupled_expectation(pair: Pair, length: int) -> Tensor:
 EXPECTATIONS: dict[str, Expectation] = {
     "token": token_expectation,
     "block": block_expectation,
-    "greedy_block": greedy_expectation,
     "coupled": coupled_expectation,
 }
 """Expectations by rule name."""

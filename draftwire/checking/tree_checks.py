@@ -1,6 +1,7 @@
 """Checks a rule for trees on many small models and shapes, exactly."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,8 +13,6 @@ from draftwire.checking.report import Findings, Kind, TreeReport
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
 from draftwire.method.distributions import DenseRows
 from draftwire.method.token_tree import ROOT, TokenTree
-from draftwire.verification.k_seq import KSeqRule
-from draftwire.verification.multi_round import MultiRoundRule
 from draftwire.verification.rule import FixedNoise
 from draftwire.verification.tree_rule import TreeLawRule, TreeRule, verify_trees
 from draftwire.verification.trees import TreeBatch
@@ -46,16 +45,14 @@ NUM_SAMPLES = 50_000
 def check_trees(rule: TreeRule, shapes: Sequence[TokenTree] = SHAPES) -> TreeReport:
     """Checks a rule and returns the report. A rule that raises fails the check; `check_trees` itself does not raise."""
     findings = Findings()
-    if isinstance(rule, KSeqRule):
-        shapes = [shape for shape in shapes if shape in PATHS]
-    for shape in shapes:
+    for shape in filter(partial(_is_taken, rule), shapes):
         for pair in _pairs(len(shape)):
             for is_distinct in _schemes(rule):
                 with findings.recording_errors():
                     _check_law(rule, all_trees(pair, shape, is_distinct, _layout(shape)), findings)
     accepted: list[float | None] = []
     for shape in COMPARED_SHAPES.values():
-        if isinstance(rule, KSeqRule) and any(len(shape.children(node)) > 1 for node in range(len(shape))):
+        if not _is_taken(rule, shape):
             accepted.append(None)
             continue
         mean = float("nan")
@@ -75,9 +72,13 @@ def _pairs(num_nodes: int) -> tuple[Pair, ...]:
 
 def _schemes(rule: TreeRule) -> tuple[bool, ...]:
     """Returns how siblings may be drawn: whether without replacement; what the report has first."""
-    if isinstance(rule, KSeqRule):
-        return (False,)
-    return (False, True) if rule.name == MultiRoundRule.name else (True, False)
+    return rule.sibling_schemes if isinstance(rule, TreeLawRule) else (True, False)
+
+
+def _is_taken(rule: TreeRule, shape: TokenTree) -> bool:
+    """Whether a rule decides about trees of a shape."""
+    is_paths = all(len(shape.children(node)) <= 1 for node in range(len(shape)))
+    return is_paths or not (isinstance(rule, TreeLawRule) and rule.takes_paths_alone)
 
 
 def _layout(shape: TokenTree) -> RowsOf:

@@ -10,13 +10,12 @@ from draftwire.cli.bench_command import bench
 from draftwire.cli.chat_command import chat
 from draftwire.cli.check_rule_command import check_rule
 from draftwire.cli.demo_command import demo
-from draftwire.cli.exits import FAILED, complain, end_in_silence
+from draftwire.cli.exits import FAILED, MISUSED, complain, end, end_in_silence
 from draftwire.cli.generate_command import generate
 from draftwire.cli.health_command import health
 from draftwire.cli.index_command import index_app
 from draftwire.cli.models_command import models
 from draftwire.cli.options import SERVICES, PlainHelp, refuse_unknown_variables, serve_command
-from draftwire.cli.synth_command import synth
 from draftwire.cli.token_command import token
 from draftwire.cli.train_command import train
 from draftwire.cli.up_command import up
@@ -42,7 +41,6 @@ app.command()(bench)
 app.command()(health)
 app.command()(check_rule)
 app.command()(token)
-app.command()(synth)
 app.command()(train)
 app.add_typer(index_app, name="index")
 
@@ -53,6 +51,17 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
     if version:
         typer.echo(__version__)
         raise typer.Exit
+
+
+@app.command(
+    hidden=True, add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def synth() -> None:
+    """Print where synthetic pairs are made now."""
+    end(
+        MISUSED,
+        "synthetic pairs are made by `python -m tools.synth`, with the same options, in a clone of the repository",
+    )
 
 
 def main() -> None:

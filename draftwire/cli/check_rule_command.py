@@ -21,7 +21,7 @@ def check_rule(
         list[str] | None,
         typer.Argument(
             metavar="[NAME]...",
-            help="A rule of the product, or package.module.Attribute of your own.",
+            help="A rule of the product, or package.module:Attribute of your own, for blocks or for trees.",
             show_default="all of the product",
         ),
     ] = None,
@@ -38,15 +38,14 @@ def check_rule(
     try:
         import torch
 
-        from draftwire.checking import check, check_trees, known_rules, load_rule
-        from draftwire.verification import TREE_RULES
+        from draftwire.checking import check, check_trees
+        from draftwire.verification import RULES, TREE_RULES
+        from draftwire.verification.rule_loading import load_rules
     except ImportError as error:
         end(MISUSED, f"checking rules needs torch: pip install 'draftwire[services]' ({error})")
     torch.set_num_threads(1)  # many small tensors
-    wanted = names or [*known_rules(), *TREE_RULES]
-    tree_rules = [TREE_RULES[name] for name in dict.fromkeys(wanted) if name in TREE_RULES]
     try:
-        rules = [load_rule(name) for name in dict.fromkeys(wanted) if name in known_rules() or name not in TREE_RULES]
+        rules, tree_rules = load_rules(names or [*RULES, *TREE_RULES])
     except InvalidRequestError as error:
         end(MISUSED, error)
     reports: list[RuleReport] = []

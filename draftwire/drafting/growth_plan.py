@@ -20,10 +20,6 @@ class GrowthPlan:
     """Nodes that the drafter reads in one forward pass."""
     num_passes: int
     """Forward passes, the first, after the committed tokens, included."""
-    revisits: bool = False
-    """Whether nodes that were left out of a pass may be read in a later one."""
-    least_gain: float = 0.0
-    """The tree ends once a pass adds less than this to the accepted tokens that it promises."""
 
     @classmethod
     def eagle2(cls, num_nodes: int, depth: int, per_pass: int = PER_PASS) -> "GrowthPlan":
@@ -31,25 +27,6 @@ class GrowthPlan:
         get as many children each, and the best of all are kept.
         """
         return cls(num_nodes, depth, per_pass, per_pass, depth)
-
-    @classmethod
-    def opt_tree(cls, num_nodes: int, depth: int, least_gain: float) -> "GrowthPlan":
-        """Returns the plan of OPT-Tree (Wang et al. 2024, arXiv 2406.17276, Algorithm 1): all nodes that the best tree
-        so far has at its last depth get children, until a pass no longer pays.
-
-        Args:
-            num_nodes: draft tokens.
-            depth: draft tokens on a path.
-            least_gain: what a pass has to add to the accepted tokens that the tree promises.
-        """
-        return cls(num_nodes, depth, num_nodes, num_nodes, depth, least_gain=least_gain)
-
-    @classmethod
-    def spec_exec(cls, num_nodes: int, depth: int, per_pass: int, num_passes: int) -> "GrowthPlan":
-        """Returns the plan of SpecExec (Svirschevski et al. 2024, arXiv 2406.02532, Algorithm 2): the best nodes of all
-        depths that were not read yet, pass after pass, for large trees.
-        """
-        return cls(num_nodes, depth, num_nodes, per_pass, num_passes, revisits=True)
 
     @property
     def most_read(self) -> int:

@@ -89,7 +89,6 @@ class BestFirstGrowth:
         self._best: list[int] = []  # of the best tree so far, the best first, of equal ones the older
         self._passes = 0
         self._first_new = 0
-        self._promised = 0.0
         self._is_over = plan.num_nodes == 0 or plan.depth == 0
 
     def frontier(self) -> list[int]:
@@ -101,11 +100,13 @@ class BestFirstGrowth:
         open_nodes = [
             node
             for node in self._best
-            if node not in self._read
-            and self._depths[node] < self._plan.depth
-            and (self._plan.revisits or node >= self._first_new)
+            if node not in self._read and self._depths[node] < self._plan.depth and self._may_read(node)
         ]
         return open_nodes[: self._plan.per_pass]
+
+    def _may_read(self, node: int) -> bool:
+        """Whether a node can be in the frontier: it was found by the last pass."""
+        return node >= self._first_new
 
     def token(self, node: int) -> int:
         """Returns the token of a node."""
@@ -141,9 +142,6 @@ class BestFirstGrowth:
             self._depths.append(1 if nodes[owner] == ROOT else self._depths[nodes[owner]] + 1)
         order = sorted(range(len(self._scores)), key=lambda node: (-self._scores[node], node))
         self._best = order[: self._plan.num_nodes]
-        promised = sum(math.exp(self._scores[node]) for node in self._best)
-        self._is_over = promised - self._promised < self._plan.least_gain
-        self._promised = promised
 
     def found(self) -> GrownTree:
         """Returns all nodes that were looked at and could have been kept, the older first."""

@@ -167,7 +167,6 @@ class BestFirstTree(GrowingTree):
     def __init__(self, start: TreeStart, plan: GrowthPlan) -> None:
         """Starts without tokens; `plan` reads each depth in one pass."""
         super().__init__(start)
-        assert not plan.revisits, "depth by depth"
         self._growth = BestFirstGrowth(plan)
         self._device = torch.device("cpu")
         self._is_cut = False

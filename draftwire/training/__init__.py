@@ -1,5 +1,1 @@
-"""Trains the embedded pair in `models/` on the Python standard library's sources.
-
-The pair exists so that every command, test and benchmark of this repository runs on real text with real
-disagreement between drafter and target, and without a download. `python -m draftwire.training --help` lists the steps.
-"""
+"""Trains draft heads for a target of one's own: `draftwire train`."""

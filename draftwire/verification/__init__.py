@@ -1,12 +1,12 @@
 """Verification rules by name."""
 
+from collections.abc import Iterable
+
+from draftwire.errors import InvalidRequestError
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification.block import BlockRule
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.coupled import CoupledRule
-from draftwire.verification.greedy_block import GreedyBlockRule
-from draftwire.verification.k_seq import KSeqRule
-from draftwire.verification.multi_round import MultiRoundRule, WithoutReplacementRule
 from draftwire.verification.rule import (
     FixedNoise,
     KeyedNoise,
@@ -30,18 +30,16 @@ RULES: dict[str, VerificationRule] = {
 """Built-in rules, the default first."""
 
 
-TREE_RULES: dict[str, TreeRule] = {
-    rule.name: rule
-    for rule in (
-        TRAVERSAL,
-        CoupledRule(),
-        TargetOnlyRule(),
-        MultiRoundRule(),
-        WithoutReplacementRule(),
-        KSeqRule(),
-    )
+TREE_RULES: dict[str, TreeRule] = {rule.name: rule for rule in (TRAVERSAL, CoupledRule(), TargetOnlyRule())}
+"""Rules for trees of draft tokens."""
+
+MOVED_RULES = {
+    "greedy_block": "examples.rules.greedy_block:GreedyBlockRule",
+    "multi_round": "examples.rules.multi_round:MultiRoundRule",
+    "without_replacement": "examples.rules.multi_round:WithoutReplacementRule",
+    "k_seq": "examples.rules.k_seq:KSeqRule",
 }
-"""Rules for trees of draft tokens; the last three for study."""
+"""Where in the repository rules are that were among these before: they are studied, not served."""
 
 
 def rule_named(name: str) -> VerificationRule:
@@ -51,7 +49,7 @@ def rule_named(name: str) -> VerificationRule:
         InvalidRequestError: the name is unknown.
     """
     if name not in RULES:
-        raise unknown_rule(RULES)
+        raise no_such_rule(name, RULES)
     return RULES[name]
 
 
@@ -62,17 +60,31 @@ def tree_rule_named(name: str) -> TreeRule:
         InvalidRequestError: there is none of that name.
     """
     if name not in TREE_RULES:
-        raise unknown_rule(TREE_RULES)
+        raise no_such_rule(name, TREE_RULES)
     return TREE_RULES[name]
 
 
 def new_rule(name: str) -> VerificationRule:
-    """Returns a rule for one run in one process, which also supports the stateful `greedy_block`.
+    """Returns a built-in rule, as `rule_named` does. The name for runs in one process, kept for users of 0.1.
 
     Raises:
         InvalidRequestError: the name is unknown.
     """
-    return GreedyBlockRule() if name == GreedyBlockRule.name else rule_named(name)
+    return rule_named(name)
+
+
+def no_such_rule(name: str, known: Iterable[str]) -> InvalidRequestError:
+    """Returns the error for a name that is none of the known ones; it says where the rule is now, if it moved."""
+    if name in MOVED_RULES:
+        return InvalidRequestError(f"{name} is now {MOVED_RULES[name]}, in a clone of the repository")
+    return unknown_rule(known)
+
+
+def __getattr__(name: str) -> object:
+    places = [place for place in MOVED_RULES.values() if place.endswith(f":{name}")]
+    if places:  # no AttributeError, whose text `from draftwire.verification import` would hide
+        raise ImportError(f"{name} is now {places[0]}, in a clone of the repository")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
@@ -80,7 +92,6 @@ __all__ = [
     "TREE_RULES",
     "BlockBatch",
     "FixedNoise",
-    "GreedyBlockRule",
     "KeyedNoise",
     "LawRule",
     "Noise",

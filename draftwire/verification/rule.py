@@ -149,6 +149,11 @@ def facts_of(rule: VerificationRule) -> RuleFacts:
     return RuleFacts(rule.name, rule.is_lossless, rule.needs_draft_probs, rule.is_coupled, takes_trees)
 
 
+def is_stateful(rule: VerificationRule) -> bool:
+    """Whether a rule says that it remembers what it decided: then each run needs one of its own."""
+    return bool(getattr(rule, "is_stateful", False))
+
+
 def verify(rule: VerificationRule, blocks: BlockBatch, noise: Noise) -> Outcome:
     """Applies a rule to blocks after cutting them before tokens that cannot have been drawn."""
     return rule.decide(cut_impossible(blocks) if rule.needs_draft_probs else blocks, noise)

@@ -3,13 +3,14 @@
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
 from draftwire.errors import InvalidRequestError
-from draftwire.verification import RULES, GreedyBlockRule, new_rule
-from draftwire.verification.rule import VerificationRule, facts_of
+from draftwire.verification import MOVED_RULES, RULES, TREE_RULES, no_such_rule
+from draftwire.verification.rule import VerificationRule, facts_of, is_stateful
+from draftwire.verification.tree_rule import TreeRule
 
 ATTRIBUTES = {"name": str, "is_lossless": bool, "needs_draft_probs": bool, "is_coupled": bool}
 """Attributes that a rule has to declare."""
@@ -17,7 +18,7 @@ ATTRIBUTES = {"name": str, "is_lossless": bool, "needs_draft_probs": bool, "is_c
 
 def known_rules() -> tuple[str, ...]:
     """Returns the names of the built-in rules."""
-    return (*RULES, GreedyBlockRule.name)
+    return tuple(RULES)
 
 
 def load_rule(name: str) -> VerificationRule:
@@ -30,21 +31,58 @@ def load_rule(name: str) -> VerificationRule:
     Raises:
         InvalidRequestError: there is no such rule; the message is one line.
     """
-    if name in known_rules():
-        return new_rule(name)
+    return RULES[name] if name in RULES else _as_rule(name, _imported(name, RULES))
+
+
+def load_rules(names: Iterable[str]) -> tuple[list[VerificationRule], list[TreeRule]]:
+    """Returns rules for chains, and rules for trees; one that decides about both is in both lists.
+
+    Args:
+        names: of `known_rules` and `TREE_RULES`, or import paths; see `load_rule`.
+
+    Raises:
+        InvalidRequestError: there is no such rule; the message is one line.
+    """
+    rules: list[VerificationRule] = []
+    tree_rules: list[TreeRule] = []
+    known = {**RULES, **TREE_RULES}
+    for name in dict.fromkeys(names):
+        if name in known:
+            rules += [RULES[name]] if name in RULES else []
+            tree_rules += [TREE_RULES[name]] if name in TREE_RULES else []
+            continue
+        found = _imported(name, known)
+        is_of_trees = callable(getattr(found, "decide_trees", None))
+        if is_of_trees:
+            tree_rules.append(_as_tree_rule(name, found))
+        if not is_of_trees or callable(getattr(found, "decide", None)):
+            rules.append(_as_rule(name, found))
+    return rules, tree_rules
+
+
+def _imported(name: str, known: Iterable[str]) -> object:
+    """Returns what an import path names; of a class or function, what it makes."""
     module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    if name in MOVED_RULES:
+        raise no_such_rule(name, known)
     if not module_name or not attribute:
         raise InvalidRequestError(
-            f"unknown rule {name!r}; known: {', '.join(known_rules())}, or package.module.Attribute of your own"
+            f"unknown rule {name!r}; known: {', '.join(known)}, or package.module.Attribute of your own"
         )
     try:
         with _working_directory_first():
-            found = importlib.import_module(module_name)
+            found: object = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as error:  # a module may raise anything on import
         raise InvalidRequestError(f"cannot import {name!r}: {_one_line(error)}") from error
-    return _as_rule(name, found)
+    is_rule = hasattr(found, "decide") or hasattr(found, "decide_trees")
+    if isinstance(found, type) or (callable(found) and not is_rule):
+        try:
+            return found()
+        except Exception as error:
+            raise InvalidRequestError(f"cannot make a rule of {name!r}: {_one_line(error)}") from error
+    return found
 
 
 @contextmanager
@@ -73,7 +111,7 @@ def served_rules(own: Sequence[str]) -> dict[str, VerificationRule]:
             name = facts_of(rule).name
         except InvalidRequestError as error:
             raise InvalidRequestError(f"rules: {path}: {error}") from error
-        if isinstance(rule, GreedyBlockRule):
+        if is_stateful(rule):
             raise InvalidRequestError(
                 f"rules: {path} remembers what it decided, and one object decides for all sessions"
             )
@@ -84,13 +122,18 @@ def served_rules(own: Sequence[str]) -> dict[str, VerificationRule]:
 
 
 def _as_rule(name: str, found: object) -> VerificationRule:
-    if isinstance(found, type) or (callable(found) and not hasattr(found, "decide")):
-        try:
-            found = found()
-        except Exception as error:
-            raise InvalidRequestError(f"cannot make a rule of {name!r}: {_one_line(error)}") from error
     if not callable(getattr(found, "decide", None)):
         raise InvalidRequestError(f"{name!r} is no verification rule: it has no method decide(blocks, noise)")
+    _check_attributes(name, found)
+    return cast(VerificationRule, found)
+
+
+def _as_tree_rule(name: str, found: object) -> TreeRule:
+    _check_attributes(name, found)
+    return cast(TreeRule, found)
+
+
+def _check_attributes(name: str, found: object) -> None:
     for attribute, kind in ATTRIBUTES.items():
         if not isinstance(getattr(found, attribute, None), kind):
             raise InvalidRequestError(f"{name!r} is no verification rule: it has no {attribute} ({kind.__name__})")
@@ -99,7 +142,6 @@ def _as_rule(name: str, found: object) -> VerificationRule:
         raise InvalidRequestError(
             f"{name!r} is no verification rule: where drafts are coupled, no distributions travel that it could ask for"
         )
-    return rule
 
 
 def _one_line(error: Exception) -> str:

@@ -116,6 +116,10 @@ class TreeLawRule(ABC):
     is_lossless = True
     needs_draft_probs = True
     is_coupled = False
+    sibling_schemes: tuple[bool, ...] = (True, False)
+    """How siblings may be drawn: whether without replacement. The first is how they are best drawn."""
+    takes_paths_alone = False
+    """Whether only the root may have several children."""
 
     @abstractmethod
     def tree_law(self, trees: TreeBatch) -> TreeLaw:

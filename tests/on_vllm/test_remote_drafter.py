@@ -69,7 +69,7 @@ def test_texts_are_those_without_drafts_even_if_the_drafter_is_killed(folder) ->
             folder,
             speculative_config={
                 "method": "custom_class",
-                "model": "draftwire.vllm.RemoteDrafter",
+                "model": "vllm_remote_drafter.RemoteDrafter",
                 "num_speculative_tokens": LONG,
             },
             additional_config={"draftwire": {"drafters": [f"127.0.0.1:{drafter.port}"], "deadline_ms": 2000}},

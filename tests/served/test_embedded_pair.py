@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from benchmarks.prompts import load_prompts
 from draftwire.client import Client, Completion
 from draftwire.models.kv_cache import BLOCK_SIZE
-from draftwire.training.corpus import standard_library
 from draftwire.verification import RULES
 from tests.in_process import InProcessStack
+from tools.embedded_pair.corpus import standard_library
 
 TARGET = Path(__file__).parents[2] / "models" / "target"
 NUM_PROMPTS = 20

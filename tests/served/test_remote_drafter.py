@@ -13,8 +13,8 @@ from observing import wait_until
 from transformers import AutoModelForCausalLM
 
 from benchmarks.law import CONTEXT_LENGTH
-from draftwire.vllm import RemoteDrafter
 from tests.in_process import InProcessStack
+from vllm_remote_drafter import RemoteDrafter
 
 LONG = 3
 DEADLINE_S = 5.0

@@ -71,6 +71,13 @@ def test_wheel_installed_elsewhere_starts_all_services(wheel: Path, tmp_path: Pa
     assert said == [64, True, str(packages / "draftwire" / "__init__.py")]
 
 
+def test_package_of_the_remote_drafter_builds_alone(source: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(build("wheel", source / "contrib" / "vllm_remote_drafter", tmp_path)) as archive:
+        names = {name for name in archive.namelist() if ".dist-info" not in name}
+    assert "vllm_remote_drafter/remote_drafter.py" in names
+    assert {name.partition("/")[0] for name in names} == {"vllm_remote_drafter"}
+
+
 def test_source_archive_gives_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
     with tarfile.open(build("sdist", source, tmp_path)) as archive:
         archive.extractall(tmp_path, filter="data")

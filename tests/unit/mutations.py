@@ -11,7 +11,6 @@ from draftwire.method.distributions import SparseRows, draw, race
 from draftwire.verification import (
     BlockBatch,
     FixedNoise,
-    GreedyBlockRule,
     LawRule,
     Noise,
     Outcome,
@@ -22,9 +21,10 @@ from draftwire.verification import (
     TreeOutcome,
 )
 from draftwire.verification.block import BlockRule, block_weights, largest_success
-from draftwire.verification.multi_round import MultiRoundRule
 from draftwire.verification.traversal import TraversalRule
 from draftwire.verification.walk import TargetOnlyRule
+from examples.rules.greedy_block import GreedyBlockRule
+from examples.rules.multi_round import MultiRoundRule
 
 
 class Textbook:

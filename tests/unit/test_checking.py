@@ -26,7 +26,10 @@ from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import race
 from draftwire.method.token_tree import TokenTree
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification import RULES, TREE_RULES, VerificationRule
+from draftwire.verification import RULES, TREE_RULES, TreeRule, VerificationRule
+from examples.rules.greedy_block import GreedyBlockRule
+from examples.rules.k_seq import KSeqRule
+from examples.rules.multi_round import MultiRoundRule, WithoutReplacementRule
 
 SEEN = 1e-6
 """A deviation above this is no rounding."""
@@ -77,10 +80,10 @@ TOY_NINTHS = {"token": 10, "block": 11, "coupled": 10, "greedy_block": 12, "typi
 """Mean numbers of accepted tokens in the example of Sun et al. 2024, section 2, times nine."""
 
 
-@every("name", known_rules())
-def test_rules_of_the_product_pass(name: str) -> None:
+@every("rule", [*map(load_rule, known_rules()), GreedyBlockRule()])
+def test_rules_of_the_product_and_greedy_block_pass(rule: VerificationRule) -> None:
     """Larger vocabularies and longer blocks: `make check-rules`."""
-    report = check(load_rule(name), FAST)
+    report, name = check(rule, FAST), rule.name
     assert report.failures == ()
     assert report.name == name
     assert report.num_laws > 25
@@ -309,9 +312,12 @@ def _small_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_small_trees")
-@every("name", TREE_RULES)
-def test_rules_for_trees_pass(name: str) -> None:
-    report = check_trees(TREE_RULES[name], FEW_SHAPES)
+@every(
+    "rule",
+    [*TREE_RULES.values(), MultiRoundRule(), WithoutReplacementRule(), KSeqRule()],
+)
+def test_rules_for_trees_pass(rule: TreeRule) -> None:
+    report, name = check_trees(rule, FEW_SHAPES), rule.name
     assert report.failures == ()
     assert (report.name, report.is_lossless) == (name, True)
     assert report.num_laws >= 2
@@ -334,7 +340,7 @@ def test_mistake_in_a_rule_for_trees_is_seen_for_what_it_is(rule: Callable, kind
 @pytest.mark.usefixtures("_small_trees")
 def test_command_line_prints_a_row_for_each_rule_for_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftwire.checking.check_trees", partial(check_trees, shapes=FEW_SHAPES[:1]))
-    result = CliRunner().invoke(app, ["check-rule", "traversal", "k_seq"])
+    result = CliRunner().invoke(app, ["check-rule", "traversal", "examples.rules.k_seq:KSeqRule"])
     assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.output.splitlines()]
     assert [row[0] for row in rows if row[-1] == "lossless"] == ["traversal", "k_seq"]

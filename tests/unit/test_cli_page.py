@@ -16,11 +16,12 @@ ROOT = typer.main.get_command(app)
 
 
 def leaves(command: Any, words: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Returns every command by how it is typed."""
+    """Returns every command by how it is typed, but those that only say what is in their place."""
     inner = getattr(command, "commands", None)
     if inner is None:
         return {" ".join(words): command}
-    return {typed: leaf for name, each in inner.items() for typed, leaf in leaves(each, (*words, name)).items()}
+    shown = {name: each for name, each in inner.items() if not each.hidden}
+    return {typed: leaf for name, each in shown.items() for typed, leaf in leaves(each, (*words, name)).items()}
 
 
 COMMANDS_BY_NAME = leaves(ROOT)

@@ -16,7 +16,8 @@ from draftwire.method.encoding import Claim, DraftDistributions, decode_one
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import Calibration, CommittedTokens, DraftSessionSpec, ReceivedBlock
 from draftwire.models.description import NEEDS_FEATURES
-from draftwire.vllm.drafted_texts import (
+from draftwire_gateway.session.ports import DrafterLost
+from vllm_remote_drafter.drafted_texts import (
     ABSENT_SECONDS,
     IDLE_SECONDS,
     MOST_COMPARED,
@@ -26,8 +27,7 @@ from draftwire.vllm.drafted_texts import (
     DraftedText,
     DraftedTexts,
 )
-from draftwire.vllm.remote_settings import RemoteDrafterSettings, parse_settings
-from draftwire_gateway.session.ports import DrafterLost
+from vllm_remote_drafter.remote_settings import RemoteDrafterSettings, parse_settings
 
 VOCAB_SIZE, CONTEXT = 100, 5000
 DEADLINE_S = 0.2

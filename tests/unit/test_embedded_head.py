@@ -9,8 +9,8 @@ from benchmarks.prompts import load_prompts
 from draftwire.drafting.heads.head_loading import load_head
 from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.models.card import load_card
-from draftwire.training.evaluation import measure_acceptance
-from draftwire.training.pair import CONTEXT_LENGTH, load_float32
+from tools.embedded_pair.evaluation import measure_acceptance
+from tools.embedded_pair.pair import CONTEXT_LENGTH, load_float32
 
 MODELS = Path(__file__).parents[2] / "models"
 MOST_BYTES = 6_000_000

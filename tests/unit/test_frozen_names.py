@@ -33,7 +33,6 @@ PACKAGES = (
     "draftwire.verification",
     "draftwire.checking",
     "draftwire.audit",
-    "draftwire.vllm",
 )
 
 
@@ -41,7 +40,8 @@ def options(command: Any, path: str = "draftwire") -> Iterator[str]:
     """Yields the commands of the command line, and their options."""
     yield path
     for name, child in getattr(command, "commands", {}).items():
-        yield from options(child, f"{path} {name}")
+        if not child.hidden:
+            yield from options(child, f"{path} {name}")
     for parameter in command.params:
         yield from (f"{path} {name}" for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("-"))
 
@@ -88,7 +88,7 @@ def json_fields() -> Iterator[str]:
 
 def log_events() -> Iterator[str]:
     """Yields the names of log events; what is filled in is left open."""
-    files = [path for folder in ("draftwire", "services") for path in (ROOT / folder).rglob("*.py")]
+    files = [path for folder in ("draftwire", "services", "contrib") for path in (ROOT / folder).rglob("*.py")]
     for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:

@@ -25,7 +25,7 @@ from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification import RULES, GreedyBlockRule, LawRule
+from draftwire.verification import RULES, LawRule
 
 PROMPT = [1, 3, 0, 2, 2]
 VOCAB_SIZE = 5
@@ -123,7 +123,7 @@ def test_rule_sees_the_targets_and_the_drafters_own_rows_at_every_position(
 
 
 @torch.inference_mode()
-@every("rule", [*RULES, GreedyBlockRule.name])
+@every("rule", [*RULES, "examples.rules.greedy_block:GreedyBlockRule"])
 def test_greedy_text_is_the_targets_own_and_a_seed_decides_another(pair: Pair, rule: str) -> None:
     ids = text(pair, 0, rule=rule, sampling=SamplingParams(0.0))
     expected = pair.target_reference.generate(
@@ -141,7 +141,7 @@ def text(
 
 
 def test_unknown_rule_is_refused_before_anything_is_opened(pair: Pair) -> None:
-    with pytest.raises(InvalidRequestError, match="rejection_sample_method"):
+    with pytest.raises(InvalidRequestError, match="unknown rule 'greedy'; known: block"):
         text(pair, 1, rule="greedy")
     assert pair.target.cache.sequences == set()
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftwire.vllm import RemoteDrafter
-from draftwire.vllm import remote_drafter as module
+from vllm_remote_drafter import RemoteDrafter
+from vllm_remote_drafter import remote_drafter as module
 
 DEADLINE_S = 0.02
 

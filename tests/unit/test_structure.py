@@ -12,18 +12,25 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+SERVICES = ("draftwire_drafter", "draftwire_verifier", "draftwire_gateway")
+MAY_IMPORT_SERVICES = ("draftwire.cli",)
+"""The command line starts services. The library is what they are made of, and knows none."""
+
 LAYERS = (
-    ("draftwire.cli", "draftwire.vllm"),
-    ("draftwire_drafter", "draftwire_verifier", "draftwire_gateway"),
+    ("draftwire.cli",),
+    SERVICES,
     ("draftwire.engine", "draftwire.training", "draftwire.checking", "draftwire.client"),
     ("draftwire.runtime", "draftwire.audit", "draftwire.local_loop"),
     ("draftwire.drafting", "draftwire.verification"),
     ("draftwire.models",),
     ("draftwire.method",),
     ("draftwire.requests",),
-    ("draftwire.v1", "draftwire.errors"),
+    ("draftwire.v1", "draftwire.errors", "draftwire.vllm"),
 )
 """From the top. A part imports those below it, and none beside it."""
+
+NOT_INSTALLED = frozenset({"benchmarks", "examples", "tests", "tools", "vllm_remote_drafter"})
+"""What lies beside the package in the repository."""
 
 FACADE = "draftwire"
 """Names what users import, which it loads when they ask for it. Others take its version from it."""
@@ -33,7 +40,6 @@ MAY_IMPORT_GRPC = (
     "draftwire_*.wire",
     "draftwire.runtime.*",
     "draftwire.client.*",
-    "draftwire.vllm.block_endpoint",
     "draftwire.v1.*",
 )
 GRPC = ("grpc", "grpc_health", "grpc_reflection", "draftwire.v1")
@@ -134,6 +140,18 @@ def test_arrow_that_leads_up_or_sideways_is_seen(module: str, line: str, is_wron
     target = next(name for name in imported(line, module) if name.endswith(".two"))
     found = arrows({module: line, target: ""})
     assert wrong_arrows(found) == ([(module, target)] if is_wrong else [])
+
+
+def test_library_imports_no_service() -> None:
+    own = {name: found for name, found in arrows(sources()).items() if not any(is_in(name, one) for one in SERVICES)}
+    users = {name for name, found in own.items() if any(is_in(other, one) for other in found for one in SERVICES)}
+    assert users, "what is imported is seen"
+    assert [name for name in users if not any(is_in(name, one) for one in MAY_IMPORT_SERVICES)] == []
+
+
+def test_nothing_that_is_installed_imports_what_is_not() -> None:
+    tops = {name: {other.partition(".")[0] for other in imported(source, name)} for name, source in sources().items()}
+    assert [name for name, found in tops.items() if found & NOT_INSTALLED] == []
 
 
 def test_circle_is_seen() -> None:

@@ -19,11 +19,11 @@ from safetensors import SafetensorError
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from draftwire.cli.__main__ import app
 from draftwire.errors import InvalidRequestError
-from draftwire.models import synthesis
 from draftwire.models.loading import LoadedModel, load_model
-from draftwire.models.synthesis import (
+from tools.synth import synthesis
+from tools.synth.__main__ import app
+from tools.synth.synthesis import (
     END_OF_TEXT,
     SHAPES,
     Agreement,
@@ -127,7 +127,7 @@ def test_greedy_texts_seldom_run_in_circles_because_attention_is_sharp(
     monkeypatch: pytest.MonkeyPatch, query_scale: float, fewest: int, most: int
 ) -> None:
     """Counts those of 64 texts of 256 tokens whose last quarter repeats itself, over layers scaled by 0.3."""
-    monkeypatch.setattr("draftwire.models.synthesis.QUERY_SCALE", query_scale)
+    monkeypatch.setattr("tools.synth.synthesis.QUERY_SCALE", query_scale)
     target = build_target(SHAPES["tiny"], torch.float32, "cpu", seed=0)
     for layer in target.model.layers[2:]:
         layer.self_attn.o_proj.weight *= 0.3
@@ -395,7 +395,7 @@ def test_other_configuration_is_refused(content: str | None, message: str, tmp_p
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["synth", *arguments])
+    result = CliRunner().invoke(app, list(arguments))
     return result.exit_code, result.output
 
 

@@ -12,8 +12,8 @@ from chat_templates import LLAMA, MISTRAL, QWEN, with_template
 
 from draftwire.requests.tool_calls import HERMES, LLAMA3_JSON, PLAIN_LIST, ToolSyntax, syntax_of_template
 from draftwire.requests.tool_calls import MISTRAL as MISTRAL_SYNTAX
-from draftwire.training.conversations import CHAT_TEMPLATE
 from draftwire_gateway.text.tool_call_reader import ToolCallReader
+from tools.embedded_pair.conversations import CHAT_TEMPLATE
 
 NAMES = ("weather", "time_in")
 Calls = list[tuple[str, Any]]

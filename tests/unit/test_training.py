@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
-from draftwire.training.attention import attend_in_chunks
 from draftwire.training.batches import Repetition, TrainingBatch, TrainingTexts, batches, repeated, row_counts
-from draftwire.training.conversations import CHAT_TEMPLATE, conversations
-from draftwire.training.corpus import (
+from draftwire.training.plan import Phase, TrainingPlan
+from draftwire.training.trainer import Trainer
+from tools.embedded_pair.attention import attend_in_chunks
+from tools.embedded_pair.conversations import CHAT_TEMPLATE, conversations
+from tools.embedded_pair.corpus import (
     END_OF_TEXT,
     HELD_OUT_PERCENT,
     PACKAGES,
@@ -31,13 +33,12 @@ from draftwire.training.corpus import (
     save_tokenizer,
     standard_library,
 )
-from draftwire.training.distillation import distillation_loss, sample_continuations
-from draftwire.training.evaluation import held_out_loss, measure_acceptance, share_repeated
-from draftwire.training.lessons import Lessons
-from draftwire.training.pair import PairShape, inherit, mean_of
-from draftwire.training.plan import Phase, TrainingPlan
-from draftwire.training.recipe import LAST_STAGES, TARGET_STAGES, Stage
-from draftwire.training.trainer import Trainer
+from tools.embedded_pair.evaluation import held_out_loss, measure_acceptance, share_repeated
+from tools.embedded_pair.lessons import Lessons
+from tools.embedded_pair.pair import PairShape, inherit, mean_of
+from tools.embedded_pair.pair_losses import distillation_loss
+from tools.embedded_pair.recipe import LAST_STAGES, TARGET_STAGES, Stage
+from tools.embedded_pair.samples import sample_continuations
 
 torch.set_num_threads(1)
 

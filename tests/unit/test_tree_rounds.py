@@ -7,7 +7,7 @@ import torch
 from cases import every
 from tiny_models import tiny_network
 
-from benchmarks.tree_efficiency import Arm, Setting, Text, arms_of, calibrate
+from benchmarks.tree_efficiency import Arm, Setting, Text, arms_of, calibrate, opt_tree, spec_exec
 from draftwire.drafting.growth_plan import GrowthPlan
 from draftwire.drafting.tree_shapes import shape_of_widths
 from draftwire.method.draw_key import DrawKey
@@ -33,8 +33,8 @@ SHAPES = {
 }
 PLANS = {
     "EAGLE-2": GrowthPlan.eagle2(8, 4, 3),
-    "OPT-Tree": GrowthPlan.opt_tree(8, 4, 0.05),
-    "SpecExec": GrowthPlan.spec_exec(12, 4, 2, 6),
+    "OPT-Tree": opt_tree(8, 4, 0.05),
+    "SpecExec": spec_exec(12, 4, 2, 6),
 }
 
 

@@ -35,12 +35,12 @@ from draftwire.verification import (
     verify,
 )
 from draftwire.verification.coupled import CoupledRule
-from draftwire.verification.k_seq import KSeqRule
-from draftwire.verification.multi_round import MultiRoundRule, WithoutReplacementRule
 from draftwire.verification.traversal import TraversalRule
 from draftwire.verification.tree_rule import TreeLawRule, TreeRule, verify_trees
 from draftwire.verification.trees import NOTHING, TreeBatch, cut_undrawable
 from draftwire.verification.walk import TargetOnlyRule
+from examples.rules.k_seq import KSeqRule
+from examples.rules.multi_round import MultiRoundRule, WithoutReplacementRule
 
 torch.set_num_threads(1)
 
@@ -247,7 +247,7 @@ def test_session_with_trees_uses_the_tree_rule_that_fits_its_own() -> None:
             tree_rule_for(rule, drawn)
     for name in TREE_RULES:
         assert tree_rule_named(name) is TREE_RULES[name]
-    with pytest.raises(InvalidRequestError, match="traversal, coupled, target_only"):
+    with pytest.raises(InvalidRequestError, match=r"traversal, coupled, target_only$"):
         tree_rule_named("block")
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from cases import every
 
+from benchmarks.tree_efficiency import growth_of, opt_tree, spec_exec
 from draftwire.drafting.growth_plan import GrowthPlan
-from draftwire.drafting.tree_growth import BestFirstGrowth, ShapedGrowth, log_race_chances
+from draftwire.drafting.tree_growth import ShapedGrowth, log_race_chances
 from draftwire.drafting.tree_shapes import shape_by_acceptance, shape_of_widths
 from draftwire.method.distributions import QuantizedRows, race
 from draftwire.method.token_tree import ROOT, TokenTree
@@ -74,7 +75,7 @@ def table(seed: int, vocab_size: int = 6) -> torch.Tensor:
 
 def grown_on(plan: GrowthPlan, rows: torch.Tensor) -> tuple[dict[tuple[int, ...], float], list[int]]:
     """Returns the paths of a tree that grew on an order-1 table with their chances, and the nodes that passes read."""
-    growth, passes = BestFirstGrowth(plan), []
+    growth, passes = growth_of(plan), []
     while nodes := growth.frontier():
         passes.append(len(nodes))
         growth.expand(nodes, rows[[len(rows) - 1 if node == ROOT else growth.token(node) for node in nodes]])
@@ -100,7 +101,7 @@ def best_paths(rows: torch.Tensor, num_nodes: int, depth: int) -> list[float]:
 @every("seed", range(5))
 def test_tree_that_reads_all_its_nodes_is_the_best_of_all(seed: int) -> None:
     rows = table(seed)
-    for plan in (GrowthPlan.opt_tree(12, 4, 0.0), GrowthPlan.spec_exec(12, 4, 3, 100)):
+    for plan in (opt_tree(12, 4, 0.0), spec_exec(12, 4, 3, 100)):
         paths, _ = grown_on(plan, rows)
         assert sorted(paths.values(), reverse=True) == pytest.approx(best_paths(rows, 12, 4))
     paths, passes = grown_on(GrowthPlan.eagle2(12, 4, per_pass=3), rows)
@@ -114,10 +115,10 @@ def test_tree_that_reads_all_its_nodes_is_the_best_of_all(seed: int) -> None:
 def test_passes_end_where_they_gain_too_little_or_have_no_nodes() -> None:
     sharp = torch.full((4, 3), -20.0, dtype=torch.float64)
     sharp[:, 0] = -0.01
-    assert len(grown_on(GrowthPlan.opt_tree(10, 8, 0.0), sharp)[1]) == 8
-    assert len(grown_on(GrowthPlan.opt_tree(10, 8, 0.965), sharp)[1]) == 4
-    assert grown_on(GrowthPlan.opt_tree(0, 8, 0.0), sharp) == ({}, [])
-    assert grown_on(GrowthPlan.opt_tree(8, 0, 0.0), sharp) == ({}, [])
+    assert len(grown_on(opt_tree(10, 8, 0.0), sharp)[1]) == 8
+    assert len(grown_on(opt_tree(10, 8, 0.965), sharp)[1]) == 4
+    assert grown_on(opt_tree(0, 8, 0.0), sharp) == ({}, [])
+    assert grown_on(opt_tree(8, 0, 0.0), sharp) == ({}, [])
     impossible = torch.where(sharp < -1.0, -torch.inf, sharp)
     paths, _ = grown_on(GrowthPlan.eagle2(10, 3, 4), impossible)
     assert sorted(paths) == [(0,), (0, 0), (0, 0, 0)]
@@ -126,7 +127,7 @@ def test_passes_end_where_they_gain_too_little_or_have_no_nodes() -> None:
 def test_large_trees_go_back_to_nodes_that_were_left_out_of_a_pass() -> None:
     rows = table(3)
     once, _ = grown_on(GrowthPlan(20, 4, 20, 2, 4), rows)
-    again, passes = grown_on(GrowthPlan.spec_exec(20, 4, 2, 10), rows)
+    again, passes = grown_on(spec_exec(20, 4, 2, 10), rows)
     assert all(count <= 2 for count in passes)
     assert len(passes) == 10
     assert sum(torch.tensor(list(again.values())).exp()) > sum(torch.tensor(list(once.values())).exp())

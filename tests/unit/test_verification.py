@@ -25,11 +25,11 @@ from draftwire.verification import (
     BlockBatch,
     CoupledRule,
     FixedNoise,
-    GreedyBlockRule,
     KeyedNoise,
     LawRule,
     TokenRule,
     TypicalRule,
+    VerificationRule,
     new_rule,
     rule_named,
     verify,
@@ -37,7 +37,8 @@ from draftwire.verification import (
 from draftwire.verification.block import block_weights
 from draftwire.verification.blocks import cut_impossible
 from draftwire.verification.rule import facts_of
-from draftwire.verification.rule_loading import served_rules
+from draftwire.verification.rule_loading import load_rule, load_rules, served_rules
+from examples.rules.greedy_block import GreedyBlockRule
 
 torch.set_num_threads(1)
 
@@ -81,7 +82,7 @@ def noise_of(count: int, first: int = 0) -> KeyedNoise:
 
 def decided(name: str, blocks: BlockBatch, count: int) -> list[tuple[int, int]]:
     """Returns accepted tokens and extra token of each block."""
-    outcome = verify(new_rule(name), blocks, noise_of(count))
+    outcome = verify(named(name), blocks, noise_of(count))
     return list(zip(outcome.num_accepted.tolist(), outcome.extra_tokens.tolist(), strict=True))
 
 
@@ -92,8 +93,13 @@ def decisions(
     return set(decided(name, many(target, draft, tokens, layout, count), count))
 
 
+def named(name: str) -> VerificationRule:
+    """Returns a rule of `SERVED_AND_GREEDY_BLOCK`."""
+    return GreedyBlockRule() if name == GreedyBlockRule.name else rule_named(name)
+
+
 def law_rule(name: str) -> LawRule:
-    rule = new_rule(name)
+    rule = named(name)
     assert isinstance(rule, LawRule)
     return rule
 
@@ -141,7 +147,7 @@ def test_blocks_without_their_draft_tokens_are_decided_as_empty_ones(name: str, 
     targets, drafts, tokens = random_blocks(torch.Generator().manual_seed(7), lengths, 6, layout, torch.float64)
     tokens[0] = [5, 5, 5]
     drafts[0][:, 5] = 0.0
-    blocks, rule = packed(targets, drafts, tokens, layout), new_rule(name)
+    blocks, rule = packed(targets, drafts, tokens, layout), named(name)
     aside = verify(rule, blocks.cut(torch.zeros_like(blocks.lengths)), noise_of(len(lengths)))
     empty = packed([target[:1] for target in targets], [draft[:0] for draft in drafts], [[] for _ in tokens], layout)
     plain = verify(rule, empty, noise_of(len(lengths)))
@@ -150,7 +156,7 @@ def test_blocks_without_their_draft_tokens_are_decided_as_empty_ones(name: str, 
     assert len(set(plain.extra_tokens.tolist())) > 3
 
 
-def test_served_rules_are_these_and_greedy_block_is_not_among_them() -> None:
+def test_served_rules_are_these() -> None:
     facts = [
         RuleFacts("block", takes_trees=True),
         RuleFacts("token"),
@@ -162,12 +168,30 @@ def test_served_rules_are_these_and_greedy_block_is_not_among_them() -> None:
 
 
 def test_unknown_rule_is_refused_and_a_stateful_one_is_new_for_each_run() -> None:
-    for find, name in ((rule_named, "tokn"), (rule_named, "greedy_block"), (new_rule, "tokn")):
-        with pytest.raises(InvalidRequestError, match="block, token, coupled, typical"):
-            find(name)
-    assert isinstance(new_rule("greedy_block"), GreedyBlockRule)
-    assert new_rule("greedy_block") is not new_rule("greedy_block")
-    assert all(new_rule(name) is rule for name, rule in RULES.items())
+    for find in (rule_named, new_rule):
+        with pytest.raises(InvalidRequestError, match=r"block, token, coupled, typical$"):
+            find("tokn")
+    own = "examples.rules.greedy_block:GreedyBlockRule"
+    assert isinstance(load_rule(own), GreedyBlockRule)
+    assert load_rule(own) is not load_rule(own)
+    assert all(new_rule(name) is load_rule(name) is rule for name, rule in RULES.items())
+
+
+def test_rules_for_blocks_and_trees_are_told_apart_by_import_path_too() -> None:
+    paths = ["examples.rules.exact_match.ExactMatchRule", "examples.rules.k_seq:KSeqRule"]
+    rules, tree_rules = load_rules(["token", paths[0], "traversal", paths[1], "coupled", "token"])
+    assert [rule.name for rule in rules] == ["token", "exact_match", "coupled"]
+    assert [rule.name for rule in tree_rules] == ["traversal", "k_seq", "coupled"]
+    both = load_rules([f"{__name__}:Walks"])
+    assert [rule.name for own in both for rule in own] == ["walks", "walks"]
+    for name, why in (
+        (f"{__name__}:Coupled", "no distributions travel"),
+        (f"{__name__}:Undeclared", "it has no is_lossless"),
+        (f"{__name__}:KEY", r"has no method decide\(blocks, noise\)"),
+        ("travrsal", "known: block, token, coupled, typical, traversal, target_only, or"),
+    ):
+        with pytest.raises(InvalidRequestError, match=why):
+            load_rules(["block", name])
 
 
 # What a batch is
@@ -337,7 +361,7 @@ def test_undrawable_token_cuts_the_block_before_it_if_distributions_count(name: 
     draft[1, 2] = 0.0
     cut = decided(name, many(target, draft, [0, 2, 1], layout, 500), 500)
     assert max(possible)[0] == 3, "the block is not cut for another reason"
-    if new_rule(name).needs_draft_probs:
+    if named(name).needs_draft_probs:
         assert cut == decided(name, many(target[:2], draft[:1], [0], layout, 500), 500)
         law = outcome_law(law_rule(name), target, draft, (0, 2, 1))
         assert (law[:2] - outcome_law(law_rule(name), target[:2], draft[:1], (0,))).abs().max() < 1e-15
@@ -426,7 +450,7 @@ def test_draft_probability_whose_ratio_overflows_leaves_the_law_exact(tail: floa
         law = law_rule(name).stop_law(batch).accepted_probs
         assert torch.isfinite(law).all(), name
         assert (law.sum(dim=1) - 1.0).abs().max() < 1e-12, name
-        outcome = verify(new_rule(name), batch, noise_of(len(blocks)))
+        outcome = verify(named(name), batch, noise_of(len(blocks)))
         assert outcome.num_accepted.max() <= 3
         assert outcome.extra_tokens.max() <= 2
         if name in CHAINED:
@@ -455,7 +479,7 @@ def test_impossible_tokens_are_never_emitted_at_the_ends_of_the_uniforms(
     target[:, first : first + 4] = torch.tensor([0.0, 1.0 - 1e-7, 1e-7, 0.0], dtype=dtype)
     draft[:, first : first + 4] = torch.tensor([0.5, 1e-30, 0.5 - 1e-30, 0.0], dtype=dtype)
     noise = FixedNoise(torch.full((1, 2), uniform, dtype=torch.float64))
-    outcome = verify(new_rule(name), many(target, draft, [first, first], layout, 1), noise)
+    outcome = verify(named(name), many(target, draft, [first, first], layout, 1), noise)
     assert int(outcome.num_accepted[0]) == 0
     assert int(outcome.extra_tokens[0]) in (first + 1, first + 2)
 
@@ -567,6 +591,18 @@ class Coupled(CoupledRule):
     needs_draft_probs = True
 
 
+class Walks(CoupledRule):
+    name = "walks"
+
+
+class Undeclared:
+    """A rule for trees that does not say whether it is lossless."""
+
+    name = "mine"
+
+    def decide_trees(self, trees: object, noise: object) -> None: ...
+
+
 class Nameless(TokenRule):
     name = ""
 
@@ -579,7 +615,7 @@ def test_own_rules_are_served_under_names_that_no_other_has() -> None:
         with pytest.raises(InvalidRequestError, match="as another rule does"):
             served_rules(paths)
     for path, why in (
-        ("draftwire.verification.GreedyBlockRule", "remembers what it decided"),
+        ("examples.rules.greedy_block.GreedyBlockRule", "remembers what it decided"),
         (f"{__name__}.Coupled", "no distributions travel"),
         (f"{__name__}.Nameless", f"rules: {__name__}.Nameless: .*letters, digits"),
     ):

@@ -15,7 +15,9 @@ from torch.nn.functional import silu
 
 from draftwire.drafting.heads.head_shape import HeadShape
 from draftwire.models.lean_model import head_size, rotation_of
-from draftwire.training.attention import CHUNK
+
+CHUNK = 128
+"""Queries that are attended for together on a CPU."""
 
 
 class TraineeNorm(nn.Module):

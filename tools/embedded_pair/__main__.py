@@ -1,14 +1,14 @@
 """Command line of the training steps, in the order in which they run.
 
-    python -m draftwire.training tokenizer
-    python -m draftwire.training target
-    python -m draftwire.training samples
-    python -m draftwire.training lessons
-    python -m draftwire.training drafter drafter
-    python -m draftwire.training drafter drafter-8-layers
-    python -m draftwire.training head
-    python -m draftwire.training evaluate
-    python -m draftwire.training compare
+    python -m tools.embedded_pair tokenizer
+    python -m tools.embedded_pair target
+    python -m tools.embedded_pair samples
+    python -m tools.embedded_pair lessons
+    python -m tools.embedded_pair drafter drafter
+    python -m tools.embedded_pair drafter drafter-8-layers
+    python -m tools.embedded_pair head
+    python -m tools.embedded_pair evaluate
+    python -m tools.embedded_pair compare
 
 Each step reads what the one before wrote, can be interrupted and started again, and gives the same result for the
 same seed, library and machine. The steps need the standard library's sources, the packages of constraints.txt and some
@@ -31,15 +31,16 @@ from transformers import LlamaForCausalLM
 from draftwire.drafting.heads.draft_head import DraftHead
 from draftwire.drafting.heads.head_loading import load_head
 from draftwire.method.devices import prepare
-from draftwire.training.attention import attend_in_chunks
 from draftwire.training.batches import TrainingTexts, batches
-from draftwire.training.conversations import CHAT_TEMPLATE, conversations
-from draftwire.training.corpus import encode_texts, packages, save_tokenizer, standard_library, train_tokenizer
-from draftwire.training.distillation import distillation_loss, next_token_loss, sample_continuations
-from draftwire.training.evaluation import held_out_loss, measure_acceptance, share_repeated
 from draftwire.training.heads.head_training import train_head
-from draftwire.training.lessons import Lessons
-from draftwire.training.pair import (
+from draftwire.training.precision import fast_type
+from draftwire.training.trainer import Trainer
+from tools.embedded_pair.attention import attend_in_chunks
+from tools.embedded_pair.conversations import CHAT_TEMPLATE, conversations
+from tools.embedded_pair.corpus import encode_texts, packages, save_tokenizer, standard_library, train_tokenizer
+from tools.embedded_pair.evaluation import held_out_loss, measure_acceptance, share_repeated
+from tools.embedded_pair.lessons import Lessons
+from tools.embedded_pair.pair import (
     CONTEXT_LENGTH,
     DRAFTERS,
     TARGET,
@@ -49,8 +50,8 @@ from draftwire.training.pair import (
     mean_of,
     save_bf16,
 )
-from draftwire.training.precision import fast_type
-from draftwire.training.recipe import (
+from tools.embedded_pair.pair_losses import distillation_loss, next_token_loss
+from tools.embedded_pair.recipe import (
     DRAFTER_TOKENS,
     EMBEDDED_HEAD,
     END_OF_TEXT_ID,
@@ -60,7 +61,7 @@ from draftwire.training.recipe import (
     TARGET_STAGES,
     Stage,
 )
-from draftwire.training.trainer import Trainer
+from tools.embedded_pair.samples import sample_continuations
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 

@@ -5,6 +5,8 @@ with probability a_j = min(1, T_{j-1}(c_j) / D_j(c_j)), and the path goes on the
 judged against T_j = norm([T_{j-1} - D_j]+). After the last rejection the extra token follows T_k. On a chain this is
 the rule `token`.
 
+    draftwire check-rule examples.rules.multi_round:MultiRoundRule examples.rules.multi_round:WithoutReplacementRule
+
 Source: Miao et al. 2023, SpecInfer (arXiv 2305.09781), Algorithm 2, for children that were drawn independently, by
 several drafters or by one; Chen et al. 2024, Sequoia (arXiv 2402.12374), Algorithm 2, for those that were drawn without
 replacement.
@@ -22,6 +24,7 @@ class MultiRoundRule(DrawnTreeRule):
     """SpecInfer's rule, for children that were drawn independently of each other."""
 
     name = "multi_round"
+    sibling_schemes = (False, True)
 
     @override
     def tree_law(self, trees: TreeBatch) -> TreeLaw:
@@ -45,3 +48,4 @@ class WithoutReplacementRule(MultiRoundRule):
     """Sequoia's: the same for children that were drawn without replacement."""
 
     name = "without_replacement"
+    sibling_schemes = (True, False)

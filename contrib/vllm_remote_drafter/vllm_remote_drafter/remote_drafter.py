@@ -18,10 +18,10 @@ from draftwire.models.description import ModelDescription
 from draftwire.runtime.addresses import host_and_port
 from draftwire.runtime.settings import ConnectionSettings
 from draftwire.runtime.tls import Dialler, watch_tls
-from draftwire.vllm.block_endpoint import BlockEndpoint
-from draftwire.vllm.drafted_texts import DraftedTexts, Lateness, RowIds
-from draftwire.vllm.remote_settings import parse_settings
 from draftwire_gateway.peers.wire import Check, DrafterLink, SessionLink
+from vllm_remote_drafter.block_endpoint import BlockEndpoint
+from vllm_remote_drafter.drafted_texts import DraftedTexts, Lateness, RowIds
+from vllm_remote_drafter.remote_settings import parse_settings
 
 log = structlog.get_logger()
 
@@ -37,7 +37,7 @@ CHECK_SECONDS = 1.0
 class RemoteDrafter:
     """`speculative_config.model` of a `vllm serve` that drafts by draftwire's drafter services.
 
-        vllm serve TARGET --speculative-config '{"method": "custom_class", "model": "draftwire.vllm.RemoteDrafter",
+        vllm serve TARGET --speculative-config '{"method": "custom_class", "model": "vllm_remote_drafter.RemoteDrafter",
             "num_speculative_tokens": 4}' --additional-config '{"draftwire": {"drafters": ["drafter:50053"]}}'
 
     vLLM decides, from the ids alone: its output is what it would be without, whatever is drafted. If anything fails, or

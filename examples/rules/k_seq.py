@@ -11,6 +11,8 @@ accepted one the paths that have the same token there are followed; after the la
 
 At a node it accepts at least 1 - 1/e of what is possible. With one path it is the rule `token`.
 
+    draftwire check-rule examples.rules.k_seq:KSeqRule
+
 Source: Sun et al. 2023, SpecTr (arXiv 2310.15141), Algorithm 2.
 """
 
@@ -38,6 +40,8 @@ class KSeqRule(TreeLawRule):
     """
 
     name = "k_seq"
+    sibling_schemes = (False,)
+    takes_paths_alone = True
 
     @override
     def tree_law(self, trees: TreeBatch) -> TreeLaw:

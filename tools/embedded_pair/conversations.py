@@ -4,7 +4,7 @@ import ast
 import inspect
 from collections.abc import Iterable, Iterator
 
-from draftwire.training.corpus import END_OF_TEXT, SourceFile
+from tools.embedded_pair.corpus import END_OF_TEXT, SourceFile
 
 MAX_CODE_LINES = 40
 

@@ -1,4 +1,4 @@
-"""`draftwire synth`: make a synthetic pair of models of real size, with a chosen acceptance rate."""
+"""`python -m tools.synth`: make a synthetic pair of models of real size, with a chosen acceptance rate."""
 
 import time
 from enum import StrEnum
@@ -14,7 +14,9 @@ from draftwire.runtime.openmp import set_waiting
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from draftwire.models.synthesis import ModelShape, SyntheticPair, Trial
+    from tools.synth.synthesis import ModelShape, SyntheticPair, Trial
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class Dtype(StrEnum):
@@ -24,6 +26,7 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+@app.command()
 def synth(
     shape: Annotated[str, typer.Option(help="Name of a shape, or path of a Llama-type config.json.")],
     out: Annotated[Path, typer.Option(help="Folder for target/, drafter/ and synthesis.json.")],
@@ -55,7 +58,7 @@ def synth(
             from safetensors import SafetensorError
 
             from draftwire.method.devices import prepare
-            from draftwire.models.synthesis import synthesize, write_pair
+            from tools.synth.synthesis import synthesize, write_pair
         except ImportError as error:
             raise InvalidRequestError(f"this needs torch: pip install 'draftwire[services]' ({error})") from error
         chosen = _shape(shape)
@@ -90,7 +93,7 @@ def synth(
 
 def _shape(name: str) -> "ModelShape":
     """Returns the shape with this name, or reads it from a file if the name looks like a path."""
-    from draftwire.models.synthesis import SHAPES, read_shape
+    from tools.synth.synthesis import SHAPES, read_shape
 
     if name in SHAPES:
         return SHAPES[name]
@@ -123,3 +126,7 @@ def _print_pair(pair: "SyntheticPair", duration_s: float) -> None:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         typer.echo(f"{name:<9}  {parameters / 1e6:,.1f} M parameters, {len(model.model.layers)} layers, {model.dtype}")
     typer.echo(f"took       {duration_s:.0f} s")
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m tools.synth")

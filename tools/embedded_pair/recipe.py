@@ -9,8 +9,8 @@ import numpy as np
 from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.training.batches import Repetition, TrainingTexts
 from draftwire.training.heads.head_recipe import HeadRecipe
-from draftwire.training.pair import DrafterName
 from draftwire.training.plan import Phase, TrainingPlan
+from tools.embedded_pair.pair import DrafterName
 
 END_OF_TEXT_ID = 0
 

@@ -20,8 +20,8 @@ from draftwire.runtime.received_blocks import decoded_blocks
 from draftwire.runtime.settings import ConnectionSettings
 from draftwire.runtime.tls import TlsFiles, server_credentials
 from draftwire.v1 import verifier_pb2
-from draftwire.vllm.remote_settings import RemoteDrafterSettings
 from draftwire_verifier.brake import Brake
+from vllm_remote_drafter.remote_settings import RemoteDrafterSettings
 
 SERVICE, METHOD = "draftwire.v1.VerifierService", "PushDraftBlocks"
 """The one method that is served."""
