@@ -459,6 +459,7 @@ def test_masks_are_slow_from_one_that_was_until_several_were_not(
     assert not all(are_slow_after(0.0) for _ in range(50))
 
 
+@pytest.mark.slow
 def test_draft_into_a_costly_form_is_no_fault_before_that_place(
     compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

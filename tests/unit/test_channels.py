@@ -169,6 +169,7 @@ async def _goaway_after_pings(port: int, interval_s: float) -> bool:
     return b"too_many_pings" in answer
 
 
+@pytest.mark.slow
 async def test_the_limit_of_pings_is_in_force_and_clients_below_it_may_stay() -> None:
     """So the argument is not only known by name: a server's own default allows one ping in five minutes."""
     server = grpc.aio.server(options=server_options(SETTINGS, CallLimits()))

@@ -80,6 +80,7 @@ TOY_NINTHS = {"token": 10, "block": 11, "coupled": 10, "greedy_block": 12, "typi
 """Mean numbers of accepted tokens in the example of Sun et al. 2024, section 2, times nine."""
 
 
+@pytest.mark.slow
 @every("rule", [*map(load_rule, known_rules()), GreedyBlockRule()])
 def test_rules_of_the_product_and_greedy_block_pass(rule: VerificationRule) -> None:
     """Larger vocabularies and longer blocks: `make check-rules`."""
@@ -95,6 +96,7 @@ def test_rules_of_the_product_and_greedy_block_pass(rule: VerificationRule) -> N
         assert report.deviation > 0.1, "a lossy rule passes with its deviation stated"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_briefly")
 @every(
     ("rule", "method", "tolerance"),
@@ -143,6 +145,7 @@ WRONG_RULES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_briefly")
 @every(("rule", "kind"), WRONG_RULES)
 def test_mistake_in_a_rule_is_seen(rule: Callable, kind: Kind) -> None:

@@ -38,6 +38,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_chosen_lengths_are_nearly_as_fast_as_the_best_fixed_one(case: str) -> None:
     pair, best = CASES[case]
@@ -156,6 +157,7 @@ def test_source_of_unknown_acceptance_is_tried_soon_beside_a_fast_one() -> None:
     assert chooser.explain(DraftSource.VERIFIER).loads[-1].chosen is DraftSource.VERIFIER
 
 
+@pytest.mark.slow
 def test_texts_that_grow_together_do_not_mislead() -> None:
     """A window at the end of sixteen texts is a slow one, whatever its arm."""
     pair = SimulatedPair(
@@ -346,6 +348,7 @@ def test_pairs_are_remembered_by_verifier_and_model_up_to_a_bound() -> None:
     assert pairs.explain()[PairName("a:1", "small")][0].num_sessions == 1, "a pair in use is kept"
 
 
+@pytest.mark.slow
 def test_pause_between_probes_is_bounded() -> None:
     chooser = PairChooser(1, 1)
     Simulation(pair_of(5, 200, 2, 0.95, 1), None, chooser=chooser).tokens_per_s(400.0)

@@ -18,6 +18,7 @@ from draftwire_gateway.speculation.windows import LEAST_ROUNDS, Openings
 from tests.unit.simulated_sessions import InStep, first_probe, pair_of
 
 
+@pytest.mark.slow
 def test_loads_that_come_and_go_cost_no_probes_of_their_own() -> None:
     seeds, pair = range(4), waves(0.75)
     plain = [Simulation(pair, 0, seed).tokens_per_s(70.0, 30.0) for seed in seeds]

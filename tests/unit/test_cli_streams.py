@@ -51,6 +51,7 @@ print(statuses)
 """Processes, for what is left in a stream is written when Python ends. They share the imports."""
 
 
+@pytest.mark.slow
 def test_whatever_is_written_where_nobody_reads_ends_with_141_in_silence() -> None:
     command = [sys.executable, "-c", RUN_EACH, json.dumps(UNREAD)]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=True)

@@ -34,6 +34,7 @@ def unavailable_after(seconds: float, says: str | None = None) -> Iterator[None]
     assert seconds - 0.1 < time.monotonic() - started_at < seconds + SLACK_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)
 def test_silent_gateways_are_waited_for_no_longer_than_asked_in_all(
     silent: list[str], twin: Any, monkeypatch: pytest.MonkeyPatch

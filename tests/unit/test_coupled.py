@@ -160,6 +160,7 @@ def plain_draws(target: CachedModel, sampling: SamplingParams, seed: int, num_to
 # The text
 
 
+@pytest.mark.slow
 @every("sampling", SAMPLINGS)
 @every("drafter", DRAFTERS)
 def test_text_is_that_of_plain_draws_whatever_drafter_and_block_length(

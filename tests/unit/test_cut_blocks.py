@@ -152,6 +152,7 @@ class CutRound(WireRound):
         return Ran(numbers % self.vocab_size**self.length, codes)
 
 
+@pytest.mark.slow
 @each_rule
 @pairs_with_one_fast(0)
 def test_block_that_is_cut_by_a_counter_keeps_the_targets_law(rule: str, pair: Pair, length: int) -> None:
@@ -167,6 +168,7 @@ class FuzzyRound(CutRound):
     model = FuzzyTableModel
 
 
+@pytest.mark.slow
 @one_rule_fast
 @pairs_with_one_fast(1)
 def test_block_that_is_drafted_from_an_approximation_keeps_the_targets_law(rule: str, pair: Pair, length: int) -> None:
@@ -177,6 +179,7 @@ def test_block_that_is_drafted_from_an_approximation_keeps_the_targets_law(rule:
     assert abs(report.accepted - exact.accepted) > 1e-3, "the approximation is one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [2, *(pytest.param(cut, marks=slow) for cut in (0, 1))])
 def test_cut_round_is_a_shorter_round(cut: int) -> None:
     """Whose law is proved without the drafter elsewhere."""
@@ -222,6 +225,7 @@ def deviation(rule: str, drawer: type[Drawer]) -> float:
     return check_round(whole).deviation
 
 
+@pytest.mark.slow
 @one_rule_fast
 def test_block_that_ends_behind_a_token_for_its_value_keeps_the_law(rule: str) -> None:
     """What has been drawn stays in the block, and what comes next is not drawn yet."""

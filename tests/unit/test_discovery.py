@@ -347,6 +347,7 @@ async def test_conditions_of_an_endpoint_change_while_it_is_watched(api: Kuberne
             await followed.until(A, is_ready=is_ready, is_terminating=is_terminating)
 
 
+@pytest.mark.slow
 async def test_watch_that_ended_goes_on_from_the_last_version_without_a_new_list(api: KubernetesApi) -> None:
     async with watching() as followed:
         await followed.until()
@@ -360,6 +361,7 @@ async def test_watch_that_ended_goes_on_from_the_last_version_without_a_new_list
     assert followed.status.num_failures == 0
 
 
+@pytest.mark.slow
 async def test_bookmark_moves_the_version_and_changes_nothing_else(api: KubernetesApi) -> None:
     api.put(verifiers(pod(A)))
     async with watching() as followed:
@@ -454,6 +456,7 @@ async def test_server_that_fails_is_asked_again(api: KubernetesApi, status: int)
     assert followed.events == ["failed warning", "recovered info"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [401, 403])
 async def test_missing_rights_are_named_in_an_error_and_asked_for_again(api: KubernetesApi, status: int) -> None:
     async with watching() as followed:
@@ -484,6 +487,7 @@ async def test_right_to_list_alone_is_an_error_that_is_logged_once(api: Kubernet
     assert followed.events == ["failed error", "recovered info"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["answers", "answers_watches"])
 async def test_answer_that_does_not_begin_is_given_up_long_before_a_watch_ends(api: KubernetesApi, what: str) -> None:
     getattr(api, what).clear()
@@ -495,6 +499,7 @@ async def test_answer_that_does_not_begin_is_given_up_long_before_a_watch_ends(a
         await followed.until_well()
 
 
+@pytest.mark.slow
 async def test_connection_that_is_dead_is_noticed_and_a_new_one_opened(api: KubernetesApi) -> None:
     """Nothing is closed: without a deadline of its own the client would wait for ever."""
     api.put(verifiers(pod(A)))

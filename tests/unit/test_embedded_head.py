@@ -20,6 +20,7 @@ def test_head_is_small() -> None:
     assert sum(file.stat().st_size for file in (MODELS / "head").iterdir()) <= MOST_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "least"), [(0.0, 2.4), (1.0, 0.9)])
 def test_head_is_accepted_on_prompts_that_nobody_was_trained_on(temperature: float, least: float) -> None:
     """The bounds are far below what it has on many prompts, which models/README.md names: four prompts say little."""

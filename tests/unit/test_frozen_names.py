@@ -127,6 +127,7 @@ def names() -> dict[str, list[str]]:
     return {kind: sorted(set(found)) for kind, found in kinds.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", names())
 def test_no_name_that_others_rely_on_is_gone(kind: str) -> None:
     frozen = json.loads(FROZEN.read_text())[kind]

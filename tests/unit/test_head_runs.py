@@ -225,6 +225,7 @@ def test_coupled_drafts_are_drawn_with_the_noise_of_the_text(monkeypatch: pytest
     assert {(key.key, key.choice) for key in keys} == {(coupling_key, 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["block", pytest.param("token", marks=pytest.mark.slow)])
 def test_first_tokens_of_drafted_rounds_follow_the_targets_law(rule: str) -> None:
     """The pairs of tokens that two drafted rounds begin with, of 800 seeds, against texts without drafts of as many

@@ -134,6 +134,7 @@ def texts_of(target: Path) -> np.ndarray:
     return ids.flatten().numpy().astype(np.uint16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "hydra"])
 def test_training_raises_acceptance_and_the_head_loads(kind: str, target: Path, tmp_path: Path) -> None:
     ids = texts_of(target)

@@ -318,6 +318,7 @@ def test_cache_without_calibration_is_not(network: PreTrainedModel) -> None:
     assert all(live(drafter_of(network, GROUPS["of five"], False), reference, seed) > 1e-2 for seed in range(3))
 
 
+@pytest.mark.slow
 def test_embedded_drafter_of_eight_layers_is_calibrated_too() -> None:
     """In float64: its keys are so large that float32 rounds them by more than the bound of the test above."""
     model = load_model("models/drafter-8-layers", "float32").model.double()

@@ -439,6 +439,7 @@ def test_dtype_of_a_model_that_is_read_is_the_one_that_is_asked_for(dtype: str, 
     assert len({weight.data_ptr() for weight in own.model.state_dict().values()}) == len(list(own.model.parameters()))
 
 
+@pytest.mark.slow
 def test_services_of_the_family_import_no_modelling_code() -> None:
     program = (
         "import sys; import draftwire_verifier.core, draftwire_drafter.core;"

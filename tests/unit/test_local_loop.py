@@ -82,6 +82,7 @@ CASES += [(rule, 4, sampling, ENCODINGS[0]) for rule in RULES for sampling in SA
 CASES += [(rule, length, SAMPLINGS[0], ENCODINGS[0]) for rule in RULES for length in (0, 1)]
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @every(("rule", "block_length", "sampling", "encoding"), CASES)
 def test_rule_sees_the_targets_and_the_drafters_own_rows_at_every_position(

@@ -29,6 +29,8 @@ from benchmarks.paired import (
     read_figure,
 )
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., tuple[int, str, str]]
 """Runs the command line; returns its exit status and what it printed to standard output and error."""
 

@@ -80,6 +80,7 @@ def events_of(logs: list[EventDict]) -> list[str]:
     return [line["event"].removeprefix("verifier.") for line in logs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "work", "status", "reason"),
     [

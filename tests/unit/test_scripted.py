@@ -142,6 +142,7 @@ def test_drafter_proposes_the_alphabet_by_position() -> None:
         assert torch.equal(rows.dense().argmax(dim=1), torch.tensor(draft.token_ids))
 
 
+@pytest.mark.slow
 @every("rule", [name for name, rule in RULES.items() if rule.is_lossless])
 def test_each_position_is_accepted_as_often_as_the_script_says(rule: str) -> None:
     """Exact binomial tests, four for each of three rules: a false alarm has a probability of at most 1.2e-6."""

@@ -40,6 +40,8 @@ from tools.synth.synthesis import (
     write_pair,
 )
 
+pytestmark = pytest.mark.slow
+
 TINY = SHAPES["tiny"]
 AGREEMENT = 0.7
 PROMPT_LENGTH, TEXT_LENGTH, NUM_TEXTS = 9, 16, 160

@@ -64,6 +64,7 @@ def test_fails(): assert {fails}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("law", "fails", "status", "counts", "flaky"),
     [

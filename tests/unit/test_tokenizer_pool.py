@@ -99,6 +99,7 @@ async def test_cancelled_prompts_lose_their_turn_and_nobody_elses(gated: GatedTo
     assert await pool.encode(LONG, "") == [len(LONG)]
 
 
+@pytest.mark.slow
 async def test_slow_prompt_is_given_up_and_those_that_waited_for_it_may_retry(
     gated: GatedTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,6 +232,7 @@ def test_answer_that_has_to_be_calls_leaves_no_text_wherever_it_is_cut(cut: str)
     assert read(HERMES, list(cut), is_certain=True, must_call=True) == ("", [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unit", ["<tool_call>{", '<tool_call>{"', "<tool_call>[", "<tool_call>{}", " ", "<", "<tool_call> "]
 )

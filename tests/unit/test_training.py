@@ -313,6 +313,7 @@ def test_learning_rate_rises_stays_and_falls_within_its_bounds() -> None:
     assert rates[-1] < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing_call", [2, 3, 7, 12, 16])
 def test_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     failing_call: int, folder: Path, other_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -569,6 +570,7 @@ def test_model_that_drafts_for_itself_is_accepted_but_for_its_cut_tail(rule: str
             assert measured.block_efficiency > 3.8
 
 
+@pytest.mark.slow
 def test_acceptance_counts_accepted_over_drafted_and_tokens_over_rounds(tmp_path: Path) -> None:
     folders = [save_tiny_model(tmp_path / str(seed), VOCAB_SIZE, seed, context_length=256) for seed in (3, 4)]
     models = [load(path) for path in folders]

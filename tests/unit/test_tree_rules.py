@@ -199,6 +199,7 @@ def test_children_of_several_drafters_are_verified_by_multi_round() -> None:
 K_SEQ = KSeqRule()
 
 
+@pytest.mark.slow
 def test_k_seq_is_exact_on_independent_paths_and_is_token_on_one() -> None:
     for shape in (SHAPES[0], SHAPES[1], SHAPES[3], TokenTree((-1, -1, 0, 1)), TokenTree((-1, 0, -1, -1, 3))):
         for pair in pairs(len(shape)):
