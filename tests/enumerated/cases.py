@@ -298,6 +298,7 @@ CASES: list[Scene] = [
         num_draft_tokens=2,
         rounds_ahead=1,
         max_branches=2,
+        is_slow=True,
         # Blocks of coming rounds arrive meanwhile, or before, by what was drafted.
         network={"mask_us": lambda drafted: 20_000 * (1 in drafted[:1]), "masks_are_apart": True},
         happens=frozenset({"plain: slow_masks", "hit", "miss", "rejection"}),

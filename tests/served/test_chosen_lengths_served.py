@@ -65,7 +65,7 @@ def draw(client: Client, number: int, **options: Any) -> list[Completion]:
 
 
 @pytest.mark.usefixtures("restless")
-@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("rule", [LOSSLESS[0], *(pytest.param(rule, marks=pytest.mark.slow) for rule in LOSSLESS[1:])])
 def test_law_of_the_target_holds_whatever_lengths_past_rounds_choose(
     adaptive_stack: InProcessStack, pair: tuple[Path, Path], rule: str
 ) -> None:

@@ -179,6 +179,7 @@ def test_chat_answers_a_question_and_ends(embedded_stack: InProcessStack) -> Non
     assert shown.stdout.strip() == answer.message.content.strip()
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_second_copy_of_a_file_is_repeated(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Which is what drafts without a model live on. The files are none of those that the model has read."""

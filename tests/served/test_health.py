@@ -22,6 +22,7 @@ def wait_for(stub: health_pb2_grpc.HealthStub, status: int) -> None:
     wait_until(lambda: all(stub.Check(request, timeout=SECONDS).status == status for request in requests), str(status))
 
 
+@pytest.mark.slow
 def test_hung_device_makes_a_service_unready_and_dead_until_the_call_ends() -> None:
     """All steps of the verifier take too long, those at its start included."""
     events: list[str] = []

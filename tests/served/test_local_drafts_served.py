@@ -97,6 +97,7 @@ def test_text_that_a_guess_continues_follows_the_law_of_the_target(
     assert result.p_value > ALPHA, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_text_with_a_drafter_without_weights_follows_the_targets_law(
     pair: tuple[Path, Path], store: Path, law: dict[tuple[int, ...], float], strategy: str

@@ -32,8 +32,9 @@ SILENT = 0
 """A token without text."""
 PROMPT = [1, 1, 2, 0, 0, 2, 1, 0, 0, 1, 2, 2, 0, 0, 1, 2, 0, 1]
 LENGTH = 7
-SAMPLES = (80, 450)
-"""Of each case, in `make test` and in `make evidence`: few show that every parameter arrives, many what comes of it."""
+SAMPLES = (30, 80, 450)
+"""Of each case, in `make test`, `make test-slow` and `make evidence`: few show that every parameter arrives, many what
+comes of it."""
 CONCURRENCY = 48
 SMALLEST_CELL = 5.0
 """Outcomes expected less often are merged."""
@@ -109,7 +110,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(folder, VOCAB_SIZE, seed=6, stop_token_id=STOP)
 
 
-@pytest.fixture(scope="module", params=[SAMPLES[0], pytest.param(SAMPLES[1], marks=pytest.mark.evidence)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        SAMPLES[0],
+        pytest.param(SAMPLES[1], marks=pytest.mark.slow),
+        pytest.param(SAMPLES[2], marks=pytest.mark.evidence),
+    ],
+)
 def drawn(
     target: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[str, list[Completion]]:

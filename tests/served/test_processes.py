@@ -34,6 +34,7 @@ def own_stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
         yield running
 
 
+@pytest.mark.slow
 def test_hung_drafter_costs_its_timeout_only(own_stack: LocalStack, pair: tuple[Path, Path]) -> None:
     drafter = own_stack.services["drafter"].process
     with Client(own_stack.address) as client:
@@ -183,6 +184,7 @@ def test_killed_drafter_starts_again_where_the_gateway_looks_for_it() -> None:
             wait_until(lambda: client.server().drafters, "the drafter is back", 60.0)
 
 
+@pytest.mark.slow
 def test_sigterm_lets_running_requests_finish_and_ends_with_status_0(pair: tuple[Path, Path]) -> None:
     with LocalStack(stack_options(*pair)) as stack:
         with Client(stack.address) as client:

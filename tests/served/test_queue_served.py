@@ -69,6 +69,7 @@ def test_three_hundred_at_once_need_no_retry_and_a_flood_delays_nobody(running: 
     assert len(served) == AT_ONCE + 5
 
 
+@pytest.mark.slow
 def test_waiting_requests_are_counted_and_served_over_grpc_too(running: InProcessStack) -> None:
     async def flood() -> list[int]:
         async with AsyncClient(running.address, token="secret-other") as client:

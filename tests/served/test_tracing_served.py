@@ -364,7 +364,8 @@ def imported_by(stack_lines: list[str]) -> set[str]:
     return {line.rpartition("|")[2].strip() for line in stack_lines if line.startswith("import time:")}
 
 
-@pytest.mark.parametrize("is_traced", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_traced", [False, True])
 def test_services_serve_without_a_collector_and_import_tracing_by_option(
     is_traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
