@@ -379,7 +379,7 @@ class FalseDrafter(grpc.GenericRpcHandler):  # type: ignore[misc]
             yield data
 
 
-@attack("drafter")
+@attack("drafter", is_long=True)
 def garbage_for_the_gateway(victim: Victim) -> Figures:
     """A drafter of a gateway of its own says what is no message, and floods it with replies, stream after stream."""
     seen, options = Seen(), stack_options(None, None, 4)
