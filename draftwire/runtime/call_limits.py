@@ -127,7 +127,7 @@ class Arrivals:
 
 
 class StreamUse(Enum):
-    """What a peer's stream is used for."""
+    """Uses of a peer's stream."""
 
     NONE = "none"
     """Nothing, ever."""
@@ -149,7 +149,7 @@ class PeerStreams:
         """Counts `what`, such as "streams of drafters", of which `most` may be open at once."""
         self._what, self._most = what, most
         self._open: dict[asyncio.Timeout, Callable[[], StreamUse]] = {}
-        """What ends each stream, the oldest first, and what it is used for."""
+        """Ends of each stream, the oldest first, and the use of each."""
 
     @asynccontextmanager
     async def one(self, use: Callable[[], StreamUse]) -> AsyncIterator[None]:

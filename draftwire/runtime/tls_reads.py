@@ -1,4 +1,4 @@
-"""What one connection with TLS may cost: bounds on the CPU time of a read, and on what a peer makes of it.
+"""Limits of one connection with TLS: bounds on the CPU time of a read, and on what a peer makes of it.
 
 OpenSSL takes a microsecond for a record, which may hold one byte, 20 for a message that changes keys, and has no limit
 of their number: 6 ms for a read of 8 KiB, and an answer of as many bytes.
@@ -18,7 +18,7 @@ LEAST_READ_BYTES = 64
 MORE_BYTES = 256
 """How much larger the next read may be: so few large ones are reached that they are cheap on average."""
 MAX_HANDSHAKE_BYTES = 2**16
-"""Of a handshake, and of what is read before it is known to be done. It has some 2 KB, and a chain of certificates
+"""Bytes of a handshake, and of what is read before it is known to be done. It has some 2 KB, and a chain of certificates
 where clients need one; in records of one byte each, OpenSSL takes 1.5 ms for as much as may be sent."""
 MAX_UNANSWERED_BYTES = 2**18
 """Read while the peer reads nothing of what it is sent: answers of TLS itself to that are kept."""

@@ -39,7 +39,7 @@ MOVED_RULES = {
     "without_replacement": "examples.rules.multi_round:WithoutReplacementRule",
     "k_seq": "examples.rules.k_seq:KSeqRule",
 }
-"""Where in the repository rules are that were among these before: they are studied, not served."""
+"""Places in the repository of rules that were among these before: they are studied, not served."""
 
 
 def rule_named(name: str) -> VerificationRule:

@@ -159,7 +159,7 @@ def disturb(victim: Victim, *, tls: bool) -> tuple[Figures, Seen, list[str]]:
     return seen.figures() | {"faults": dict(faults), "resident_mib": sizes}, seen, ended
 
 
-@attack("network")
+@attack("network", is_long=True)
 def corrupted_wires(victim: Victim) -> Figures:
     """Changes, repeats, reorders and leaves out bytes on the three links of services of its own, over TLS."""
     figures, seen, ended = disturb(victim, tls=True)
@@ -175,7 +175,7 @@ def corrupted_wires(victim: Victim) -> Figures:
     )
 
 
-@attack("network")
+@attack("network", is_long=True)
 def corrupted_wires_in_plaintext(victim: Victim) -> Figures:
     """The same without TLS, where nobody can tell changed bytes from others: services go on, texts may change."""
     figures, _, ended = disturb(victim, tls=False)

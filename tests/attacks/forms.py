@@ -1,5 +1,6 @@
 """Forms that cost more to compile than they are long, and grammars that cost more to search."""
 
+import json
 import signal
 import subprocess
 import time
@@ -10,8 +11,8 @@ from typing import Any
 
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import stack_options
-from tests.attacks.http_requests import complete
-from tests.attacks.victim import Figures, Victim, attack, judged
+from tests.attacks.http_requests import ask, complete, model_of
+from tests.attacks.victim import Attack, Figures, Victim, attack, judged
 
 NUM_ATTACKERS = 4
 OTHER_HOST = "127.0.0.2"
@@ -144,3 +145,65 @@ def ambiguous_behind_a_beginning(victim: Victim) -> Figures:
 def expressions_of_that_size(victim: Victim) -> Figures:
     """Regular expressions as large as those grammars, whose masks cost what is usual: what the gaps are to be like."""
     return follow(victim, [{"regex": "(a|b)+(a|b)*(ab|ba)*"}])
+
+
+def lists_in_lists_without_end(num_kinds: int) -> dict[str, Any]:
+    """Returns the schema of lists of nothing but such lists, which may be of any kind: each has another least length.
+
+    A mask costs as much as there are pairs of kinds: 0.6 ms with 40 of them, and none is counted as slow.
+    """
+    kinds = [{"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": least} for least in range(1, num_kinds)]
+    lists = {"$ref": "#/$defs/n"}
+    return {"type": "object", "properties": {"x": lists}, "required": ["x"], "$defs": {"n": {"anyOf": kinds}}}
+
+
+def fair_schema(num_bytes: int) -> dict[str, Any]:
+    """Returns a schema of about so many bytes whose masks cost what is usual, and whose texts are as long."""
+    text, lists = {"type": "string"}, {"type": "array", "items": {"type": "array"}, "minItems": 100}
+    names = [f"name_{number:03}" for number in range(num_bytes // len('"name_000": {"type": "string"}, '))]
+    optional = {"type": "object", "properties": dict.fromkeys(names, text)}
+    return {"type": "object", "properties": {"x": lists, "y": optional}, "required": ["x"]}
+
+
+def call_tool(schema: dict[str, Any]) -> Attack:
+    """Returns what has several sessions at a time call a tool whose arguments have a schema.
+
+    The first request is alone: the others find its prompt, with the schema, in the cache.
+    """
+    function = {"name": "f", "parameters": schema}
+
+    def run(victim: Victim) -> Figures:
+        statuses = Counter[int]()
+        fields = {
+            "model": model_of(victim.http),
+            "messages": [{"role": "user", "content": "["}],
+            "tools": [{"type": "function", "function": function}],
+            "tool_choice": "required",
+            "max_tokens": 100,
+        }
+        body = json.dumps(fields).encode()
+        ask(victim.http, "/v1/chat/completions", body)
+        until = time.monotonic() + victim.seconds
+
+        def send() -> None:
+            while time.monotonic() < until:
+                status, _ = ask(victim.http, "/v1/chat/completions", body)
+                statuses[status] += 1
+                if status != 200:
+                    time.sleep(0.1)
+
+        with ThreadPoolExecutor(NUM_FOLLOWED) as threads:
+            for attacker in [threads.submit(send) for _ in range(NUM_FOLLOWED)]:
+                attacker.result()
+        return judged({"statuses": dict(statuses)}, {"requests were not answered": 0 in statuses})
+
+    return run
+
+
+COSTLY_SCHEMA = lists_in_lists_without_end(36)
+
+
+@attack("user", control=call_tool(fair_schema(len(json.dumps(COSTLY_SCHEMA)))))
+def tool_of_a_costly_schema(victim: Victim) -> Figures:
+    """A tool whose calls compile in milliseconds, and have masks that cost half a millisecond each."""
+    return call_tool(COSTLY_SCHEMA)(victim)

@@ -7,24 +7,29 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import grpc
 import torch
 
+from benchmarks.relay import free_port
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import embedded_model, stack_options
 from draftwire.drafting.heads.head_loading import load_fusion
 from draftwire.method.keys import KEY_BYTES
 from draftwire.runtime.messages import fence_to_proto
-from draftwire.v1 import session_pb2, verifier_pb2
+from draftwire.v1 import drafter_pb2, session_pb2, verifier_pb2
+from tests.attacks.greedy_readers import GreedyReaders, Seen
 from tests.attacks.peers import MAX_MORE_MIB
 from tests.attacks.raw_sessions import (
     BLOCK,
+    SECONDS,
     SENT,
     UNLIMITED,
     RawLease,
@@ -337,3 +342,68 @@ def streams_without_hello(victim: Victim) -> Figures:
         time.sleep(victim.seconds)
         statuses = Counter(call.code().name if call.done() else "open" for call in calls)
     return judged({"statuses": dict(statuses)}, {})
+
+
+GARBAGE = b"\xff" * 6
+PAUSE_SECONDS = 0.3
+"""Between two messages of a drafter's that are none."""
+MAX_GAP_S = 3.0
+"""What a drafter may stop a session for."""
+
+
+class FalseDrafter(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Passes calls on to an honest drafter, and says other things than that on the gateway's stream."""
+
+    def __init__(self, honest: grpc.Channel) -> None:
+        self._honest, self.num_said = honest, Counter[str]()
+
+    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler:
+        method = handler_call_details.method
+        if method.endswith("/RunDraftSessions"):
+            return grpc.stream_stream_rpc_method_handler(lambda requests, _context: self._say(method, requests))
+        call = self._honest.unary_unary(method)
+        return grpc.unary_unary_rpc_method_handler(lambda request, _context: call(request, timeout=SECONDS))
+
+    def _say(self, method: str, requests: Iterator[bytes]) -> Iterator[bytes]:
+        answers = self._honest.stream_stream(method)(requests)
+        yield next(answers)  # the lease
+        sent = drafter_pb2.DraftEvent(sent=drafter_pb2.BlockSent(session_id=1))
+        said = {
+            "replies": drafter_pb2.RunDraftSessionsResponse(events=[sent] * 60_000).SerializeToString(),
+            "nothing": b"",
+            "garbage": GARBAGE,
+        }
+        for what, data in said.items():
+            time.sleep(PAUSE_SECONDS)
+            self.num_said[what] += 1
+            yield data
+
+
+@attack("drafter", is_long=True)
+def garbage_for_the_gateway(victim: Victim) -> Figures:
+    """A drafter of a gateway of its own says what is no message, and floods it with replies, stream after stream."""
+    seen, options = Seen(), stack_options(None, None, 4)
+    options["verifier"]["kv_cache_tokens"] = TARGET_CACHE_TOKENS
+    options["drafter"]["port"] = free_port()
+    with ExitStack() as exits:
+        honest = exits.enter_context(grpc.insecure_channel(f"127.0.0.1:{options['drafter']['port']}", UNLIMITED))
+        false, server = FalseDrafter(honest), grpc.server(ThreadPoolExecutor(16))
+        server.add_generic_rpc_handlers((false,))
+        options["gateway"]["drafter"] = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        exits.callback(server.stop, None)
+        stack = exits.enter_context(LocalStack(options))
+        with GreedyReaders(stack.address, seen):
+            time.sleep(max(8.0, victim.seconds))
+        ended = [name for name, service in stack.services.items() if service.process.poll() is not None]
+        sizes = {name: resident_mib(service.process.pid) for name, service in stack.services.items()}
+    return judged(
+        seen.figures() | {"said": dict(false.num_said), "resident_mib": sizes},
+        {
+            **{f"{name} ended": True for name in ended},
+            "a text is another one": seen.num_changed > 0,
+            "completions were lost": bool(seen.tally.errors),
+            "a stream waited": seen.largest_gap_s() > MAX_GAP_S,
+            "nothing was said, so that nothing was shown": not false.num_said["garbage"],
+        },
+    )

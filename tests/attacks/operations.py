@@ -35,7 +35,7 @@ GROUPS = Path("/sys/fs/cgroup/memory")
 """Control groups of version 1."""
 
 
-@attack("operator")
+@attack("operator", is_long=True)
 def rotated_certificates(victim: Victim) -> Figures:
     """Replaces the issuer and all certificates, as docs/access.md says, three times, and cuts all links between."""
     seen, shown = Seen(), 0

@@ -160,7 +160,7 @@ async def keep(streams: PeerStreams, use: Callable[[], StreamUse]) -> None:
         await asyncio.Event().wait()
 
 
-async def test_oldest_stream_that_is_not_used_makes_room_and_first_one_that_never_was() -> None:
+async def test_oldest_unused_stream_makes_room_first_one_that_never_was_used() -> None:
     uses = [StreamUse.PRESENT, StreamUse.PAST, *[StreamUse.NONE] * 4]
     streams = PeerStreams("streams of gateways", 4)
     tasks = [asyncio.create_task(keep(streams, lambda number=number: uses[number])) for number in range(6)]

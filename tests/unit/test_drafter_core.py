@@ -177,7 +177,7 @@ async def test_sessions_of_a_lost_verifier_fail_at_once_and_no_others(rig: Rig) 
     assert len(rig.events) == 2
 
 
-async def test_links_that_no_session_uses_are_closed_the_oldest_first_where_there_are_many(
+async def test_links_without_sessions_are_closed_oldest_first_if_there_are_many(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gateway names the verifiers, and may name any."""

@@ -138,7 +138,7 @@ async def test_failure_of_an_awaited_writer_is_raised_unless_the_reader_failed()
                 await exchange(reading, write(), outbox.close)
 
 
-async def test_others_have_their_turn_while_many_items_are_dealt_with_and_all_come_in_order() -> None:
+async def test_others_have_turns_among_many_items_which_come_in_order() -> None:
     num_turns, items = 0, list[int]()
 
     async def count() -> None:

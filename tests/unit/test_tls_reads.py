@@ -72,7 +72,7 @@ def test_read_that_costs_little_is_as_large_as_it_may_be() -> None:
 
 
 @pytest.mark.parametrize("num_connections", [1, 1000])
-def test_read_that_costs_much_is_followed_by_ones_that_cost_no_more_than_they_may(num_connections: int) -> None:
+def test_costly_read_is_followed_by_ones_within_the_bound(num_connections: int) -> None:
     rig, most_s = Rig(num_connections), min(READ_S, TURN_S / num_connections)
     rig.tls.s_per_byte = 1e-6
     assert rig.read() == MOST_BYTES
