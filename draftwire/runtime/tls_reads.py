@@ -18,8 +18,8 @@ LEAST_READ_BYTES = 64
 MORE_BYTES = 256
 """How much larger the next read may be: so few large ones are reached that they are cheap on average."""
 MAX_HANDSHAKE_BYTES = 2**16
-"""Bytes of a handshake, and of what is read before it is known to be done. It has some 2 KB, and a chain of certificates
-where clients need one; in records of one byte each, OpenSSL takes 1.5 ms for as much as may be sent."""
+"""Bytes of a handshake, and of what is read before it is known to be done. It has some 2 KB, and a chain of
+certificates where clients need one; in records of one byte each, OpenSSL takes 1.5 ms for as much as may be sent."""
 MAX_UNANSWERED_BYTES = 2**18
 """Read while the peer reads nothing of what it is sent: answers of TLS itself to that are kept."""
 
