@@ -240,6 +240,9 @@ def _claim_from_proto(
         return BlockViolationError(
             Violation.LENGTH, f"{what} of {len(message.token_ids)} draft tokens, the limit is {most}"
         )
+    num_sizes = max(len(stated.support_sizes), len(stated.wide_sizes))
+    if num_sizes > most:  # in memory a large one takes 18 times what it takes on the wire
+        return BlockViolationError(Violation.ENCODING, f"{num_sizes} support sizes, the limit is {most}")
     try:
         tree = TokenTree.of(message.parent_indices, len(message.token_ids)) if is_tree else None
     except BlockViolationError as violation:

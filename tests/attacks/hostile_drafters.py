@@ -232,7 +232,7 @@ def blocks_for_others(victim: Victim) -> Figures:
 
 @attack("drafter")
 def huge_blocks(victim: Victim) -> Figures:
-    """Messages of some 60 MB: 256 blocks of dense rows, or a block of a million tokens, one after the other."""
+    """Messages of 10 to 40 MB: 240 blocks of dense rows, a block of ten million tokens, or of 20 million supports."""
     until, statuses, lock = time.monotonic() + victim.seconds, Counter[str](), threading.Lock()
 
     def send(make: Callable[[RawSession], list[session_pb2.DraftBlock]]) -> None:
@@ -256,7 +256,10 @@ def huge_blocks(victim: Victim) -> Figures:
     def tokens(session: RawSession) -> list[session_pb2.DraftBlock]:
         return [session.block(token_ids=[SENT] * 10_000_000)]
 
-    threads = [threading.Thread(target=send, args=(make,)) for make in (rows, tokens)]
+    def supports(session: RawSession) -> list[session_pb2.DraftBlock]:
+        return [sparse(session, [SENT], [65_536], support_sizes=[1_000] * 20_000_000)]
+
+    threads = [threading.Thread(target=send, args=(make,)) for make in (rows, tokens, supports)]
     for thread in threads:
         thread.start()
     for thread in threads:

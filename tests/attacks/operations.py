@@ -31,6 +31,8 @@ MIB = 2**20
 SPARE_MIB = 24
 """What a control group may still take when it is limited."""
 UP_SECONDS = 120.0
+NUM_GROWING = 4
+"""Users whose long prompts fill the cache."""
 GROUPS = Path("/sys/fs/cgroup/memory")
 """Control groups of version 1."""
 
@@ -206,12 +208,12 @@ def growing(address: str) -> Iterator[Callable[[], None]]:
     def ask(number: int) -> None:
         with Client(address) as client:
             while not ended.is_set():
-                number += 16
+                number += NUM_GROWING
                 with suppress(DraftwireError):
                     ids = [7 + (number * 31 + place * 17) % 4000 for place in range(1_500)]
                     client.generate(ids, max_tokens=400, timeout_s=20.0, resume_s=0.0)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(NUM_GROWING)]
     for thread in threads:
         thread.start()
     try:

@@ -1,6 +1,7 @@
 """What services say to each other survives the wire, its bytes do not change by accident, and nonsense is refused."""
 
 import math
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, get_type_hints
@@ -954,3 +955,17 @@ def test_block_is_refused_for_its_fault_and_says_no_tokens_but_whose_it_is() -> 
         assert (first.draft.violation, text in str(first.draft)) == (violation, True)
         assert (first.fence, first.token_ids, first.drafter_id) == (FENCE, [], DRAFTER_ID)
         assert isinstance(second_block.draft, Supports)
+
+
+@pytest.mark.parametrize("name", ["support_sizes", "wide_sizes"])
+def test_support_sizes_beyond_the_limit_are_refused_without_taking_memory(name: str) -> None:
+    """In memory a large one takes 18 times what it takes on the wire."""
+    sparse = session_pb2.DISTRIBUTION_ENCODING_SPARSE_UINT16
+    block = sent(wire_block(encoding=sparse, **{name: [1_000] * 1_000_000}))
+    tracemalloc.start()
+    (refused,) = messages.blocks_from_proto([block], DRAFTER_ID, VOCAB_SIZE, MAX_DRAFT_TOKENS, MOST_NODES)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert isinstance(refused.draft, BlockViolationError)
+    assert refused.draft.violation is Violation.ENCODING
+    assert peak < 2**20
