@@ -105,6 +105,8 @@ def patterns_that_meet(victim: Victim) -> Figures:
 
 NUM_FOLLOWED = 12
 """Sessions whose masks are to cost much."""
+NUM_CALLING = 7
+"""The same for chats, whose prompts have a schema of a thousand tokens: the cache has room for others."""
 
 
 def follow(victim: Victim, forms: Sequence[dict[str, Any]], prompt: str = "a") -> Figures:
@@ -127,7 +129,12 @@ def follow(victim: Victim, forms: Sequence[dict[str, Any]], prompt: str = "a") -
     return judged({"statuses": dict(statuses)}, {"requests were not answered": 0 in statuses})
 
 
-@attack("user")
+def expressions_of_that_size(victim: Victim) -> Figures:
+    """Regular expressions as large as those grammars, whose masks cost what is usual: what the gaps are to be like."""
+    return follow(victim, [{"regex": "(a|b)+(a|b)*(ab|ba)*"}])
+
+
+@attack("user", control=expressions_of_that_size, max_ratio=2.0)
 def ambiguous_grammars(victim: Victim) -> Figures:
     """Grammars that compile in a millisecond, and whose masks cost more the longer the text is."""
     both, right = 'start: e\ne: e e | "a" | "b"', 'start: s\ns: "a" s s | "a" | '
@@ -135,16 +142,10 @@ def ambiguous_grammars(victim: Victim) -> Figures:
     return follow(victim, [{"grammar": grammar} for grammar in (both, right, nullable)])
 
 
-@attack("user")
+@attack("user", control=expressions_of_that_size, max_ratio=2.0)
 def ambiguous_behind_a_beginning(victim: Victim) -> Figures:
     """One that random texts hardly ever reach, since it is behind one of many beginnings, and the model often does."""
     return follow(victim, [{"grammar": 'start: /[A-Z]{30}/ | e\ne: e e | "a" | "b"'}])
-
-
-@attack("user")
-def expressions_of_that_size(victim: Victim) -> Figures:
-    """Regular expressions as large as those grammars, whose masks cost what is usual: what the gaps are to be like."""
-    return follow(victim, [{"regex": "(a|b)+(a|b)*(ab|ba)*"}])
 
 
 def lists_in_lists_without_end(num_kinds: int) -> dict[str, Any]:
@@ -192,8 +193,8 @@ def call_tool(schema: dict[str, Any]) -> Attack:
                 if status != 200:
                     time.sleep(0.1)
 
-        with ThreadPoolExecutor(NUM_FOLLOWED) as threads:
-            for attacker in [threads.submit(send) for _ in range(NUM_FOLLOWED)]:
+        with ThreadPoolExecutor(NUM_CALLING) as threads:
+            for attacker in [threads.submit(send) for _ in range(NUM_CALLING)]:
                 attacker.result()
         return judged({"statuses": dict(statuses)}, {"requests were not answered": 0 in statuses})
 

@@ -9,14 +9,18 @@ import importlib
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import read_metric
+
 Figures = dict[str, Any]
 HARM = "harm"
 """Key of an attack's figures: what it achieved, a list of sentences."""
+MAX_RATIO = 3.0
+"""Longest wait of others under an attack over that under its control."""
 LOOK_SECONDS = 0.05
 """Between two looks at the memory."""
 
@@ -41,6 +45,13 @@ class Victim:
     def resident_mib(self, service: str) -> float:
         """Returns the memory that a service has, MiB."""
         return resident_mib(self.pids[service])
+
+    def steps(self) -> tuple[float, float]:
+        """Returns how many steps the verifier has run, and their seconds; zeros while it does not answer."""
+        port = int(self.metrics["verifier"].rpartition(":")[2])
+        with suppress(OSError):
+            return read_metric(port, "engine_step_seconds_count"), read_metric(port, "engine_step_seconds_sum")
+        return 0.0, 0.0
 
 
 def judged(figures: Figures, harm: Mapping[str, bool]) -> Figures:
@@ -67,6 +78,8 @@ class Listed:
     run: Attack
     control: Attack | None = None
     """Sends as much in an honest form, first: what others wait for then is what the attack is compared with."""
+    max_ratio: float = MAX_RATIO
+    """Most that others may wait longer under it than under its control."""
     over_tls: bool = False
     """Whether the attacked stack is one whose gateway requires TLS."""
     is_long: bool = False
@@ -77,19 +90,26 @@ _LISTED: list[Listed] = []
 
 
 def attack(
-    attacker: str, *, control: Attack | None = None, over_tls: bool = False, is_long: bool = False
+    attacker: str,
+    *,
+    control: Attack | None = None,
+    max_ratio: float = MAX_RATIO,
+    over_tls: bool = False,
+    is_long: bool = False,
 ) -> Callable[[Attack], Attack]:
     """Puts a function on the list; its name is the attack's. It returns what `judged` does.
 
     Args:
         attacker: see `Listed.attacker`.
         control: see `Listed.control`.
+        max_ratio: see `Listed.max_ratio`.
         over_tls: see `Listed.over_tls`.
         is_long: see `Listed.is_long`.
     """
 
     def list_it(run: Attack) -> Attack:
-        _LISTED.append(Listed(getattr(run, "__name__", "attack"), attacker, run, control, over_tls, is_long))
+        name = getattr(run, "__name__", "attack")
+        _LISTED.append(Listed(name, attacker, run, control, max_ratio, over_tls, is_long))
         return run
 
     return list_it
