@@ -65,6 +65,7 @@ def run_tests(
     receiver, sender = _FORK.Pipe(duplex=False)
     process = _FORK.Process(target=_run, args=(tests, planted, only, sender))
     process.start()
+    assert process.pid is not None
     sender.close()
     try:
         process.join(limit_s)
@@ -72,7 +73,7 @@ def run_tests(
     finally:
         with suppress(ProcessLookupError):
             process.kill()
-            os.killpg(process.pid or 0, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         process.join()
     if process.exitcode in (0, 1):  # all passed, or some failed
         return Outcome(failed)
@@ -93,21 +94,15 @@ def _run(tests: Sequence[str], planted: Planted | None, only: Collection[str] | 
         os.dup2(os.open(os.devnull, flags), descriptor)
     if planted is not None:
         _plant(planted)
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow",
-        f"--timeout={TEST_SECONDS}",
-        *(["-x"] if planted else []),
-    ]
+    options = ["-q", "-p", "no:cacheprovider", "-m", "not slow", f"--timeout={TEST_SECONDS}"]
+    options += ["-x"] if planted else []
     status = pytest.main([*options, *tests], plugins=[_Watcher(sender, only)])
     os._exit(status)  # whatever threads there still are
 
 
 def _plant(planted: Planted) -> None:
-    """Lets a module have another source from here on."""
+    """Lets a module, which nobody has imported yet, have another source."""
+    assert not any(name.startswith("draftwire") for name in sys.modules)
     load = SourceFileLoader.get_code
 
     def get_code(self: SourceFileLoader, fullname: str) -> CodeType | None:
