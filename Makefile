@@ -57,8 +57,8 @@ mutants: $(INSTALLED)  ## plant mistakes, one at a time, and show which test not
 mutants-tenth: $(INSTALLED)  ## a tenth of them, which the commit chooses, as CI does
 	$(BIN)/python -m tests.mutants --share 10
 
-mutate: $(INSTALLED)  ## by hand, hours for a large module: all changes that a tool knows: make mutate MODULES="draftwire/method/keys.py"
-	$(BIN)/python -m tests.mutation_tool $(MODULES)
+mutate: $(INSTALLED)  ## by hand: all changes that a tool knows: make mutate MODULES=draftwire/verification/token.py TESTS=tests/unit/test_verification.py
+	$(BIN)/python -m tests.mutation_tool $(MODULES) $(if $(TESTS),--tests $(TESTS))
 
 chart: $(INSTALLED)  ## lint, render and validate the Helm chart; helm is on PATH, or in the folder HELM_DIR
 	test -x "$$HELM_DIR/helm" || helm version --short

@@ -1,10 +1,9 @@
 """Changes modules in all the ways that a tool knows, and shows which changes no test notices: Cosmic Ray, on demand.
 
-    make mutate MODULES="draftwire/method/keys.py"
+    make mutate MODULES=draftwire/verification/token.py TESTS=tests/unit/test_verification.py
 
-It runs in an environment of its own, on a copy of the tree, with the unit tests that import the module, or with others:
-`python -m tests.mutation_tool draftwire/method/keys.py --tests tests/unit/test_randomness.py`. What survives is printed
-as a diff: some changes no test can notice, for they change nothing that anybody sees.
+It runs in an environment of its own, on a copy of the tree, with some tests, or with the unit tests that import the
+module. What survives is printed as a diff: some changes no test can notice, for they change nothing that anybody sees.
 """
 
 import argparse
