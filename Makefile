@@ -7,7 +7,7 @@ STUDIED_RULES := examples.rules.exact_match:ExactMatchRule examples.rules.greedy
   examples.rules.k_seq:KSeqRule examples.rules.multi_round:MultiRoundRule examples.rules.multi_round:WithoutReplacementRule
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo up test test-fast test-slow test-clients test-vllm evidence check-rules fuzz chaos attacks mutants chart images release pins pictures lint format types protos protos-check install clean
+.PHONY: demo up test test-fast test-slow test-clients test-vllm evidence check-rules fuzz chaos attacks mutants mutants-tenth mutate chart images release pins pictures lint format types protos protos-check install clean
 
 demo: $(INSTALLED)  ## start the three services, stream one completion, stop them
 	$(BIN)/draftwire demo
@@ -56,6 +56,12 @@ attacks: $(INSTALLED)  ## attack running services beside honest users, five minu
 
 mutants: $(INSTALLED)  ## plant mistakes, one at a time, and show which test notices each
 	$(BIN)/python -m tests.mutants
+
+mutants-tenth: $(INSTALLED)  ## a tenth of them, which the commit chooses, as CI does
+	$(BIN)/python -m tests.mutants --share 10
+
+mutate: $(INSTALLED)  ## by hand: all changes that a tool knows: make mutate MODULES=draftwire/verification/token.py TESTS=tests/unit/test_verification.py
+	$(BIN)/python -m tests.mutation_tool $(MODULES) $(if $(TESTS),--tests $(TESTS))
 
 chart: $(INSTALLED)  ## lint, render and validate the Helm chart; helm is on PATH, or in the folder HELM_DIR
 	test -x "$$HELM_DIR/helm" || helm version --short

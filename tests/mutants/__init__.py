@@ -1,14 +1,25 @@
 """Mistakes that are planted into the sources, one at a time, to see which test notices.
 
-The lists are the TOML files of this folder, one for each area. `python -m tests.mutants` plants them.
+They are those by which a law would become wrong: of rules, sampling, random numbers, caches and the like. The lists are
+the TOML files of this folder, one for each subject. `python -m tests.mutants` plants them.
 """
 
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.mutants.places import Sources, expression
+
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """A source with a mistake."""
+
+    path: Path
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,31 +28,31 @@ class Mutant:
 
     name: str
     """States the mistake; no other mutant has it."""
-    file: str
-    """The source that it is planted into, relative to the repository's root."""
+    where: str
+    """The function or class that it is planted into: `function` or `Class.method`, and before it as many names of
+    modules as make it the only one."""
     find: str
-    """What stands there, exactly once."""
-    replace: str
+    """An expression or some statements that stand there once, in any formatting."""
+    write: str
     """What stands there then."""
-    origin: str
-    """Where the mistake comes from."""
-    new: bool = False
-    """Whether it is of a kind that no other test plants."""
-    noticed_by: str = ""
-    """The test file to run first, where imports do not soon lead to one that notices it."""
+    test: str
+    """The file, or `file::function`, of tests that notices it; it is run first."""
+    why: str = ""
+    """What the mistake leads to, or where it comes from; empty if the name says all."""
 
-    def planted(self, source: str) -> str:
-        """Returns a source with the mistake.
+    def planted(self, sources: Sources) -> Planted:
+        """Returns the source with the mistake.
 
         Raises:
-            ValueError: what is to be replaced is not there exactly once, or replaced by itself.
+            ValueError: what is to be replaced is not there exactly once.
+            SyntaxError: it is no Python.
         """
-        count = source.count(self.find)
-        if count != 1:
-            raise ValueError(f"{self.name}: what it replaces is in {self.file} {count} times")
-        if self.find == self.replace:
-            raise ValueError(f"{self.name} changes nothing")
-        return source.replace(self.find, self.replace)
+        is_expression = expression(self.find) is not None and expression(self.write) is not None
+        try:
+            place = sources.place(self.where, self.find, is_expression=is_expression)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
+        return Planted(place.path, place.replaced(self.write))
 
 
 def load_mutants(folder: Path = FOLDER) -> list[Mutant]:
@@ -50,5 +61,5 @@ def load_mutants(folder: Path = FOLDER) -> list[Mutant]:
     Raises:
         TypeError: an entry lacks a key, or has one that means nothing.
     """
-    tables = [table for path in sorted(folder.glob("*.toml")) for table in tomllib.loads(path.read_text())["mutant"]]
-    return [Mutant(**table) for table in tables]
+    lists = [tomllib.loads(path.read_text()) for path in sorted(folder.glob("*.toml"))]
+    return [Mutant(name, **entry) for entries in lists for name, entry in entries.items()]

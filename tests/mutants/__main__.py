@@ -1,28 +1,28 @@
 """Plants the mistakes of the lists, one at a time, and shows which test notices each: `python -m tests.mutants`.
 
-A test counts only if it fails with the mistake a second time, alone, and passes without: those that noticed one are run
-again on a copy without any. What was noticed by a test that fails there too is planted again, and that test left out.
+With `--share 10` a tenth of them is planted, chosen by the commit, as CI does. A mistake is caught if a test fails with
+it that passes without: those that noticed one are run again without any.
 """
 
 import argparse
-import json
-import signal
+import hashlib
+import resource
+import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
 
-from tests.mutants import ROOT, Mutant, load_mutants
-from tests.mutants.selection import ImportGraph, Wave
-from tests.mutants.trees import Tree
+from tests.mutants import ROOT, Mutant, Planted, load_mutants
+from tests.mutants.places import Sources, module_of
+from tests.mutants.running import import_libraries, run_tests
 
-LIMITS_S = {"named": 600.0, "nearest": 240.0, "unit": 900.0, "served": 1200.0}
-"""How long each wave may take: several times as long as it does without a mistake."""
-CHECK_SECONDS = 1800.0
+LIMIT_S = 300.0
+"""How long the tests that are tried at once may take: several times as long as they do."""
+NEAREST = 8
+"""So many test files that import a module are tried where the named test notices nothing."""
+NO_COMMIT = "0" * 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,168 +30,96 @@ class Result:
     """What became of one mutant."""
 
     name: str
-    file: str
     seconds: float
     caught_by: str = ""
-    """The test that failed, or how pytest ended; empty if the mistake survived."""
-    is_test: bool = False
-    """Whether `caught_by` names a test, which is then run without the mistake too."""
-    at_import: bool = False
-    """Whether a test could not even be imported."""
+    """The test that failed; empty if the mistake survived."""
+    trouble: str = ""
+    """Why some tests said nothing."""
 
     def __str__(self) -> str:
-        how = f"at import of {self.caught_by}" if self.at_import else self.caught_by or "SURVIVED"
-        return f"{self.name:48} {self.file:44} {self.seconds:6.1f} s  {how}"
+        return f"{self.name:64} {self.seconds:6.1f} s  {self.caught_by or 'SURVIVED ' + self.trouble}"
 
 
-class Workers:
-    """Copies of the tree, each used by one thread at a time."""
+def share_of(mutants: Sequence[Mutant], one_in: int, commit: str) -> list[Mutant]:
+    """Returns one mutant in so many, which the hash of a commit chooses."""
 
-    def __init__(self, folder: Path, count: int, *, serves: bool) -> None:
-        """Makes the copies.
+    def place(mutant: Mutant) -> bytes:
+        return hashlib.blake2b(f"{commit} {mutant.name}".encode()).digest()
 
-        Args:
-            folder: for them.
-            count: how many.
-            serves: whether tests that start services are run too.
-        """
-        self._serves = serves
-        self._all = [Tree(folder / str(number)) for number in range(count)]
-        self._trees: SimpleQueue[Tree] = SimpleQueue()
-        for tree in self._all:
-            self._trees.put(tree)
-        self._graph = ImportGraph(ROOT)
-        self._threads = ThreadPoolExecutor(count)
-        self._is_over = False
-
-    def stop(self) -> None:
-        """Ends what runs, and starts nothing more."""
-        self._is_over = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for tree in self._all:
-            tree.stop()
-        self._threads.shutdown()
-
-    def run_all(self, mutants: Sequence[Mutant], unreliable: Sequence[str]) -> list[Result]:
-        """Plants mistakes, prints a line for each, and returns what became of them."""
-        results = []
-        for result in self._threads.map(lambda mutant: self._run(mutant, unreliable), mutants):
-            print(result, flush=True)
-            results.append(result)
-        return results
-
-    def failing(self, files: Sequence[str], only: Sequence[str] | None = None) -> set[str]:
-        """Returns which tests of some files, or of a few of them, fail without any mistake: all if pytest fails."""
-        tree = self._trees.get()
-        try:
-            outcome = tree.run(files, CHECK_SECONDS, only=only, to_the_end=True)
-        finally:
-            self._trees.put(tree)
-        return set(only or files) if outcome.crash else set(outcome.failed)
-
-    def waves(self, mutant: Mutant) -> list[Wave]:
-        """Returns the tests that can notice a mistake."""
-        waves = [wave for wave in self._graph.waves(mutant.file) if self._serves or wave.name != "served"]
-        return [Wave("named", (mutant.noticed_by,)), *waves] if mutant.noticed_by else waves
-
-    def _run(self, mutant: Mutant, unreliable: Sequence[str]) -> Result:
-        tree, started = self._trees.get(), time.monotonic()
-        result = Result(mutant.name, mutant.file, 0.0)
-        tree.plant(mutant)
-        try:
-            for wave in self.waves(mutant):
-                result = self._run_wave(tree, wave, unreliable, result)
-                if result.caught_by or self._is_over:
-                    break
-        finally:
-            tree.restore(mutant)
-            self._trees.put(tree)
-        return replace(result, seconds=time.monotonic() - started)
-
-    def _run_wave(self, tree: Tree, wave: Wave, unreliable: Sequence[str], result: Result) -> Result:
-        """Runs tests until one fails twice, and tells which."""
-        left_out = list(unreliable)
-        while not self._is_over:
-            outcome = tree.run(wave.files, LIMITS_S[wave.name], deselect=left_out)
-            if not outcome.failed:
-                return replace(result, caught_by=outcome.crash and f"{outcome.crash} in the {wave.name} tests")
-            first = outcome.failed[0]
-            if not tree.run([file_of(first)], LIMITS_S[wave.name], only=[first]).is_clean:
-                return replace(result, caught_by=first, is_test=True, at_import="::" not in first)
-            left_out.append(first)
-        return result
+    chosen = sorted(mutants, key=place)[: -(-len(mutants) // one_in)]
+    return [mutant for mutant in mutants if mutant in chosen]
 
 
-def file_of(test: str) -> str:
-    """Returns the file in which a test is; files are in themselves."""
-    return test.partition("::")[0]
+def commit_of(root: Path) -> str:
+    """Returns the hash of the commit that is checked out; zeros outside git."""
+    command = ["git", "rev-parse", "HEAD"]
+    done = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else NO_COMMIT
 
 
-def _chosen(names: Sequence[str]) -> list[Mutant]:
-    mutants = load_mutants()
-    unknown = sorted(set(names) - {mutant.name for mutant in mutants})
-    if unknown:
-        sys.exit(f"there is no mutant {unknown[0]}")
-    return [mutant for mutant in mutants if not names or mutant.name in names]
+def nearest_tests(root: Path, path: Path) -> list[str]:
+    """Returns the test files that import a module: those named after it, and the shortest, first."""
+    package, _, name = module_of(root, path).rpartition(".")
+    found = []
+    for test in sorted([*(root / "tests/unit").glob("test_*.py"), *(root / "tests/contract").glob("test_*.py")]):
+        text = test.read_text()
+        if f"{package}.{name} " in text or f"from {package} import {name}" in text:
+            found.append((name not in test.name, len(text), str(test.relative_to(root))))
+    return [test for _, _, test in sorted(found)[:NEAREST]]
 
 
-def _baseline(workers: Workers, mutants: Sequence[Mutant]) -> int:
-    """Runs all tests that could notice any of the mistakes, without one, and says which fail."""
-    files = dict.fromkeys(file for mutant in mutants for wave in workers.waves(mutant) for file in wave.files)
-    failing = workers.failing(sorted(files))
-    for test in sorted(failing):
-        print(f"fails without a mistake: {test}")
-    print(f"{len(files)} test files, {len(failing)} failures")
-    return int(bool(failing))
+def run_mutant(mutant: Mutant, planted: Planted) -> Result:
+    """Returns which test notices a mistake: the one that the list names, or one of the nearest."""
+    started, trouble = time.monotonic(), ""
+    for tests in filter(None, ([mutant.test], nearest_tests(ROOT, planted.path))):
+        outcome = run_tests(tests, LIMIT_S, planted=planted)
+        if outcome.failed:
+            return Result(mutant.name, time.monotonic() - started, outcome.failed[0])
+        trouble = trouble or outcome.trouble
+    return Result(mutant.name, time.monotonic() - started, trouble=trouble)
 
 
-def _report(workers: Workers, mutants: Sequence[Mutant], json_path: Path | None) -> int:
-    started = time.monotonic()
-    by_name: dict[str, Result] = {}
-    unreliable: list[str] = []
-    trusted: set[str] = set()
-    waiting = list(mutants)
-    while waiting:
-        by_name |= {result.name: result for result in workers.run_all(waiting, unreliable)}
-        unchecked = {result.caught_by for result in by_name.values() if result.is_test} - trusted
-        files = sorted({file_of(test) for test in unchecked})
-        failing = workers.failing(files, sorted(unchecked)) if unchecked else set()
-        trusted |= unchecked - failing
-        unreliable += sorted(failing & unchecked)
-        waiting = [mutant for mutant in waiting if by_name[mutant.name].caught_by in failing & unchecked]
-        for mutant in waiting:
-            print(f"{mutant.name}: {by_name[mutant.name].caught_by} is unreliable: it fails without the mistake too")
-    results = [by_name[mutant.name] for mutant in mutants]
-    survivors = [result for result in results if not result.caught_by]
-    at_import = sum(result.at_import for result in results)
-    if json_path is not None:
-        json_path.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
-    caught, seconds = len(results) - len(survivors), time.monotonic() - started
-    print(f"{len(results)} mutants, {caught} caught, {len(survivors)} survived, {seconds:.0f} s")
-    if at_import:
-        print(f"{at_import} of them were caught at import, which any test does")
-    if survivors:
-        print("survived:", ", ".join(result.name for result in survivors))
-    return int(bool(survivors))
+def without_unreliable(results: Sequence[Result]) -> list[Result]:
+    """Returns results of which none is owed to a test that fails without a mistake too."""
+    tests = {result.caught_by for result in results if result.caught_by}
+    files = sorted({test.partition("::")[0] for test in tests})
+    outcome = run_tests(files, LIMIT_S * len(files), only=tests)
+    failing = tests if outcome.trouble else set(outcome.failed)
+    trouble = "but for a test that fails without it too"
+    return [replace(one, caught_by="", trouble=trouble) if one.caught_by in failing else one for one in results]
+
+
+def _busy_s() -> float:
+    """Returns for how long this process and those that ended were on a core: others may be there too."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def main() -> int:
     """Returns the exit status: 1 if a mistake was not noticed."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Plant mistakes; see who notices.")
     parser.add_argument("names", nargs="*", help="mutants; without any, all of the lists")
-    parser.add_argument("--workers", type=int, default=2, help="copies of the tree that are used at the same time")
-    parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--baseline", action="store_true", help="run all of these tests once without a mistake")
-    parser.add_argument("--fast", action="store_true", help="unit and contract tests alone")
+    parser.add_argument("--share", type=int, default=1, metavar="N", help="one in N, chosen by the commit")
     arguments = parser.parse_args()
-    mutants = _chosen(arguments.names)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is ended as by Ctrl-C
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        workers = Workers(Path(folder), arguments.workers, serves=not arguments.fast)
-        try:
-            return _baseline(workers, mutants) if arguments.baseline else _report(workers, mutants, arguments.json)
-        finally:
-            workers.stop()
+    mutants = load_mutants()
+    if unknown := set(arguments.names) - {mutant.name for mutant in mutants}:
+        parser.error(f"there is no mutant {min(unknown)}")
+    chosen = [mutant for mutant in mutants if not arguments.names or mutant.name in arguments.names]
+    chosen = share_of(chosen, arguments.share, commit_of(ROOT))
+    started, sources = time.monotonic(), Sources(ROOT)
+    import_libraries()
+    results = []
+    for mutant in chosen:
+        results.append(run_mutant(mutant, mutant.planted(sources)))
+        print(results[-1], flush=True)
+    checked = without_unreliable(results)
+    survivors = [result for result in checked if not result.caught_by]
+    for result in survivors:
+        if result not in results:
+            print(result)
+    caught, took_s = len(results) - len(survivors), time.monotonic() - started
+    print(f"{caught} mutants caught, {len(survivors)} survived, {took_s:.0f} s, {_busy_s():.0f} s of them on a core")
+    return int(bool(survivors))
 
 
 if __name__ == "__main__":
