@@ -176,7 +176,7 @@ def test_outside_git_the_share_is_always_the_same(tmp_path: Path) -> None:
     assert commit_of(tmp_path) == NO_COMMIT
 
 
-def test_nearest_tests_are_those_that_import_the_module_its_own_first_and_then_the_shortest(tmp_path: Path) -> None:
+def test_nearest_tests_import_the_module_its_own_first_then_the_shortest(tmp_path: Path) -> None:
     write(
         tmp_path,
         {

@@ -5,7 +5,7 @@ import tomllib
 from tests.mutation_tool import config_of
 
 
-def test_settings_of_a_module_run_its_tests_with_the_interpreter_of_this_environment() -> None:
+def test_settings_of_a_module_run_its_tests_with_this_interpreter() -> None:
     settings = tomllib.loads(config_of("draftwire/method/keys.py", ["tests/unit/test_randomness.py"]))["cosmic-ray"]
     command = shlex.split(settings["test-command"])
     assert settings["module-path"] == "draftwire/method/keys.py"
