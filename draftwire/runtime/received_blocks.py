@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import ReceivedBlock
@@ -11,6 +13,8 @@ from draftwire.v1 import session_pb2
 
 OFF_LOOP_BYTES = 2**18
 """Larger messages (dense distributions) are decoded on another thread than the event loop's."""
+_THREAD = ThreadPoolExecutor(1, "decode")
+"""One for all of them: what is decoded takes several times the memory of the message."""
 
 
 async def decoded_blocks(
@@ -34,5 +38,6 @@ async def decoded_blocks(
     if len(blocks) > most_blocks:
         raise ProtocolViolationError(f"a message holds at most {most_blocks} blocks")
     if num_received_bytes.get() > OFF_LOOP_BYTES:
-        return await asyncio.to_thread(messages.blocks_from_proto, blocks, drafter_id, *limits)
+        decode = partial(messages.blocks_from_proto, blocks, drafter_id, *limits)
+        return await asyncio.get_running_loop().run_in_executor(_THREAD, decode)
     return messages.blocks_from_proto(blocks, drafter_id, *limits)

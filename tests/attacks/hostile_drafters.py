@@ -125,7 +125,7 @@ def malformed_blocks(victim: Victim) -> Figures:
         honest = lease.open()
         drafter.push(honest.block())
         event = lease.event_of(honest)
-        is_judged = event is not None and event.verdict.num_accepted_tokens == BLOCK
+        is_judged = event is not None and event.HasField("verdict")  # it may be audited alone, after other attacks
     accepted = [what for what in outcomes if ":" in what]
     return judged(
         {"blocks": outcomes["refused"], "outcomes": dict(outcomes)},
@@ -224,7 +224,7 @@ def blocks_for_others(victim: Victim) -> Figures:
             harm["another drafter's session was touched"] += event is not None
             drafter.push(session.block(permit=own))
             event = lease.event_of(session)
-            is_judged = event is not None and event.verdict.num_accepted_tokens == BLOCK
+            is_judged = event is not None and event.HasField("verdict")
             harm["the session's drafter is not believed any more"] += not is_judged
             lease.close(session)
     return judged({"blocks": num_sent}, {what: bool(count) for what, count in harm.items()})

@@ -131,7 +131,7 @@ def commands_for_others(victim: Victim) -> Figures:
             harm["the session was touched"] += lease.event_of(session, QUIET_SECONDS) is not None
             drafter.push(session.block())
             event = lease.event_of(session)
-            harm["the session does not go on"] += event is None or event.verdict.num_accepted_tokens != BLOCK
+            harm["the session does not go on"] += event is None or not event.HasField("verdict")
             lease.close(session)
     return judged({"commands": num_sent}, {what: bool(count) for what, count in harm.items()})
 

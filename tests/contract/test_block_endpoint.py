@@ -12,7 +12,7 @@ import pytest
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import ReceivedBlock
 from draftwire.models.description import ModelDescription
-from draftwire.runtime import messages
+from draftwire.runtime import messages, received_blocks
 from draftwire.runtime.interceptor import num_received_bytes
 from draftwire.runtime.messages import MAX_BLOCKS
 from draftwire.runtime.received_blocks import OFF_LOOP_BYTES, decoded_blocks
@@ -116,8 +116,8 @@ async def test_large_message_is_decoded_off_the_loop_and_a_small_one_on_it() -> 
     blocks = message_of(2, token_ids=[1]).blocks.blocks
     for num_bytes, is_off in ((OFF_LOOP_BYTES, False), (OFF_LOOP_BYTES + 1, True)):
         num_received_bytes.set(num_bytes)
-        with patch("draftwire.runtime.received_blocks.asyncio.to_thread", wraps=asyncio.to_thread) as to_thread:
+        with patch.object(received_blocks._THREAD, "submit", wraps=received_blocks._THREAD.submit) as submit:
             assert [one.drafter_id for one in await decoded_blocks(blocks, 7, limits)] == [7, 7]
-        assert to_thread.called is is_off
+        assert submit.called is is_off
     with pytest.raises(ProtocolViolationError, match="at most 1 blocks"):
         await decoded_blocks(blocks, 7, limits, most_blocks=1)
