@@ -212,7 +212,7 @@ CASES: list[Scene] = [
         happens=frozenset({"hit", "miss", "rejection"}),
     ),
     turning(1, 1),
-    turning(1, 4),
+    replace(turning(1, 4), is_slow=True),
     turning(2, 2),
     turning(2, 4),
     asleep(1, 1),

@@ -411,6 +411,7 @@ def lying(name: str, places: Places) -> Reports:
     return Reports(places.target, *DISHONEST[name][0](places.draft))
 
 
+@pytest.mark.slow
 @every("name", DISHONEST)
 def test_dishonest_drafter_is_flagged_soon(name: str) -> None:
     """Four lives, each within the limit, which is about twice what the longest of 20 takes."""

@@ -78,6 +78,7 @@ def strategies(model: CachedModel, encoding: Encoding) -> tuple[LanguageModelDra
 ENCODINGS = [Encoding.SPARSE_UINT16, Encoding.DENSE_FLOAT32, Encoding.DENSE_FLOAT16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_guess_takes_over_after_a_drawn_token_that_extends_the_match(model: CachedModel, encoding: Encoding) -> None:
     alone, cascade = strategies(model, encoding)

@@ -198,6 +198,7 @@ def rounds_are_judged(rule: str) -> None:
         assert report.deviation < 1e-11 if is_sound else report.deviation > 1e-5, (kind, length, sampling)
 
 
+@pytest.mark.slow
 def test_whole_round_of_the_product_is_exact_and_a_mistake_is_seen() -> None:
     rounds_are_judged("block")
 

@@ -123,6 +123,7 @@ def test_no_broken_block_raises_or_passes_and_each_violation_occurs() -> None:
     assert {reason for reason, number in counts.refused.items() if number > 20} == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, *FAULTS[fault])

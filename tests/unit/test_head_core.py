@@ -136,6 +136,7 @@ async def test_head_that_draws_otherwise_than_declared_is_not_asked_again(
     core.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lies", [False, True])
 async def test_audit_finds_a_head_of_likeliest_tokens_and_no_honest_one(
     target: Path, heads: dict[str, Path], lies: bool, monkeypatch: pytest.MonkeyPatch

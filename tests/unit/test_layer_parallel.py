@@ -102,6 +102,7 @@ def cached(model: PreTrainedModel, groups: LayerGroups, is_static: bool = False)
     return CachedModel(base, 4096, is_static, LayerParallelDecoder(base, groups))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manner", ["", "static", "in pieces"])
 @pytest.mark.parametrize(
     ("name", "grouping"),

@@ -99,7 +99,7 @@ async def test_failure_is_logged_once_and_told_in_the_status(
     assert [(line["event"], line["reason"]) for line in errors] == [("verifier.server_failed", reason)]
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("is_lost", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("start", [at_once, until_a_signal], ids=["serving", "loading"])
 async def test_signal_ends_it_with_status_0_unless_a_part_of_it_is_lost(
     start: Callable[[], Awaitable[None]], is_lost: bool
@@ -110,6 +110,7 @@ async def test_signal_ends_it_with_status_0_unless_a_part_of_it_is_lost(
     assert ("server_stopped" in events_of(logs)) == (start is at_once)
 
 
+@pytest.mark.slow
 async def test_sessions_that_outlast_the_drain_are_cut_and_counted() -> None:
     status, logs = await run(num_sessions=lambda: 3)
     assert status == 0

@@ -185,6 +185,7 @@ async def maintained(kind: Any, flood: str) -> AsyncIterator[Any]:
         await asyncio.wait([upkeep])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flood", ["verdict", "prompt_read", "refusal", "failure"])
 @in_virtual_time
 async def test_flood_of_a_verifier_moves_its_sessions_and_ends_nothing_else(flood: str) -> None:

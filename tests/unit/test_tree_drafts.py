@@ -71,7 +71,9 @@ def plain_text(sampling: SamplingParams, length: int) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("is_own", [False, True], ids=["other model", "own model"])
+@pytest.mark.parametrize(
+    "is_own", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["other model", "own model"]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_text_with_drafted_trees_is_the_text_without(name: str, shape: str, is_own: bool) -> None:

@@ -120,6 +120,7 @@ def plain(rule: str, sampling: SamplingParams) -> list[int]:
     return rounds.ids[: len(PROMPT) + LENGTH]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [DraftTree(NODES), WIDE], ids=["grows", "shaped"])
 @pytest.mark.parametrize(
     ("rule", "sampling"),
