@@ -300,7 +300,7 @@ CASES: list[Scene] = [
         max_branches=2,
         is_slow=True,
         # Blocks of coming rounds arrive meanwhile, or before, by what was drafted.
-        network={"mask_us": lambda drafted: 20_000 * (1 in drafted[:1]), "masks_are_apart": True},
+        network={"mask_us": lambda drafted: 30_000 * (1 in drafted[:1]), "masks_are_apart": True},
         happens=frozenset({"plain: slow_masks", "hit", "miss", "rejection"}),
     ),
     Scene(
