@@ -15,6 +15,7 @@ from draftwire.method.devices import prepare
 from draftwire.models.cached_model import CachedModel, DraftModel, SequenceModel
 from draftwire.models.card import ModelCard
 from draftwire.models.decoder import Decoder, check_decoder, decoder_of
+from draftwire.models.huge_pages import LEAST_TOTAL_BYTES, resident_bytes, use_huge_pages
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import LoadedModel, load_lean_model, load_model
 from draftwire.models.parallel.layer_groups import LayerParallelism, written
@@ -107,6 +108,7 @@ def _load(
     check_decoder(settings.decoder)
     torch.set_num_threads(settings.threads)
     prepare(settings.device)
+    resident = resident_bytes()
     fitter = fitter_of(engine, settings.device)
     lean = None
     if settings.decoder != "transformers":
@@ -114,6 +116,7 @@ def _load(
     loaded = lean or load_model(settings.model, settings.dtype, settings.device, settings.revision)
     decoder, reason = _decoder_of(loaded, settings)
     head = None if make_head is None else make_head(loaded.card, decoder)
+    move_weights(settings, decoder.device, resident)
     is_static = isinstance(decoder, LeanDecoder) and settings.cuda_graphs and decoder.device.type == "cuda"
     drafting = None
     if layers is not None and layers.is_parallel:
@@ -122,6 +125,19 @@ def _load(
     model = CachedModel(decoder, size_while_loading(engine), is_static, drafting, features)
     count = count_of(fitter, loaded.card, head)
     return _Loaded(loaded.card, model, None if count is None else partial(model.fit, count), head)
+
+
+def move_weights(settings: ModelSettings, device: torch.device, resident: int) -> None:
+    """Moves loaded weights to huge pages, if they are many, in the memory of a CPU, and the settings want it.
+
+    Args:
+        settings: of the model.
+        device: of its weights.
+        resident: memory of this process before they were loaded, bytes.
+    """
+    is_large = resident_bytes() - resident >= LEAST_TOTAL_BYTES
+    if settings.huge_pages and device.type == "cpu" and is_large:
+        log.info("models.huge_pages_used", num_bytes=use_huge_pages())
 
 
 def _decoder_of(loaded: LoadedModel, settings: ModelSettings) -> tuple[Decoder, str]:

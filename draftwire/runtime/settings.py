@@ -159,6 +159,9 @@ class ModelSettings:
     decoder: str = "auto"
     """Code that does the forward passes: "lean", our own code for the Llama family, "transformers", or auto: lean for
     models that it can run."""
+    huge_pages: bool = True
+    """Whether weights on a CPU are moved to huge pages, where Linux has them (`madvise` or `always`): steps are faster,
+    and memory is counted in pieces of 2 MiB."""
     cuda_graphs: bool = True
     """Whether the lean decoder on a GPU replays recorded steps instead of launching every kernel; takes a little memory
     for each shape of a step."""

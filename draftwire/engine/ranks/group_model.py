@@ -12,12 +12,13 @@ from torch import Tensor
 
 from draftwire.drafting.heads.draft_head import FeatureUser
 from draftwire.engine.cache_sizing import count_of, fitter_of, size_while_loading
-from draftwire.engine.model_loading import MakeHead
+from draftwire.engine.model_loading import MakeHead, move_weights
 from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.errors import DraftwireError, GroupLostError, InvalidRequestError, NoRoomError
 from draftwire.models.cached_model import CachedModel, FeatureSpan, Reading
 from draftwire.models.card import ModelCard
 from draftwire.models.decoder import check_decoder
+from draftwire.models.huge_pages import resident_bytes
 from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.parallel.layer_groups import written
@@ -184,12 +185,13 @@ def load_target_rank(
         UnavailableError: another rank did not join in time, or was lost.
     """
     loading, group = config.loading, join_group(config)
-    fitter = fitter_of(config.engine, str(group.device), group.size)
+    fitter, resident = fitter_of(config.engine, str(group.device), group.size), resident_bytes()
     source = ModelSource(loading.model, loading.dtype, loading.revision)
     loaded = load_parallel_target(source, group, loading.decoder, on_progress)
     is_lean = isinstance(loaded.decoder, LeanDecoder)
     log.info("models.decoder_chosen", decoder="lean" if is_lean else "transformers", rank=group.rank)
     head = None if make_head is None else _head_of(group, loaded, make_head)
+    move_weights(loading, loaded.decoder.device, resident)
     group.meet(LOADING_SECONDS)  # loading the head may take longer than ranks wait for each other
     # Not static: graphs with collectives in them have not been tried on GPUs.
     count, num_tokens = count_of(fitter, loaded.card, head), size_while_loading(config.engine)

@@ -135,6 +135,7 @@ class VerifierConfig:
             ("decoder", "vLLM has its own"),
             ("threads", "set VLLM_CPU_OMP_THREADS_BIND"),
             ("cuda_graphs", "set enforce_eager in vllm_args"),
+            ("huge_pages", "set GLIBC_TUNABLES=glibc.malloc.hugetlb=1"),
         ):
             is_unset = getattr(loading, name) == getattr(unset, name)
             require(is_unset, f"{name} sets nothing with engine vllm: {instead}")
