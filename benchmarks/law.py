@@ -45,6 +45,10 @@ LENGTH = 9
 """Tokens of each completion."""
 JUDGED = 5
 """The last tokens of each completion, whose joint law is compared; the drafter joins some tokens after the first."""
+COMPARED = (JUDGED, 3)
+"""Numbers of last tokens that tests compare, each at its share of the odds: fewer have fewer outcomes, whose law some
+hundred completions show; see `tests/served/test_law.py`.
+"""
 BLOCK_LENGTH = 3
 CONTEXT_LENGTH = 64
 CONCURRENCY = 16
@@ -193,12 +197,32 @@ def options_of(sampling: SamplingParams) -> dict[str, Any]:
     return options | {"logit_bias": dict(sampling.logit_bias)}
 
 
+def law_of_last(law: dict[tuple[int, ...], float], judged: int) -> dict[tuple[int, ...], float]:
+    """Returns the law of the last tokens of texts with this law."""
+    masses: dict[tuple[int, ...], float] = {}
+    for text, mass in law.items():
+        masses[text[-judged:]] = masses.get(text[-judged:], 0.0) + mass
+    return masses
+
+
 def compare(
-    rule: str, completions: Sequence[Completion], law: dict[tuple[int, ...], float], concurrency: int = CONCURRENCY
+    rule: str,
+    completions: Sequence[Completion],
+    law: dict[tuple[int, ...], float],
+    concurrency: int = CONCURRENCY,
+    judged: int = JUDGED,
 ) -> LawResult:
-    """Compares drawn completions with the exact law."""
-    count = len(completions)
-    observed = Counter(tuple(completion.token_ids[-JUDGED:]) for completion in completions)
+    """Compares drawn completions with the exact law.
+
+    Args:
+        rule: how they were verified.
+        completions: all of one law.
+        law: of their last `JUDGED` tokens.
+        concurrency: requests that ran at once.
+        judged: compares so many of the last tokens, at most `JUDGED`.
+    """
+    count, law = len(completions), law_of_last(law, judged)
+    observed = Counter(tuple(completion.token_ids[-judged:]) for completion in completions)
     statistic, cells, rest_expected, rest_observed = 0.0, 0, 0.0, 0
     for text, mass in law.items():
         if mass * count >= SMALLEST_CELL:

@@ -1,22 +1,19 @@
-"""Heads inside a verifier and away from it, through the services: laws, coupled texts, names, metrics and losses."""
+"""Heads inside a verifier and away from it, through the services: names, metrics and losses. Their law is in
+`test_law.py`.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.law import PROMPT, compare, draw_completions, exact_law
+from benchmarks.law import PROMPT
 from draftwire.client import Client
 from draftwire.errors import InvalidRequestError
-from draftwire.requests.parameters import SamplingParams
 from tests.in_process import InProcessStack
 from tests.observing import read_metric, read_metrics, wait_until
 from tests.tiny_heads import EAGLE3, MEDUSA, REMOTE, head_options, save_tiny_head
 
-ALPHA = 1e-6
-"""Probability of a false alarm of each comparison."""
-SAMPLES = 300
 KINDS = [
     EAGLE3,
     REMOTE,
@@ -39,39 +36,6 @@ def head(pair: tuple[Path, Path], kind: str, tmp_path_factory: pytest.TempPathFa
 def stack(pair: tuple[Path, Path], kind: str, head: Path) -> Iterator[InProcessStack]:
     with InProcessStack(head_options(pair[0], head, kind)) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def law(pair: tuple[Path, Path]) -> dict[tuple[int, ...], float]:
-    return exact_law(pair[0], SamplingParams())
-
-
-@pytest.mark.parametrize(
-    "rule",
-    ["block", pytest.param("token", marks=pytest.mark.slow), pytest.param("coupled", marks=pytest.mark.evidence)],
-)
-def test_text_that_the_head_drafts_for_follows_the_law_of_the_target(
-    stack: InProcessStack, kind: str, law: dict[tuple[int, ...], float], rule: str
-) -> None:
-    """Beside each other. False alarm: 1e-6, by chi-square."""
-    seeds = range(SAMPLES // 2 if kind == REMOTE else SAMPLES)
-    result = compare(rule, list(draw_completions(stack.address, rule, SamplingParams(), seeds)), law)
-    assert result.share_of_rounds_with_draft > 0.3
-    assert 0.05 < result.acceptance_rate < 0.95
-    assert result.p_value > ALPHA, result
-
-
-def test_coupled_text_of_a_seed_is_the_same_with_the_head_and_without(stack: InProcessStack) -> None:
-    given: dict[str, Any] = {"rejection_sample_method": "coupled", "max_tokens": 40, "ignore_eos": True}
-    num_accepted = 0
-    with Client(stack.address) as client:
-        for seed in range(4):
-            drafted = client.generate(PROMPT, seed=seed, num_speculative_tokens=4, **given)
-            plain = client.generate(PROMPT, seed=seed, num_speculative_tokens=0, **given)
-            assert drafted.token_ids == plain.token_ids
-            assert plain.statistics.num_draft_tokens == 0
-            num_accepted += drafted.statistics.num_accepted_tokens
-    assert num_accepted > 0
 
 
 def test_head_has_a_name_that_requests_may_say_and_metrics_show(stack: InProcessStack, kind: str) -> None:
