@@ -558,6 +558,7 @@ async def test_slices_that_are_none_are_failures_and_change_nothing(api: Kuberne
         await until(lambda: len(api.watches) == 2, "a second watch is open")
 
 
+@pytest.mark.slow
 async def test_age_is_that_of_the_last_answer(api: KubernetesApi) -> None:
     async with watching() as followed:
         await followed.until()
@@ -570,6 +571,7 @@ async def test_age_is_that_of_the_last_answer(api: KubernetesApi) -> None:
         assert followed.status.synced_at - second < TIMES.watch_s  # type: ignore[operator]
 
 
+@pytest.mark.slow
 async def test_token_of_the_pod_is_read_again_when_it_was_replaced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_no_list_names_a_source_file() -> None:
     assert all("draftwire/" not in path.read_text() for path in FOLDER.glob("*.toml"))
 
 
+@pytest.mark.slow
 def test_move_of_a_file_edits_no_mutant(tmp_path: Path) -> None:
     for package in PACKAGES:
         shutil.copytree(

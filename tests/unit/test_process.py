@@ -117,6 +117,7 @@ async def test_sessions_that_outlast_the_drain_are_cut_and_counted() -> None:
     assert [line["sessions_cut"] for line in logs if line["event"] == "verifier.drain_ended"] == [3]
 
 
+@pytest.mark.slow
 async def test_drain_ends_with_the_last_session() -> None:
     left = [2, 1, 0]
     status, logs = await run(num_sessions=lambda: left.pop(0))
@@ -125,6 +126,7 @@ async def test_drain_ends_with_the_last_session() -> None:
     assert "drain_ended" not in events_of(logs)
 
 
+@pytest.mark.slow
 async def test_work_that_ends_by_itself_ends_the_service() -> None:
     """Without a signal: a listener that was stopped, say."""
     status, logs = await run(work=at_once)
