@@ -51,7 +51,7 @@ chaos: $(INSTALLED)  ## break services and links at random under load, and check
 	$(BIN)/python -m tests.chaos --seconds 15 --concurrency 16 --log full
 	$(BIN)/python -m tests.chaos --seconds 15 --concurrency 16 --log closed
 
-attacks: $(INSTALLED)  ## attack running services beside honest users, five minutes
+attacks: $(INSTALLED)  ## attack running services beside honest users, a quarter of an hour
 	$(BIN)/python -m tests.attacks
 
 mutants: $(INSTALLED)  ## plant mistakes, one at a time, and show which test notices each

@@ -21,6 +21,8 @@ from tests.attacks.peers import own_stack
 from tests.attacks.victim import Figures, Victim, attack, judged, resident_mib
 from tests.certificates import NAME, certificate_of, first_certificate, replace_file, write_identity
 
+AFTER_SECONDS = 8.0
+"""How long users are watched after a process goes on."""
 FROZEN_SECONDS = 30.0
 MAX_DRAFTER_GAP_S = 3.0
 """What a drafter may stop a session for; see docs/threats.md."""
@@ -98,10 +100,11 @@ def freeze(name: str, most_gap_s: float) -> Figures:
             finally:
                 os.kill(pids[name], signal.SIGCONT)
             thawed_at, num_drafted = time.monotonic(), seen.tally.draft_tokens
-            time.sleep(8.0)
+            time.sleep(AFTER_SECONDS)
         ended = [each for each, service in stack.services.items() if service.process.poll() is not None]
         sizes = {each: resident_mib(pid) for each, pid in pids.items()}
-    before_s, frozen_s = seen.largest_gap_s(end=frozen_at), seen.largest_gap_s(frozen_at - 3.0, thawed_at + 8.0)
+    before_s = seen.largest_gap_s(end=frozen_at)
+    frozen_s = seen.largest_gap_s(frozen_at - 3.0, thawed_at + AFTER_SECONDS)
     return judged(
         seen.figures() | {"gap_before_s": before_s, "gap_while_frozen_s": frozen_s, "resident_mib": sizes},
         {
