@@ -4,13 +4,11 @@ import ast
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.imports import arrows, imported, is_in, sources
 
 SERVICES = ("draftwire_drafter", "draftwire_verifier", "draftwire_gateway")
 MAY_IMPORT_SERVICES = ("draftwire.cli",)
@@ -43,46 +41,6 @@ MAY_IMPORT_GRPC = (
     "draftwire.v1.*",
 )
 GRPC = ("grpc", "grpc_health", "grpc_reflection", "draftwire.v1")
-
-
-@cache
-def sources() -> dict[str, str]:
-    """Returns what each module says, by name."""
-    roots = [ROOT, *sorted((ROOT / "services").iterdir())]
-    files = [(root, path) for root in roots for top in root.glob("draftwire*") for path in top.rglob("*.py")]
-    return {
-        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
-        for root, path in files
-    }
-
-
-def imported(source: str, package: str) -> Iterator[str]:
-    """Yields every name that a module imports, also inside functions and for the type checker only."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = package.split(".")
-                base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [node.module])])
-            yield base
-            yield from (f"{base}.{name.name}" for name in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))
-
-
-def arrows(modules: Mapping[str, str]) -> dict[str, set[str]]:
-    """Returns which of the modules each imports. One that is imported from a package is meant, not the package."""
-    found: dict[str, set[str]] = {}
-    for module, source in modules.items():
-        names = {name for name in imported(source, module.rpartition(".")[0]) if name in modules}
-        found[module] = {name for name in names if not any(other.startswith(f"{name}.") for other in names)} - {module}
-    return found
-
-
-def is_in(module: str, part: str) -> bool:
-    return module == part or module.startswith(f"{part}.")
 
 
 def layer_of(module: str) -> tuple[int, str]:
