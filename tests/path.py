@@ -11,6 +11,7 @@ own lines are not counted.
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 
 from tests.imports import ROOT, files, imported, is_in, packages, sources
@@ -22,6 +23,30 @@ ROOTS = (
     "draftwire_verifier.scheduler",
     "draftwire_verifier.engine",
 )
+OPTIONS = {
+    "token trees": (
+        "draftwire.options.trees*",
+        "*tree*",
+        "*.growth_plan",
+        "*.walk",
+        "*.traversal",
+        "*.sibling_residuals",
+    ),
+    "heads": ("draftwire.options.heads*", "*.heads*", "*.head_*", "*.taps", "*.tapped_pass", "*.feature_*", "*.feeding"),
+    "drafting ahead": (
+        "draftwire.options.ahead*",
+        "*.ahead*",
+        "*.lookahead",
+        "*.branching",
+        "*held_*",
+        "*.begun_rounds",
+    ),
+    "guesses without a model": ("draftwire.options.model_free*", "*.model_free*", "*.local_drafts"),
+    "forms": ("draftwire.options.structured_output*", "*.structured_output", "*.tool_calls", "*slow_masks*", "*form_*"),
+    "the adaptive chooser": ("draftwire_gateway.speculation*",),
+    "layer-parallel drafting": ("draftwire.options.layer_parallel*", "*.parallel*"),
+}
+"""What a round of a fixed chain does without, and the modules that belong to it, as patterns of `fnmatch`."""
 NOT_COUNTED = ("draftwire.runtime", "draftwire.v1")
 ROUND = ROOT / "docs" / "round.md"
 
@@ -42,6 +67,11 @@ class Imports:
     def num_lines(self) -> int:
         """Lines of the modules that count."""
         return lines_of(self.modules)
+
+
+def option_of(module: str) -> str | None:
+    """Returns the option that a module belongs to; None if it belongs to none."""
+    return next((name for name, parts in OPTIONS.items() if any(fnmatchcase(module, part) for part in parts)), None)
 
 
 def lines_of(modules: Iterable[str]) -> int:

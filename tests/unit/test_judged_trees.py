@@ -128,7 +128,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", [*list(OPTIONS)[:-1], pytest.param(list(OPTIONS)[-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "options", [pytest.param(name, marks=[pytest.mark.slow] if name == "with raw logprobs" else []) for name in OPTIONS]
+)
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("rule", [COUPLED, BLOCK], ids=lambda rule: rule.name)
 def test_text_by_trees_is_the_text_token_by_token(rule: VerificationRule, name: str, options: str) -> None:
