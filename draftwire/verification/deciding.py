@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.errors import DraftwireError, InvalidRequestError, UnavailableError
 from draftwire.method.block_shape import BlockShape
 from draftwire.method.devices import upload
 from draftwire.method.distributions import DenseRows, DraftRows, no_rows
@@ -38,6 +38,10 @@ NEAR_TIES = {torch.bfloat16: 0.25, torch.float16: 0.03}
 """The same for lower precisions."""
 
 NOT_FINITE = "the target gave no finite logits"
+
+MadeMasks = BlockMasks | DraftwireError
+"""Masks of a form at the positions of a block, made in its step or, where they are slow, before it; or why the text
+fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +245,26 @@ class ShapeDecider(Protocol):
         self, automaton: Automaton, generated_ids: Sequence[int], draft_tokens: Sequence[int], shape: BlockShape
     ) -> BlockMasks:
         """Returns the masks of a block of this shape; see `Automaton.along`."""
+
+
+def make_masks(
+    automaton: Automaton, generated_ids: Sequence[int], draft_tokens: Sequence[int], tree: BlockShape | None = None
+) -> MadeMasks:
+    """Returns the masks after the generated tokens and after each draft token, or the error that ends the text.
+
+    Args:
+        automaton: of the form. Used on one thread at a time.
+        generated_ids: the committed tokens without the prompt.
+        draft_tokens: of the block; none for plain decoding.
+        tree: the shape of the block, if it is no chain.
+    """
+    try:
+        if tree is None:
+            return automaton.along(generated_ids, draft_tokens)
+        decider: ShapeDecider = tree.decider
+        return decider.masks(automaton, generated_ids, draft_tokens, tree)
+    except InvalidRequestError as error:
+        return error
 
 
 @torch.inference_mode()

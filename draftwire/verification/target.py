@@ -29,10 +29,11 @@ from draftwire.verification.deciding import (
     DecidedShapes,
     Judgement,
     JudgingOutcome,
+    MadeMasks,
     StillReading,
     decide,
+    make_masks,
 )
-from draftwire.verification.form_masks import MadeMasks, make_masks
 from draftwire.verification.reported_logprobs import PromptRows, of_prompt
 from draftwire.verification.rule import VerificationRule
 

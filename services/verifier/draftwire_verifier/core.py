@@ -54,7 +54,7 @@ from draftwire.models.sequence_model import FeatureModel
 from draftwire.models.taps import check_taps
 from draftwire.options.structured_output.form_compiler_pool import FormCompilerPool
 from draftwire.requests.automaton import Automaton
-from draftwire.verification.form_masks import MadeMasks
+from draftwire.verification.deciding import MadeMasks
 from draftwire.verification.rule import VerificationRule, facts_of
 from draftwire.verification.rule_loading import served_rules
 from draftwire_verifier.config import VerifierConfig

@@ -38,8 +38,7 @@ from draftwire.requests.automaton import Automaton
 from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
-from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
-from draftwire.verification.form_masks import MadeMasks
+from draftwire.verification.deciding import Judgement, JudgingOutcome, MadeMasks, StillReading
 from draftwire_verifier.block_check import check_block, check_trees
 from draftwire_verifier.drafters import Trust
 from draftwire_verifier.feeding import Feed

@@ -23,8 +23,7 @@ from draftwire.models.card import ModelCard, load_card
 from draftwire.requests.logprobs import NO_LOGPROBS
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import EngineSettings, require
-from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
-from draftwire.verification.form_masks import make_masks
+from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading, make_masks
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.scheduler import Step, StepItem, StepResult, TargetSession, mask_us_of
 from draftwire_verifier.vllm.arguments import (
