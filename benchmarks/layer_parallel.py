@@ -51,7 +51,7 @@ from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.quantization import Quantization
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.lean_decoder import LeanDecoder, Rotation
 from draftwire.models.loading import load_model
 from draftwire.models.paged_attention import AttentionShape, PackedStep

@@ -20,7 +20,7 @@ import torch
 from benchmarks.decoder import fill, milliseconds
 from benchmarks.report import progress, write_report
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.sequence_model import Reading
 from tools.embedded_pair.pair import PairShape
 

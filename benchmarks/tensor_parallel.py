@@ -33,7 +33,7 @@ from typing_extensions import override
 from benchmarks.report import progress, write_report
 from draftwire.cli.up_command import embedded_model
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.loading import load_model
 from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup

@@ -23,6 +23,7 @@ ROOTS = (
     "draftwire_verifier.scheduler",
     "draftwire_verifier.engine",
     "draftwire.models.cached_model",
+    "draftwire.models.lean_decoder",
 )
 OPTIONS = {
     "token trees": (

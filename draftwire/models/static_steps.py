@@ -221,6 +221,11 @@ class StaticSteps:
             return logits.index_select(0, upload(places[list(kept)], self._decoder.device))
 
 
+def static_if(is_static: bool) -> type[StaticSteps] | None:
+    """Returns what makes static steps of a `CachedModel`, if they are wanted."""
+    return StaticSteps if is_static else None
+
+
 def _power_of_two(number: int) -> int:
     """Returns the smallest power of 2 that is at least `number`."""
     return 1 << (number - 1).bit_length()

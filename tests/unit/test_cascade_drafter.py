@@ -27,7 +27,7 @@ from draftwire.method.encoding import (
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.requests.parameters import SamplingParams
 
 torch.set_num_threads(1)

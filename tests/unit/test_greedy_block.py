@@ -16,7 +16,7 @@ from draftwire.method.keys import Role, derive_key
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.sampling import probabilities
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import BlockBatch, FixedNoise, KeyedNoise, Outcome, verify
 from examples.rules.greedy_block import GreedyBlockRule

@@ -16,7 +16,7 @@ from draftwire.drafting.heads.head_shape import HeadShape
 from draftwire.errors import InvalidRequestError
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import load_lean_model
 from draftwire.models.tapped_pass import features_and_logits
 from draftwire.models.taps import FeatureSource

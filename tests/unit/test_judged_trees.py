@@ -16,7 +16,7 @@ from draftwire.method.draw_key import DrawKey
 from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import Reading
 from draftwire.requests.automaton import BlockMasks

@@ -13,7 +13,7 @@ from draftwire.errors import UnavailableError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.draw_key import DrawKey
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import KvCache
 from draftwire.models.sequence_model import Reading
 from draftwire.requests.logprobs import LogprobsRequest

@@ -21,7 +21,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.draw_key import DrawKey
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.requests.automaton import Automaton, BlockMasks
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput

@@ -21,7 +21,7 @@ from draftwire.method.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, d
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, KvCache
 from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams

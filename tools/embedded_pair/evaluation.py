@@ -15,7 +15,7 @@ from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.taps import FeatureSource
 from draftwire.options.heads.head_strategy import HeadStrategy
 from draftwire.requests.parameters import SamplingParams

@@ -17,7 +17,7 @@ from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.errors import DraftwireError, GroupLostError, InvalidRequestError, NoRoomError
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.card import ModelCard
-from draftwire.models.decoder import check_decoder
+from draftwire.models.decoders import check_decoder
 from draftwire.models.huge_pages import resident_bytes
 from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.models.lean_decoder import LeanDecoder
