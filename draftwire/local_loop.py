@@ -77,8 +77,9 @@ def speculate(
     drafting_key, verifying_key = (derive_key(run.seed, role) for role in roles)
     committed = list(prompt_ids)
     with ExitStack() as cleanup:
-        judged, drafted, num_known = target.cache.open(committed), drafter.open(committed), len(committed)
+        judged = target.cache.open(committed)
         cleanup.callback(target.cache.close, judged)
+        drafted, num_known = drafter.open(committed), len(committed)
         cleanup.callback(drafted.close)
         judging = Judging(
             sequence=judged,

@@ -149,36 +149,6 @@ def encode_sparse(supports: Supports, lengths: Iterable[int]) -> list[DraftDistr
     return blocks
 
 
-def with_certain(distributions: DraftDistributions, token_ids: Sequence[int]) -> DraftDistributions:
-    """Returns the distributions of a block with rows added behind, in each of which one token is certain.
-
-    Args:
-        distributions: of the tokens before.
-        token_ids: the certain ones, below the vocabulary's size.
-    """
-    size = distributions.vocab_size
-    match distributions.encoding:
-        case Encoding.NONE | Encoding.ONE_HOT:
-            return distributions
-        case Encoding.SPARSE_UINT16:
-            num_entries, num_added = sum(distributions.support_sizes), len(token_ids)
-            ids_end = num_entries * id_width(size)
-            low_end = ids_end + num_entries
-            data = distributions.data
-            added = np.array(token_ids, "<u4").view(np.uint8).reshape(-1, 4)[:, : id_width(size)].tobytes()
-            whole = b"\xff" * num_added  # of weight TOTAL_WEIGHT, less one
-            return DraftDistributions(
-                distributions.encoding,
-                size,
-                data[:ids_end] + added + data[ids_end:low_end] + whole + data[low_end:] + whole,
-                (*distributions.support_sizes, *[1] * num_added),
-                (*distributions.wide_sizes, *[1] * num_added),
-            )
-    rows = np.zeros((len(token_ids), size), DENSE_FORMATS[distributions.encoding])
-    rows[np.arange(len(token_ids)), token_ids] = 1.0
-    return DraftDistributions(distributions.encoding, size, distributions.data + rows.tobytes())
-
-
 @dataclass(frozen=True, slots=True)
 class Claim:
     """Draft tokens with the distributions that the drafter declares for them."""

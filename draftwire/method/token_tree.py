@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -100,20 +99,6 @@ class TokenTree:
         for node, parent in enumerate(self.parents):
             children[parent + 1].append(node)
         return tuple(map(tuple, children))
-
-    @cached_property
-    def first_children(self) -> tuple[int, ...]:
-        """The first child of the root, then of each node; -1 where there is none."""
-        return tuple(own[0] if own else -1 for own in self._children)
-
-    @cached_property
-    def next_siblings(self) -> tuple[int, ...]:
-        """The sibling that was drafted after each node; -1 after the last."""
-        following = [-1] * len(self.parents)
-        for own in self._children:
-            for node, sibling in pairwise(own):
-                following[node] = sibling
-        return tuple(following)
 
     @cached_property
     def inner_nodes(self) -> tuple[int, ...]:

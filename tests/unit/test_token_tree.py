@@ -25,8 +25,6 @@ def test_tree_is_read_off_its_parents() -> None:
     assert EXAMPLE.depths == (1, 1, 2, 2, 2, 3, 3, 2)
     assert (len(EXAMPLE), EXAMPLE.depth) == (8, 3)
     assert [EXAMPLE.children(node) for node in range(ROOT, 8)] == [(0, 1), (2, 4), (3, 7), (5, 6), *[()] * 5]
-    assert EXAMPLE.first_children == (0, 2, 3, 5, -1, -1, -1, -1, -1)
-    assert EXAMPLE.next_siblings == (1, -1, 4, 7, -1, 6, -1, -1)
     assert EXAMPLE.inner_nodes == (ROOT, 0, 1, 2)
     assert EXAMPLE.path_to(6) == (0, 2, 6)
     assert EXAMPLE.path_to(ROOT) == ()
@@ -45,13 +43,11 @@ def test_nodes_of_every_small_tree_fit_together() -> None:
             assert len(tree.path_to(node)) == tree.depths[node]
             assert set(tree.is_ancestor[node].nonzero()[0].tolist()) == set(tree.path_to(node))
         for node in (ROOT, *nodes):
-            walked, child = [], tree.first_children[node + 1]
-            while child >= 0:
-                walked.append(child)
-                child = tree.next_siblings[child]
-            assert tuple(walked) == tree.children(node)
-            assert all(tree.parents[child] == node for child in walked)
-            assert bool(walked) == (node in tree.inner_nodes)
+            assert tree.children(node) == tuple(child for child in nodes if tree.parents[child] == node)
+            assert bool(tree.children(node)) == (node in tree.inner_nodes)
+            stated = [tree.inner_nodes[place] for place in tree.distributions_along(tree.path_to(node))]
+            assert stated == [each for each in (ROOT, *tree.path_to(node)) if tree.children(each)]
+        assert [tree.inner_nodes[place] for place in tree.drawn_from] == list(tree.parents)
         place = {node: index for index, node in enumerate(tree.post_order)}
         assert sorted(place) == list(nodes)
         assert all(place[node] < place[parent] for node, parent in enumerate(tree.parents) if parent != ROOT)
