@@ -18,8 +18,7 @@ from draftwire.method.rounds import Fence, ReceivedBlock, TargetSessionSpec, Ver
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.verification import VerificationRule
-from draftwire.verification.deciding import JudgingOutcome
-from draftwire.verification.form_masks import MadeMasks
+from draftwire.verification.deciding import JudgingOutcome, MadeMasks
 
 MAX_UINT32 = 2**32 - 1
 """Largest value of a count in a verdict."""

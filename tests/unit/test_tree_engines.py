@@ -19,6 +19,7 @@ from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import CachedModel
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime import messages
+from draftwire.verification.tree_choice import tree_rule_for
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.scheduler import Scheduler as DraftScheduler
 from draftwire_verifier.engine import TargetEngine
@@ -51,7 +52,9 @@ class Rounds:
         self.drafting, self.judging = DraftEngine(model), TargetEngine(self.target, 512)
         pacer, shared = FixedPacer(), {"context_length": 512, "max_draft_tokens": 8, "max_tree_nodes": NODES}
         self.drafts = DraftScheduler(room=Room(2, 160), pacer=pacer, **shared)
-        self.verdicts = TargetScheduler(room=Room(2, 128), pacer=pacer, vocab_size=VOCAB_SIZE, **shared)
+        self.verdicts = TargetScheduler(
+            room=Room(2, 128), pacer=pacer, vocab_size=VOCAB_SIZE, tree_rule_for=tree_rule_for, **shared
+        )
         own: dict[str, Any] = {"token_ids": PROMPT, "rule": self.rule, "sampling": self.sampling}
         own |= {"max_draft_tokens": DEPTH, "max_tree_nodes": NODES, "max_len": len(PROMPT) + ROOM}
         self.verdicts.open(target_spec(verifying_key=KEY, plain_rounds=1, permit_key=KEY, **own), 1)

@@ -30,6 +30,7 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire.verification.deciding import Judgement
+from draftwire.verification.tree_choice import tree_rule_for
 from draftwire_drafter.config import DrafterConfig, DraftSettings
 from draftwire_drafter.core import DrafterCore
 from draftwire_gateway.config import GatewayConfig
@@ -52,7 +53,7 @@ TOKENS = [10, 11, 12, 13, 14]
 def judging(**changes: Any) -> Scheduler:
     """Returns a scheduler with a session that may have trees of eight tokens, three on a path."""
     scheduler = verifier.make_scheduler()
-    scheduler.max_tree_nodes = 8
+    scheduler.max_tree_nodes, scheduler.tree_rule_for = 8, tree_rule_for
     scheduler.open(verifier.make_spec(**({"max_tree_nodes": 8, "rule": "coupled"} | changes)), 1)
     return scheduler
 
@@ -159,7 +160,7 @@ def test_greedy_trees_and_chains_come_without_distributions(rule: str) -> None:
 
 def test_session_with_trees_reserves_room_or_is_refused_without_it() -> None:
     scheduler = verifier.make_scheduler(kv_cache_tokens=16)
-    scheduler.max_tree_nodes = 8
+    scheduler.max_tree_nodes, scheduler.tree_rule_for = 8, tree_rule_for
     with pytest.raises(NoRoomError):
         scheduler.open(verifier.make_spec(rule="coupled", max_tree_nodes=8), 1)
     scheduler.open(verifier.make_spec(rule="coupled", max_tree_nodes=4), 1)
@@ -200,7 +201,7 @@ def test_positions_that_are_counted_are_depths() -> None:
 def drafting(**changes: Any) -> Any:
     """Returns a drafter's scheduler with a session that may have trees of eight tokens, and is past its prefill."""
     scheduler = drafter.make_scheduler()
-    scheduler.max_tree_nodes = 8
+    scheduler.max_tree_nodes, scheduler.tree_rule_for = 8, tree_rule_for
     scheduler.open(drafter.make_spec(**({"max_tree_nodes": 8, "rule": "coupled"} | changes)), 1)
     step = scheduler.next_step()
     scheduler.complete(step, drafter.Engine().run(step))

@@ -3,7 +3,6 @@
 from draftwire.errors import BlockViolationError, InvalidRequestError, Violation
 from draftwire.method.rounds import ReceivedBlock, TargetSessionSpec
 from draftwire.verification import VerificationRule
-from draftwire.verification.tree_choice import tree_rule_for
 
 
 def check_sampling(spec: TargetSessionSpec, vocab_size: int) -> None:
@@ -19,26 +18,6 @@ def check_sampling(spec: TargetSessionSpec, vocab_size: int) -> None:
     are_many = len(stops) >= len(possible)  # else the possible tokens need not be looked through
     if sampling.min_tokens and are_many and stops.issuperset(possible):
         raise InvalidRequestError("all tokens that are possible are stop tokens, which min_tokens keeps away")
-
-
-def check_trees(spec: TargetSessionSpec, rule: VerificationRule, most_nodes: int) -> None:
-    """Checks that a session may have token trees, if it asks for them.
-
-    Args:
-        spec: of the session.
-        rule: of the session.
-        most_nodes: largest tree that the verifier judges.
-
-    Raises:
-        InvalidRequestError: it may not.
-    """
-    if not spec.max_tree_nodes:
-        return
-    if spec.max_tree_nodes > most_nodes:
-        raise InvalidRequestError(f"num_draft_nodes {spec.max_tree_nodes} is above the verifier's limit {most_nodes}")
-    if spec.max_held_blocks:
-        raise InvalidRequestError("a session that holds blocks has no token trees")
-    tree_rule_for(rule, spec.parameters.sampling)
 
 
 def check_block(block: ReceivedBlock, spec: TargetSessionSpec, rule: VerificationRule) -> None:

@@ -119,6 +119,10 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             room=room,
             pacer=pacer,
         )
+        if scheduler.max_tree_nodes:
+            from draftwire.verification.tree_choice import tree_rule_for
+
+            scheduler.tree_rule_for = tree_rule_for
         for strategy in self._loaded.drafts_by:
             self.trust.adopt(strategy)
         self.peers = DrafterPeers(scheduler, self.trust, self.metrics, self.description, self._leases.send)

@@ -40,10 +40,11 @@ from draftwire.method.rounds import (
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.automaton import Automaton
+from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
 from draftwire.verification.deciding import Judgement, MadeMasks, StillReading
-from draftwire_verifier.block_check import check_block, check_sampling, check_trees
+from draftwire_verifier.block_check import check_block, check_sampling
 from draftwire_verifier.draft_waits import DraftWaits
 
 MAX_FIRST_ROUND = 2**31
@@ -70,6 +71,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
     vocab_size: int
     max_tree_nodes: int = 0
     """Most tokens of a token tree that a session may ask for."""
+    tree_rule_for: Callable[[VerificationRule, SamplingParams], object] | None = None
+    """Finds what decides about trees, or raises InvalidRequestError; None where there are none."""
     rules: Mapping[str, VerificationRule] = field(default_factory=lambda: RULES)
     """Rules that sessions may ask for, by name."""
     local: Sequence[OpenSource] = ()
@@ -101,7 +104,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
             raise unknown_rule(self.rules)
         self._check(spec)
         watching = self._local_of(spec.watched, spec)
-        check_trees(spec, rule, self.max_tree_nodes)
+        if spec.max_tree_nodes:
+            self._check_trees(spec, rule)
         assert (automaton is None) is (spec.parameters.sampling.structured_output is None), "a form is followed"
         self._check_new(spec)
         session = TargetSession(
@@ -374,6 +378,15 @@ class Scheduler(SessionBook[TargetSession, Step]):
             )
         if spec.max_held_blocks and self.hold is None:
             raise InvalidRequestError("no blocks of coming rounds are held here")
+
+    def _check_trees(self, spec: TargetSessionSpec, rule: VerificationRule) -> None:
+        if spec.max_tree_nodes > self.max_tree_nodes:
+            wanted, most = spec.max_tree_nodes, self.max_tree_nodes
+            raise InvalidRequestError(f"num_draft_nodes {wanted} is above the verifier's limit {most}")
+        if spec.max_held_blocks:
+            raise InvalidRequestError("a session that holds blocks has no token trees")
+        assert self.tree_rule_for is not None, "where trees are judged"
+        self.tree_rule_for(rule, spec.parameters.sampling)
 
     def _local_of(
         self, draft: LocalDraft | None, spec: TargetSessionSpec, known: Iterable[LocalSource] = ()
