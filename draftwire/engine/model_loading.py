@@ -63,8 +63,6 @@ def load_target(settings: ModelSettings, engine: EngineSettings, make_head: Make
         make_head: loads the head that drafts beside it; None if nothing does.
     """
     if is_scripted(settings.model):
-        if make_head is not None:
-            raise InvalidRequestError("a head reads hidden states, which a scripted model has none of")
         refuse_settings_of_weights(settings, "a scripted model")
         torch.set_num_threads(settings.threads)  # verification rules still run on torch
         script = Script.parse(settings.model)

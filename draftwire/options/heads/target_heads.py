@@ -7,13 +7,16 @@ import torch
 from draftwire.drafting.heads.draft_head import DraftHead
 from draftwire.drafting.heads.head_drafter import HeadDrafter
 from draftwire.drafting.heads.head_loading import load_fusion, load_head, read_shape
-from draftwire.engine.cache_sizing import FeatureUser
+from draftwire.engine.cache_sizing import FeatureUser, size_while_loading
+from draftwire.errors import InvalidRequestError
 from draftwire.method.quantization import Quantization
-from draftwire.models.card import ModelCard
+from draftwire.models.card import ModelCard, path_of
 from draftwire.models.decoder import Decoder
+from draftwire.models.script import is_scripted
 from draftwire.models.sequence_model import FeatureModel, SequenceModel
 from draftwire.models.taps import FeatureSource, check_taps
 from draftwire.options.heads.head_drafts import HeadDrafts
+from draftwire.runtime.settings import EngineSettings, ModelSettings
 
 HEAD_QUANTIZATION = Quantization(mass=0.99, max_support=512)
 """Quantization of the drafts of a head in the verifier: they travel nowhere, and the mass that is left out costs
@@ -28,33 +31,37 @@ class TargetHead:
         feature_size: numbers that are kept of a token.
     """
 
-    def __init__(self, folder: Path, target: Path, *, drafts: bool) -> None:
+    def __init__(self, folder: str, target: ModelSettings, engine: EngineSettings, *, drafts: bool) -> None:
         """Refuses a head that does not fit before the target's weights are loaded, which may take minutes.
 
         Args:
             folder: of the head.
-            target: folder of the target.
+            target: settings of the target.
+            engine: settings of the KV cache.
             drafts: whether it drafts inside the verifier.
 
         Raises:
-            InvalidRequestError: see `read_shape`.
+            InvalidRequestError: see `read_shape`; or the target has no weights.
         """
-        read_shape(folder, target)
-        self._folders = folder, target
+        if is_scripted(target.model):
+            raise InvalidRequestError("a head reads hidden states, which a scripted model has none of")
+        self._folders = Path(folder).expanduser(), Path(path_of(target.model, target.dtype))
+        read_shape(*self._folders)
+        self._cache_tokens = size_while_loading(engine)
         self._drafts = drafts
         self._head: DraftHead | None = None
         self.fingerprint = b""
         self.feature_size = 0
 
-    def load(self, card: ModelCard, decoder: Decoder, cache_tokens: int) -> FeatureUser:
-        """Loads it in the target's type and onto its device, with a cache of so many tokens."""
+    def load(self, card: ModelCard, decoder: Decoder) -> FeatureUser:
+        """Loads it in the target's type and onto its device, with room in its cache for the largest step."""
         dtype = getattr(torch, card.description.dtype)
         fusion = load_fusion(*self._folders, dtype, decoder.device)
         self.fingerprint, self.feature_size = fusion.fingerprint, fusion.config.hidden_size
         check_taps(fusion.config.taps, decoder.num_layers)
         if not self._drafts:
             return FeatureUser(FeatureSource(fusion.config.taps, fusion.fuse), 0, self.resize)
-        head = self._head = load_head(*self._folders, cache_tokens, dtype, str(decoder.device))
+        head = self._head = load_head(*self._folders, self._cache_tokens, dtype, str(decoder.device))
         return FeatureUser(FeatureSource(head.config.taps, head.fuse), head.token_bytes, self.resize)
 
     @property

@@ -2,20 +2,17 @@
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftwire.engine.cache_sizing import FeatureUser, run_largest, size_while_loading
+from draftwire.engine.cache_sizing import run_largest
 from draftwire.engine.model_loading import LoadedTarget, load_target
 from draftwire.engine.model_settings import limited
 from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.engine.step_engine import StepEngine
 from draftwire.engine.target_session import Step, StepResult
-from draftwire.models.card import ModelCard, path_of
-from draftwire.models.decoder import Decoder
+from draftwire.models.card import ModelCard
 from draftwire.models.kv_cache import BLOCK_SIZE
-from draftwire.models.script import is_scripted
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.progress import LoadProgress
@@ -64,13 +61,13 @@ class TargetLoader:
         return LoadedEngine(loaded.card, loaded.engine, loaded.engine.num_cached_tokens)  # it reads no trees
 
     def _load_own(self) -> LoadedEngine:
-        heads, loading, max_nodes = self._config.heads, self._config.loading, self._config.engine.max_tree_nodes
-        if heads.folder is not None and not is_scripted(loading.model):
+        config = self._config
+        if config.heads.folder is not None:
             from draftwire.options.heads.target_heads import TargetHead
 
-            target = Path(path_of(loading.model, loading.dtype))
-            self._head = TargetHead(Path(heads.folder).expanduser(), target, drafts=heads.draft_head is not None)
-        target = self._load_target()
+            drafts = config.heads.draft_head is not None
+            self._head = TargetHead(config.heads.folder, config.loading, config.engine, drafts=drafts)
+        target, max_nodes = self._load_target(), config.engine.max_tree_nodes
         num_tokens = self._size_cache(target)
         card = limited(target.card, num_tokens, max_nodes)
         if self._head is not None:
@@ -90,7 +87,7 @@ class TargetLoader:
 
     def _load_target(self) -> LoadedTarget:
         config = self._config
-        make_head = self._make_head if config.heads.folder is not None else None
+        make_head = None if self._head is None else self._head.load
         if self._group.place.size == 1:
             return load_target(config.loading, config.engine, make_head)
         from draftwire.engine.ranks.group_model import GroupModel, load_target_rank
@@ -103,10 +100,6 @@ class TargetLoader:
         model = GroupModel(rank, "verifier")
         self._group.take(model)
         return LoadedTarget(rank.card, model, None if rank.count is None else partial(model.fit, rank.count))
-
-    def _make_head(self, card: ModelCard, decoder: Decoder) -> FeatureUser:
-        assert self._head is not None, "it was found to fit"
-        return self._head.load(card, decoder, size_while_loading(self._config.engine))
 
     def _engine_of(self, target: LoadedTarget, card: ModelCard) -> TargetEngine:
         drafters = {} if self._head is None else self._head.drafters(target.model)
