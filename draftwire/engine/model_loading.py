@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Generic, TypeVar
 
 import structlog
 import torch
@@ -13,48 +14,42 @@ from draftwire.errors import InvalidRequestError
 from draftwire.method.devices import prepare
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.card import ModelCard
-from draftwire.models.decoder import Decoder
+from draftwire.models.decoder import Decoder, DraftingDecoder
 from draftwire.models.decoders import check_decoder, decoder_of
 from draftwire.models.huge_pages import LEAST_TOTAL_BYTES, resident_bytes, use_huge_pages
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import LoadedModel, load_lean_model, load_model
 from draftwire.models.parallel.layer_groups import LayerParallelism, written
-from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.script import Script, is_scripted
 from draftwire.models.scripted import ScriptedTarget
-from draftwire.models.sequence_model import DraftModel, SequenceModel
+from draftwire.models.sequence_model import SequenceModel
 from draftwire.models.static_steps import static_if
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 
 log = structlog.get_logger()
 
 
+AnyModel = TypeVar("AnyModel", bound=SequenceModel, covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class LoadedTarget:
-    """A loaded target model and its card."""
+class FittedModel(Generic[AnyModel]):
+    """A loaded model and its card."""
 
     card: ModelCard
-    model: SequenceModel
+    model: AnyModel
     fit: Callable[[], int] | None = None
     """Gives the KV cache the size that fits, and returns it, once the largest step has been run; None if its size is
     set."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedDraftModel:
-    """A loaded draft model and its card."""
-
-    card: ModelCard
-    model: DraftModel
-    fit: Callable[[], int] | None = None
-    """Gives the KV cache the size that fits, as that of a target."""
 
 
 MakeHead = Callable[[ModelCard, Decoder], FeatureUser]
 """Loads the head of a target, onto its device, with room in its cache for the largest step."""
 
 
-def load_target(settings: ModelSettings, engine: EngineSettings, make_head: MakeHead | None = None) -> LoadedTarget:
+def load_target(
+    settings: ModelSettings, engine: EngineSettings, make_head: MakeHead | None = None
+) -> FittedModel[SequenceModel]:
     """Loads a verifier's model; see `load_model`.
 
     Args:
@@ -67,31 +62,19 @@ def load_target(settings: ModelSettings, engine: EngineSettings, make_head: Make
         torch.set_num_threads(settings.threads)  # verification rules still run on torch
         script = Script.parse(settings.model)
         num_tokens = size_without_memory(engine, script.context_length)
-        return LoadedTarget(script.card(), ScriptedTarget(script, num_tokens))
-    loaded = _load(settings, engine, make_head=make_head)
-    return LoadedTarget(loaded.card, loaded.model, loaded.fit)
+        return FittedModel[SequenceModel](script.card(), ScriptedTarget(script, num_tokens))
+    return _load(settings, engine, make_head=make_head)
 
 
 def load_draft_model(
     settings: ModelSettings, engine: EngineSettings, layers: LayerParallelSettings
-) -> LoadedDraftModel:
+) -> FittedModel[CachedModel]:
     """Loads a drafter's model; see `load_model`.
 
     Raises:
         InvalidRequestError: its layers cannot be grouped as the settings say.
     """
-    loaded = _load(settings, engine, layers)
-    return LoadedDraftModel(loaded.card, loaded.model, loaded.fit)
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A model with all that was loaded for it."""
-
-    card: ModelCard
-    model: CachedModel
-    fit: Callable[[], int] | None
-    """Sizes its cache; None if the size is set."""
+    return _load(settings, engine, layers)
 
 
 def _load(
@@ -99,7 +82,7 @@ def _load(
     engine: EngineSettings,
     layers: LayerParallelSettings | None = None,
     make_head: MakeHead | None = None,
-) -> _Loaded:
+) -> FittedModel[CachedModel]:
     """Returns the model that runs the weights."""
     check_decoder(settings.decoder)
     torch.set_num_threads(settings.threads)
@@ -120,7 +103,7 @@ def _load(
     features = None if head is None else head.source
     model = CachedModel(decoder, size_while_loading(engine), static_if(is_static), drafting, features)
     count = count_of(fitter, loaded.card, head)
-    return _Loaded(loaded.card, model, None if count is None else partial(model.fit, count))
+    return FittedModel(loaded.card, model, None if count is None else partial(model.fit, count))
 
 
 def move_weights(settings: ModelSettings, device: torch.device, resident: int) -> None:
@@ -145,8 +128,10 @@ def _decoder_of(loaded: LoadedModel, settings: ModelSettings) -> tuple[Decoder, 
     return decoder, reason
 
 
-def _layer_parallel(decoder: Decoder, layers: LayerParallelism, reason: str) -> LayerParallelDecoder:
+def _layer_parallel(decoder: Decoder, layers: LayerParallelism, reason: str) -> DraftingDecoder:
     """Returns a decoder that runs the layers of each group at the same time."""
+    from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
+
     if not isinstance(decoder, LeanDecoder):
         raise InvalidRequestError(f"layers run at the same time on the lean decoder alone, not here: {reason}")
     groups = layers.of(decoder.num_layers)

@@ -19,7 +19,7 @@ from draftwire.engine import cache_sizing
 from draftwire.engine.admission import Room
 from draftwire.engine.cache_sizing import GATHERED_LAYERS, MOST_SESSIONS, cache_size, run_largest, size_while_loading
 from draftwire.engine.memory import CPU_SHARE, CpuMeter, FreeMemory, GpuMeter
-from draftwire.engine.model_loading import LoadedTarget, load_target
+from draftwire.engine.model_loading import load_target
 from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.place import Place
@@ -363,7 +363,7 @@ def test_drafts_without_weights_are_counted_only(tmp_path: Path, model: str, str
 
 def test_step_is_as_large_as_any(tmp_path: Path) -> None:
     """Of the verifier: rows of logits for a block of every session and a prompt's last token."""
-    loaded: LoadedTarget = load_target(ModelSettings(str(save_tiny_model(tmp_path, 20, context_length=4096))), AUTO)
+    loaded = load_target(ModelSettings(str(save_tiny_model(tmp_path, 20, context_length=4096))), AUTO)
     reads: list[list[Reading]] = []
     model: Any = loaded.model
     read = model.read

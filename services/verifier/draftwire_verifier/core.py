@@ -208,8 +208,8 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             if isinstance(event, Verdict):
                 self.metrics.count(event, is_first=event.fence.round == session.spec.first_round)
                 self.peers.tell(session, event)
-        for item in step.items if self.feeds is not None else ():
-            self.feeds.offer(item.session)
+        if self.feeds is not None:
+            self.feeds.observe(step)
         self.peers.learn(step, result)
         for session, event in deliveries:
             if isinstance(event, Verdict):

@@ -113,6 +113,11 @@ class FeatureFeeds:
             stream.outbox.put(session.key)
             feed.is_due = True
 
+    def observe(self, step: Step) -> None:
+        """Offers what a step has read."""
+        for item in step.items:
+            self.offer(item.session)
+
     def resume(self, stream: DrafterStream) -> None:
         """Offers a drafter's new stream what was due on an earlier one."""
         for session in self._scheduler.sessions.values():

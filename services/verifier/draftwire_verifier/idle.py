@@ -21,11 +21,6 @@ class IdleWatch:
         waited_s, since = self._waited
         return waited_s if since is None else waited_s + max(0.0, now - since)
 
-    @property
-    def num_waiting(self) -> int:
-        """Sessions that wait."""
-        return self._num_waiting
-
     def set_idle(self, is_idle: bool, now: float) -> None:
         """Records whether the engine has no step to run."""
         self._is_idle = is_idle

@@ -106,8 +106,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         greeting = _greeting(first.hello, model, origin_of(context))
         drafter = self._core.peers.welcome(greeting, model, None if source is None else source.fingerprint)
         stream = self._core.peers.open_stream(drafter, model, encoding)
-        if self._core.feeds is not None:
-            self._core.feeds.resume(stream)
+        feeds = self._core.feeds
+        if feeds is not None:
+            feeds.resume(stream)
 
         async def write() -> None:
             while some := await stream.outbox.take_all():
@@ -116,7 +117,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                     told = messages.outcomes_to_proto(outcomes)
                     await context.write(verifier_pb2.PushDraftBlocksResponse(outcomes=told))
                 keys = [each for each in some if not isinstance(each, RoundOutcome)]
-                for features in await self._core.feeds.take(stream, keys) if keys else []:
+                for features in await feeds.take(stream, keys) if keys and feeds is not None else []:
                     part = messages.features_to_proto(features)
                     await context.write(verifier_pb2.PushDraftBlocksResponse(features=part))
 
@@ -152,6 +153,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     def _request_features(self, request: verifier_pb2.PushDraftBlocksRequest, stream: DrafterStream) -> None:
         if len(request.feature_requests.requests) > self._most_items:
             raise ProtocolViolationError(f"a message holds at most {self._most_items} requests")
+        assert self._core.feeds is not None, "else it would not have been welcomed"
         self._core.feeds.request(stream, messages.feature_requests_from_proto(request.feature_requests))
 
     @property

@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from draftwire.engine.cache_sizing import run_largest
-from draftwire.engine.model_loading import LoadedTarget, load_target
+from draftwire.engine.model_loading import FittedModel, load_target
 from draftwire.engine.model_settings import limited
 from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.rank_config import RankConfig
@@ -13,6 +13,7 @@ from draftwire.engine.step_engine import StepEngine
 from draftwire.engine.target_session import Step, StepResult
 from draftwire.models.card import ModelCard
 from draftwire.models.kv_cache import BLOCK_SIZE
+from draftwire.models.sequence_model import SequenceModel
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.progress import LoadProgress
@@ -75,7 +76,7 @@ class TargetLoader:
         names = () if self._head is None else self._head.names
         return LoadedEngine(card, self._engine_of(target, card), num_tokens, max_nodes, self._head, names)
 
-    def _size_cache(self, target: LoadedTarget) -> int:
+    def _size_cache(self, target: FittedModel[SequenceModel]) -> int:
         """Returns the size of the KV cache, which is found if it is not set, tokens."""
         settings, size = self._config.engine, target.model.cache.num_blocks * BLOCK_SIZE
         if target.fit is None:
@@ -85,7 +86,7 @@ class TargetLoader:
         run_largest(partial(trial.run_largest, settings.max_sessions, most_rows), settings)
         return target.fit()
 
-    def _load_target(self) -> LoadedTarget:
+    def _load_target(self) -> FittedModel[SequenceModel]:
         config = self._config
         make_head = None if self._head is None else self._head.load
         if self._group.place.size == 1:
@@ -99,8 +100,8 @@ class TargetLoader:
             progress.end()
         model = GroupModel(rank, "verifier")
         self._group.take(model)
-        return LoadedTarget(rank.card, model, None if rank.count is None else partial(model.fit, rank.count))
+        return FittedModel(rank.card, model, None if rank.count is None else partial(model.fit, rank.count))
 
-    def _engine_of(self, target: LoadedTarget, card: ModelCard) -> TargetEngine:
+    def _engine_of(self, target: FittedModel[SequenceModel], card: ModelCard) -> TargetEngine:
         drafters = {} if self._head is None else self._head.drafters(target.model)
         return TargetEngine(target.model, card.description.context_length, drafters)
