@@ -9,7 +9,7 @@ from typing import Any
 
 from draftwire.options.ahead.held_blocks import HeldBlocks
 from draftwire.options.heads import head_drafts
-from draftwire.verification.deciding import _Scored
+from draftwire.verification.deciding import ScoredBlock
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.scheduler import Scheduler as DraftScheduler
 from draftwire_gateway.session.begun_rounds import BegunRounds
@@ -125,7 +125,7 @@ MISTAKES = (
         "overflow on both sides",
         (
             (
-                _Scored.num_judged.fget,
+                ScoredBlock.num_judged.fget,
                 "min(self.num_good, len(self.case.draft_tokens))",
                 "len(self.case.draft_tokens) if not self.bad_rows else 0",
             ),
