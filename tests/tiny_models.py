@@ -30,7 +30,7 @@ from transformers import (
 from draftwire.models import kv_storage, packing
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import CachedSequence, KvCache
-from draftwire.requests.automaton import FormCompiler, FormVocabulary
+from draftwire.options.structured_output.grammar_automaton import FormCompiler, FormVocabulary
 
 ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt2", "qwen2", "qwen3", "granite")
 """What `tiny_network` makes: grouped key heads, sliding windows, bounded or scaled scores, learned positions."""

@@ -22,11 +22,10 @@ from draftwire.method.sampling import (
     probabilities_of_spans,
 )
 from draftwire.method.token_tree import ROOT, TokenTree
-from draftwire.requests.automaton import TreeMasks
+from draftwire.requests.automaton import BlockMasks
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.blocks import BlockBatch
-from draftwire.verification.form_masks import FormMasks
 from draftwire.verification.reported_logprobs import EmittedRows, log_softmax_of, of_emitted
 from draftwire.verification.rule import KeyedNoise, VerificationRule, verify
 from draftwire.verification.tree_choice import tree_rule_for
@@ -67,7 +66,7 @@ class Case:
     """The tokens that `SamplingParams.min_tokens` masks."""
     logprobs: LogprobsRequest = NO_LOGPROBS
     """The log-probabilities to report; those of the prompt are not reported here."""
-    masks: FormMasks | None = None
+    masks: BlockMasks | None = None
     """Masks of the form of its text, if it has one."""
     edits: TokenEdits | None = None
     """Those of `sampling` and `stop_token_ids`, kept with the session; None makes them for this step."""
@@ -116,6 +115,11 @@ class Judgement:
     """Log-probabilities of the prompt tokens that were read, if requested."""
     path: tuple[int, ...] = ()
     """The nodes of the accepted draft tokens, if the block was a tree."""
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The row of the block that each token follows: 0 is after the committed tokens, n + 1 after draft token n."""
+        return [0, *(node + 1 for node in self.path)] if self.path else range(len(self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,14 +263,11 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
     return Decisions(outcomes, batches, tree_batches)
 
 
-def _fault(masks: FormMasks | None, judgement: Judgement) -> DraftwireError | None:
+def _fault(masks: BlockMasks | None, judgement: Judgement) -> DraftwireError | None:
     """Returns the error of a sequence whose extra token was drawn where its form cannot be followed. Plain decoding
     reaches such a position with the same probability and fails there too.
     """
-    if isinstance(masks, TreeMasks):
-        return masks.faults.get(judgement.path[-1] if judgement.path else ROOT)
-    is_reached = masks is not None and judgement.num_accepted >= masks.num_places
-    return masks.fault if masks is not None and is_reached else None
+    return None if masks is None else masks.faults.get(judgement.rows[-1])
 
 
 def _hold_places(target_probs: Tensor, is_good: list[bool]) -> None:
@@ -298,19 +299,15 @@ class _RawRows:
 
 
 def _report(scored: list[_Scored], decided: dict[int, Judgement], raw: _RawRows | None, target_probs: Tensor) -> None:
-    """Adds requested log-probabilities to the judgements. Row n of a chain is for the token after n draft tokens, that
-    of a tree for the token after node n - 1.
-    """
+    """Adds requested log-probabilities to the judgements."""
     emitted: dict[int, EmittedRows] = {}
     for one in scored:
         num_top, mode = one.case.logprobs.logprobs, one.case.logprobs.mode
         if num_top is not None and one.index in decided:
             token_ids = decided[one.index].token_ids
             first = raw.starts[one.index] if raw is not None and mode is LogprobsMode.RAW else one.first_row
-            before: Sequence[int] = range(len(token_ids))
-            if one.case.tree is not None:
-                before = [0, *(node + 1 for node in decided[one.index].path)]
-            emitted[one.index] = EmittedRows([first + row for row in before], token_ids, num_top, mode)
+            rows = [first + row for row in decided[one.index].rows]
+            emitted[one.index] = EmittedRows(rows, token_ids, num_top, mode)
     if not emitted:
         return
     reported = of_emitted(raw.log_probs if raw is not None else None, target_probs, list(emitted.values()))

@@ -19,7 +19,7 @@ from draftwire.method.sampling import TokenEdits
 from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.requests.automaton import Automaton
+from draftwire.requests.automaton import Automaton, BlockMasks
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import (
@@ -32,7 +32,7 @@ from draftwire.verification.deciding import (
     StillReading,
     decide,
 )
-from draftwire.verification.form_masks import FormMasks, MadeMasks, make_masks
+from draftwire.verification.form_masks import MadeMasks, make_masks
 from draftwire.verification.reported_logprobs import PromptRows, of_prompt
 from draftwire.verification.rule import VerificationRule
 
@@ -79,7 +79,7 @@ class Judging:
             return self.made_masks
         return make_masks(self.automaton, self.committed[self.prompt_len :], self.draft_tokens, self.tree)
 
-    def case(self, masks: FormMasks | None = None) -> Case:
+    def case(self, masks: BlockMasks | None = None) -> Case:
         """Returns what is decided about the block."""
         return Case(
             draft_tokens=self.draft_tokens,
@@ -221,9 +221,9 @@ def _settle(model: SequenceModel, judging: Judging, length: int, outcome: Judgin
         model.cache.truncate(judging.sequence, length)
 
 
-def _masks(judgings: Sequence[Judging], scored: list[int]) -> tuple[dict[int, FormMasks], dict[int, DraftwireError]]:
+def _masks(judgings: Sequence[Judging], scored: list[int]) -> tuple[dict[int, BlockMasks], dict[int, DraftwireError]]:
     """Returns the masks of the sequences with a form, and the errors of those whose form cannot be followed."""
-    masks: dict[int, FormMasks] = {}
+    masks: dict[int, BlockMasks] = {}
     failures: dict[int, DraftwireError] = {}
     for index in scored:
         own = judgings[index].masks()

@@ -18,7 +18,7 @@ from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.requests.automaton import Automaton, BlockMasks
+from draftwire.requests.automaton import BlockMasks
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
@@ -63,12 +63,10 @@ class Parity:
         rows = np.full((len(drafted) + 1, 1), 255, dtype=np.uint8)
         for place in range(len(drafted) + 1):
             if place and drafted[place - 1] in self.faults:
-                return BlockMasks(rows, place, InvalidRequestError("cannot be followed"))
+                fault = InvalidRequestError("cannot be followed")
+                return BlockMasks(rows, dict.fromkeys(range(place, len(rows)), fault))
             rows[place] = self.row([*generated, *drafted[:place]])
-        return BlockMasks(rows, len(rows))
-
-    along_paths = Automaton.along_paths
-    _possible = b"?"
+        return BlockMasks(rows)
 
 
 def random_tree(generator: random.Random, num_nodes: int, right: list[int]) -> tuple[list[int], TokenTree]:

@@ -201,7 +201,7 @@ class Mistaken:
         masks = right_masks(self._right, generated_ids, draft_tokens)
         before, self._before = self._before, masks.copy()
         masks = self._mistake(masks, masks if before is None else before)
-        return BlockMasks(masks, len(masks))
+        return BlockMasks(masks)
 
 
 FREE = np.full((1, 4), 255, dtype=np.uint8)

@@ -146,7 +146,7 @@ def test_prompt_that_is_not_finite_fails_alone() -> None:
 def test_fault_of_a_form_reaches_the_session() -> None:
     generator = random.Random(1)
     rows = torch.full((1, 1), 255, dtype=torch.uint8).numpy()
-    masks = BlockMasks(rows, 0, InvalidRequestError("no form"))
+    masks = BlockMasks(rows, {0: InvalidRequestError("no form")})
     item = make_item(generator, 1, "block", [1, 2, 3], draft_tokens=[], draft=None, masks=masks)
     logits, starts = logits_of({"one": item}, ["one"])
     report = RankDecisions(RULES).decide(StepItems({"one": item}, frozenset({"one"})), starts, logits, {})

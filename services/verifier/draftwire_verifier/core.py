@@ -52,6 +52,7 @@ from draftwire.models.description import DRAFT_AHEAD, FEATURES, HELD_BLOCKS, ISS
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.script import is_scripted
 from draftwire.models.taps import check_taps
+from draftwire.options.structured_output.form_compiler_pool import FormCompilerPool
 from draftwire.requests.automaton import Automaton
 from draftwire.verification.form_masks import MadeMasks
 from draftwire.verification.rule import VerificationRule, facts_of
@@ -110,7 +111,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             followers: see `GroupGuard`.
         """
         self.drafters = Drafters()
-        super().__init__(config, VerifierMetrics(self.drafters), place, followers)
+        super().__init__(config, VerifierMetrics(self.drafters), place, followers, FormCompilerPool.of)
         self._head_names: tuple[str, ...] = ()
         """Names of the target's head, if there is one."""
         self._head: Drafter | None = None
