@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftwire.errors import BlockViolationError, Violation
+from draftwire.method.block_shape import BlockShape
 from draftwire.method.quantization import MAX_SUPPORT, Encoding, id_width, position_bytes
-from draftwire.method.token_tree import TokenTree
 
 TOTAL_WEIGHT = 2**16
 """Sum of the integer weights of a sparse distribution: a token is drawn with 16 random bits."""
@@ -185,26 +185,26 @@ class Claim:
 
     token_ids: list[int]
     distributions: DraftDistributions
-    tree: TokenTree | None = None
+    tree: BlockShape | None = None
     """The shape of the block, if it is no chain."""
 
     @property
     def num_rows(self) -> int:
         """How many distributions it has to declare."""
-        return len(self.token_ids) if self.tree is None else len(self.tree.inner_nodes)
+        return len(self.token_ids) if self.tree is None else self.tree.num_distributions
 
     @property
     def rows(self) -> list[int]:
         """Row that each token was drawn from: that of its parent."""
         if self.tree is None:
             return list(range(len(self.token_ids)))
-        row_of = {node: row for row, node in enumerate(self.tree.inner_nodes)}
-        return [row_of[parent] for parent in self.tree.parents]
+        return self.tree.drawn_from
 
     @property
     def has_twins(self) -> bool:
         """Whether a token of a tree has two children that are the same token."""
-        return self.tree is not None and len({*zip(self.tree.parents, self.token_ids, strict=True)}) < len(self.tree)
+        parents = None if self.tree is None else self.tree.parents
+        return parents is not None and len({*zip(parents, self.token_ids, strict=True)}) < len(parents)
 
 
 def decode(claims: Sequence[Claim], target_vocab_size: int) -> list[Decoded | BlockViolationError]:

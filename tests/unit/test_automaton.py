@@ -28,8 +28,8 @@ from draftwire.options.structured_output.grammar_automaton import (
     check_mask_costs,
     num_alike,
 )
+from draftwire.options.trees.tree_decider import masks_along_paths
 from draftwire.requests.structured_output import MASKS_PER_TOKEN_S, Form, StructuredOutput
-from draftwire.verification.form_masks import masks_along_paths
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "target"
 STOP = 0

@@ -25,7 +25,7 @@ from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
 from draftwire.verification.rule import VerificationRule
 from draftwire.verification.target import Judging, judge
-from draftwire.verification.walk import TargetOnlyRule, walking_rule
+from draftwire.verification.walk import COUPLED_WALK, TargetOnlyRule, walking_rule
 from draftwire_verifier.auditing import audits_of
 
 torch.set_num_threads(1)
@@ -204,7 +204,7 @@ def test_unused_tree_is_decided_as_no_draft_and_audited_as_a_used_one(
         assert (own.token_ids, own.num_accepted, own.path) == (other.token_ids, 0, ())
         assert own.num_near_ties == other.num_near_ties
         assert [one.logprob for one in own.logprobs] == pytest.approx([one.logprob for one in other.logprobs])
-        of_used_tree, of_tree, nothing = audits_of(step.decided, [rule] * 3, step.decided_trees)
+        of_used_tree, of_tree, nothing = audits_of(step.decided, [rule] * 3, step.shaped)
         assert (of_tree is not None) is (of_used_tree is not None) is is_drawn
         assert nothing is None
         if of_tree is not None and of_used_tree is not None:
@@ -311,7 +311,7 @@ def test_path_that_ends_where_a_form_cannot_be_followed_fails() -> None:
 
 def test_trees_are_walked_by_rules_without_distributions_or_when_greedy() -> None:
     greedy, drawn = SamplingParams(0.0), SamplingParams()
-    assert walking_rule(COUPLED, drawn) is COUPLED
+    assert walking_rule(COUPLED, drawn) is COUPLED_WALK
     assert walking_rule(TARGET_ONLY, drawn) is TARGET_ONLY
     for rule in (BLOCK, RULES["token"]):
         assert walking_rule(rule, drawn) is None

@@ -13,8 +13,9 @@ from draftwire.drafting.language_model import LanguageModelDrafter, LanguageMode
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.drafting.tree_shapes import shape_by_acceptance, shape_of_widths
 from draftwire.errors import UnavailableError
+from draftwire.method.block_shape import CHAIN
 from draftwire.method.draw_key import DrawKey
-from draftwire.method.token_tree import CHAIN, TokenTree
+from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.requests.parameters import SamplingParams

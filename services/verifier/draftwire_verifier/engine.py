@@ -98,7 +98,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
             num_reused=[judging.sequence.num_reused for judging in judgings],
             num_tokens=done.num_tokens,
             verify_us=int((time.perf_counter() - started) * 1e6),
-            audits=audits_of(done.decided, [judging.rule for judging in judgings], done.decided_trees),
+            audits=audits_of(done.decided, [judging.rule for judging in judgings], done.shaped),
             drafted=own.blocks,
             has_head_failed=own.has_failed,
             head_s=own.seconds,

@@ -1,0 +1,1 @@
+"""Token trees: several continuations of one text, in one block."""
