@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwire.method.devices import upload
-from draftwire.models.decoder import Decoder
+from draftwire.models.decoder import Decoder, DraftingDecoder
 from draftwire.models.kv_cache import CachedSequence, KvCache, slots_between
-from draftwire.models.kv_storage import KvStorage
+from draftwire.models.kv_storage import KvStorage, StoredFeatures
 from draftwire.models.packing import Segment, pack
-from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.static_steps import StaticSteps
-from draftwire.models.taps import FeatureSource, SlotFeatures
 
 IdRows = Sequence[int] | Tensor
 """Token ids of a step: on the host, or `[num_tokens] int64` on the model's device."""
@@ -166,8 +164,8 @@ class CachedModel:
         decoder: Decoder,
         cache_tokens: int,
         is_static: bool = False,
-        drafting: LayerParallelDecoder | None = None,
-        features: FeatureSource | None = None,
+        drafting: DraftingDecoder | None = None,
+        features: Callable[[int], StoredFeatures] | None = None,
     ) -> None:
         """Starts with an empty cache.
 
@@ -177,15 +175,15 @@ class CachedModel:
             is_static: whether steps of a few tokens per sequence are padded to recurring shapes, and replayed by CUDA
                 graphs if the decoder is on a GPU.
             drafting: computes `extend` with the same weights, approximately; by default `decoder` does.
-            features: what is kept of each token's hidden states; None keeps nothing. Not with `drafting`, which has no
-                exact ones.
+            features: returns room for what is kept of the hidden states of so many tokens, as `FeatureSource` does;
+                None keeps nothing. Not with `drafting`, which has no exact ones.
         """
         assert drafting is None or features is None, "approximate passes have no features"
         self.vocab_size = decoder.vocab_size
         self.device = decoder.device
         self.extends_exactly = drafting is None or not drafting.is_approximate
         self.is_static = is_static
-        self._decoder, self._drafting, self._source = decoder, drafting, features
+        self._decoder, self._drafting, self._make_features = decoder, drafting, features
         self.resize(cache_tokens)
 
     @property
@@ -202,8 +200,8 @@ class CachedModel:
         """
         drafting = self._drafting
         self.cache = KvCache(cache_tokens)
-        tap = SlotFeatures(self._source, self.cache.num_slots) if self._source else None
-        self._storage = KvStorage(self.cache.num_slots, drafting.stacks if drafting else (), tap)
+        features = self._make_features(self.cache.num_slots) if self._make_features else None
+        self._storage = KvStorage(self.cache.num_slots, drafting.stacks if drafting else (), features=features)
         self._exact = _Runner(self._decoder, self._storage, self.is_static)
         self._fuzzy = _Runner(drafting, self._storage, self.is_static) if drafting else self._exact
 

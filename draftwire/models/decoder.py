@@ -52,6 +52,18 @@ class Decoder(Protocol):
         """
 
 
+class DraftingDecoder(Decoder, Protocol):
+    """A decoder that computes the forward passes of drafts with the weights of another, perhaps approximately."""
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether any result differs from the other's."""
+
+    @property
+    def stacks(self) -> list[tuple[int, ...]]:
+        """Layers whose keys and values have to be contiguous in the storage."""
+
+
 class TransformersDecoder:
     """Decoder for any causal language model of transformers whose attention can be replaced."""
 
