@@ -29,7 +29,8 @@ from draftwire.method.quantization import Quantization
 from draftwire.method.randomness import exponentials, uniforms
 from draftwire.method.sampling import probabilities
 from draftwire.method.token_tree import ROOT, TokenTree
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import KeyedNoise
 from draftwire.verification.tree_choice import TREE_RULES

@@ -28,8 +28,9 @@ from draftwire.errors import DraftwireError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import Role, derive_key
 from draftwire.method.token_tree import TokenTree
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
 from tools.synth.synthesis import build_target
 

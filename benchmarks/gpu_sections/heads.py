@@ -14,9 +14,10 @@ from benchmarks.gpu_sections.timer import Timer
 from draftwire.drafting.heads.draft_head import DraftHead, PairReading
 from draftwire.drafting.heads.head_formats import TargetFacts, required_shapes, shape_of
 from draftwire.drafting.heads.head_loading import build_head
-from draftwire.models.cached_model import CachedModel, FeatureSpan, Reading
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.sequence_model import FeatureSpan, Reading
 from draftwire.models.taps import FeatureSource
 from tools.synth.synthesis import ModelShape, build_target
 

@@ -18,8 +18,9 @@ from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Drafting, DraftRequest
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import KEY_BYTES
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
 from tools.synth.synthesis import build_target
 

@@ -12,7 +12,7 @@ from draftwire.engine.cache_sizing import count_of, fitter_of, size_while_loadin
 from draftwire.engine.model_settings import refuse_settings_of_weights, size_without_memory
 from draftwire.errors import InvalidRequestError
 from draftwire.method.devices import prepare
-from draftwire.models.cached_model import CachedModel, DraftModel, SequenceModel
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.card import ModelCard
 from draftwire.models.decoder import Decoder, check_decoder, decoder_of
 from draftwire.models.huge_pages import LEAST_TOTAL_BYTES, resident_bytes, use_huge_pages
@@ -22,6 +22,7 @@ from draftwire.models.parallel.layer_groups import LayerParallelism, written
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.script import Script, is_scripted
 from draftwire.models.scripted import ScriptedTarget
+from draftwire.models.sequence_model import DraftModel, SequenceModel
 from draftwire.models.taps import FeatureSource
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 

@@ -17,8 +17,8 @@ from draftwire.method.devices import upload
 from draftwire.method.distributions import DraftRows
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.sampling import TokenEdits
-from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.sequence_model import Reading, SequenceModel
 from draftwire.requests.automaton import Automaton, BlockMasks
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart
 from draftwire.requests.parameters import SamplingParams

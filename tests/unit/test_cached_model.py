@@ -16,12 +16,13 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.models import packing
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, blocks_for, slots_of
 from draftwire.models.kv_storage import KvStorage
-from draftwire.models.packing import Segment, pack
+from draftwire.models.packing import pack
 from draftwire.models.paged_attention import AttentionShape, PackedStep
+from draftwire.models.sequence_model import Reading, Segment
 
 torch.set_num_threads(1)
 

@@ -15,9 +15,10 @@ from draftwire.method.distributions import DenseRows
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.method.token_tree import TokenTree
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.automaton import BlockMasks
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams

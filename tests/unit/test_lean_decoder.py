@@ -24,10 +24,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models import linear
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import TransformersDecoder, decoder_of
 from draftwire.models.lean_decoder import LeanDecoder, Norm, why_not_lean
 from draftwire.models.linear import Linear
+from draftwire.models.sequence_model import Reading
 from draftwire.models.static_steps import StaticSteps, StepShape
 
 torch.set_num_threads(1)

@@ -27,12 +27,11 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
 from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
-from draftwire.models.cached_model import CachedModel, FeatureSpan, Reading
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import load_model
-from draftwire.models.packing import Segment
 from draftwire.models.parallel import sharded_loading
 from draftwire.models.parallel.layer_groups import LayerParallelism
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
@@ -52,6 +51,7 @@ from draftwire.models.parallel.step_plan import (
     encode,
 )
 from draftwire.models.parallel.tensor_parallel import ParallelModel, check_divides, follow
+from draftwire.models.sequence_model import FeatureSpan, Reading, Segment
 from draftwire.models.taps import FeatureSource
 
 torch.set_num_threads(1)

@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.models.cached_model import CachedModel, FeatureModel, FeatureSpan, Reading
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import Decoder, decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
 from draftwire.models.lean_model import FAMILY
+from draftwire.models.sequence_model import FeatureModel, FeatureSpan, Reading
 from draftwire.models.tapped_pass import features_and_logits
 from draftwire.models.taps import FeatureSource, check_taps
 

@@ -12,7 +12,7 @@ from test_target import KEY, VOCAB_SIZE, fresh_model, random_ids
 from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.draw_key import DrawKey
-from draftwire.models.cached_model import Reading
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.automaton import BlockMasks
 from draftwire.requests.logprobs import LogprobsRequest
 from draftwire.requests.parameters import SamplingParams

@@ -18,7 +18,6 @@ from typing_extensions import override
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel, IdRows
 from draftwire.models.decoder import Decoder
-from draftwire.models.packing import Segment
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.parallel.process_group import ProcessGroup
 from draftwire.models.parallel.step_plan import (
@@ -31,6 +30,7 @@ from draftwire.models.parallel.step_plan import (
     Stop,
     host_ids,
 )
+from draftwire.models.sequence_model import Segment
 from draftwire.models.taps import FeatureSource
 
 

@@ -45,12 +45,12 @@ from draftwire.method.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.models.cached_model import FeatureModel
 from draftwire.models.card import ModelCard, path_of
 from draftwire.models.decoder import Decoder
 from draftwire.models.description import DRAFT_AHEAD, FEATURES, HELD_BLOCKS, ISSUED_IDENTITIES, ModelDescription
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.script import is_scripted
+from draftwire.models.sequence_model import FeatureModel
 from draftwire.models.taps import check_taps
 from draftwire.options.structured_output.form_compiler_pool import FormCompilerPool
 from draftwire.requests.automaton import Automaton

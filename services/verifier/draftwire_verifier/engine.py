@@ -16,9 +16,9 @@ from draftwire.method.feature_format import FeatureEncoding
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import ReceivedBlock
 from draftwire.method.sampling import TokenEdits
-from draftwire.models.cached_model import FeatureModel, FeatureSpan, SequenceModel
 from draftwire.models.feature_encoding import encode_rows
 from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.sequence_model import FeatureModel, FeatureSpan, SequenceModel
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import rule_named
 from draftwire.verification.deciding import Judgement
