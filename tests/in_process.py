@@ -22,6 +22,7 @@ import typer
 
 from draftwire.cli.local_stack import OnLog
 from draftwire.cli.options import SERVICES, build, serve_command
+from draftwire.engine.target_session import Step, StepResult
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.runtime import logging as service_logging
 from draftwire.runtime.service import Running, Service, start
@@ -29,7 +30,6 @@ from draftwire.runtime.status import root_cause
 from draftwire_drafter.server import make_service as make_drafter
 from draftwire_gateway.server import make_service as make_gateway
 from draftwire_verifier.engine import TargetEngine
-from draftwire_verifier.scheduler import Step, StepResult
 from draftwire_verifier.server import make_service as make_verifier
 
 Result = TypeVar("Result")

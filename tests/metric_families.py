@@ -7,13 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from draftwire.engine.admission import Room
+from draftwire.options.ahead.held_blocks import HeldTally
 from draftwire.runtime.metrics import ServiceMetrics
 from draftwire_drafter.metrics import DrafterMetrics
 from draftwire_gateway.metrics import GatewayMetrics
 from draftwire_gateway.peers.discovery import SourceStatus
-from draftwire_verifier.gathering import Gathering
-from draftwire_verifier.held_blocks import HeldTally
-from draftwire_verifier.idle import IdleWatch
+from draftwire_verifier.draft_waits import DraftWaits
 from draftwire_verifier.metrics import VerifierMetrics
 
 OF_PROCESS = "process_"
@@ -60,11 +59,6 @@ IDLE = SimpleNamespace(
     dropped={},
     prefix_tokens={},
     room=Room(1, 16),
-    draft_wait_s=0.0,
-    held=HeldTally(),
-    idle=IdleWatch(),
-    gathering=Gathering(),
-    clock=float,
 )
 """A scheduler without work."""
 
@@ -105,7 +99,7 @@ def metrics_of(service: str) -> ServiceMetrics:
     engine.watch_certificates(dict)
     engine.watch(IDLE, "model")
     if isinstance(engine, VerifierMetrics):
-        engine.watch_waits(IDLE)
+        engine.watch_waits(DraftWaits(float), HeldTally())
     return engine
 
 

@@ -7,7 +7,6 @@ from functools import partial
 import structlog
 import torch
 
-from draftwire.drafting.heads.draft_head import FeatureUser
 from draftwire.engine.memory import CpuMeter, FreeMemory, GpuMeter, MemoryMeter
 from draftwire.engine.model_settings import num_tree_tokens
 from draftwire.engine.prefill import LARGEST_CHUNK
@@ -15,6 +14,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.card import ModelCard
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
+from draftwire.models.taps import FeatureSource
 from draftwire.runtime.settings import AUTO, EngineSettings
 
 log = structlog.get_logger()
@@ -32,6 +32,18 @@ class CacheSize:
 
     num_tokens: int
     bound: str
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureUser:
+    """Reads features of a target: a head beside it, or the fusion of one elsewhere."""
+
+    source: FeatureSource
+    """Features that the target keeps for it."""
+    token_bytes: int
+    """Bytes that its own cache stores of a token."""
+    resize: Callable[[int], None]
+    """Gives its cache room for so many tokens, if it has one. No sequence is open."""
 
 
 def cache_size(free: FreeMemory, token_bytes: int, layer_bytes: int, most_tokens: int) -> CacheSize:

@@ -7,8 +7,7 @@ from functools import partial
 import structlog
 import torch
 
-from draftwire.drafting.heads.draft_head import FeatureUser
-from draftwire.engine.cache_sizing import count_of, fitter_of, size_while_loading
+from draftwire.engine.cache_sizing import FeatureUser, count_of, fitter_of, size_while_loading
 from draftwire.engine.model_settings import refuse_settings_of_weights, size_without_memory
 from draftwire.errors import InvalidRequestError
 from draftwire.method.devices import prepare
@@ -23,7 +22,6 @@ from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.script import Script, is_scripted
 from draftwire.models.scripted import ScriptedTarget
 from draftwire.models.sequence_model import DraftModel, SequenceModel
-from draftwire.models.taps import FeatureSource
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 
 log = structlog.get_logger()
@@ -38,8 +36,6 @@ class LoadedTarget:
     fit: Callable[[], int] | None = None
     """Gives the KV cache the size that fits, and returns it, once the largest step has been run; None if its size is
     set."""
-    head: FeatureUser | None = None
-    """Drafts beside the model or elsewhere, from the features that the model keeps; None if nothing does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,7 @@ def load_target(settings: ModelSettings, engine: EngineSettings, make_head: Make
         num_tokens = size_without_memory(engine, script.context_length)
         return LoadedTarget(script.card(), ScriptedTarget(script, num_tokens))
     loaded = _load(settings, engine, make_head=make_head)
-    return LoadedTarget(loaded.card, loaded.model, loaded.fit, loaded.head)
+    return LoadedTarget(loaded.card, loaded.model, loaded.fit)
 
 
 def load_draft_model(
@@ -96,7 +92,6 @@ class _Loaded:
     model: CachedModel
     fit: Callable[[], int] | None
     """Sizes its cache; None if the size is set."""
-    head: FeatureUser | None
 
 
 def _load(
@@ -122,10 +117,9 @@ def _load(
     drafting = None
     if layers is not None and layers.is_parallel:
         drafting = _layer_parallel(decoder, layers.parallelism, reason)
-    features = None if head is None else FeatureSource(head.config.taps, head.fuse)
-    model = CachedModel(decoder, size_while_loading(engine), is_static, drafting, features)
+    model = CachedModel(decoder, size_while_loading(engine), is_static, drafting, None if head is None else head.source)
     count = count_of(fitter, loaded.card, head)
-    return _Loaded(loaded.card, model, None if count is None else partial(model.fit, count), head)
+    return _Loaded(loaded.card, model, None if count is None else partial(model.fit, count))
 
 
 def move_weights(settings: ModelSettings, device: torch.device, resident: int) -> None:

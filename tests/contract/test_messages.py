@@ -62,7 +62,7 @@ from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
 from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.statistics import Statistics
-from draftwire_verifier.core import BlockRefused
+from draftwire_verifier.drafter_peers import BlockRefused
 from draftwire_verifier.server import _event_to_proto
 from tests.trace_collector import span_context
 from tests.unit.session_specs import changed as with_changes

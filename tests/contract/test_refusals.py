@@ -23,7 +23,8 @@ from draftwire_drafter.server import DrafterServicer
 from draftwire_gateway.auth.access import Access
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.server import GatewayServicer
-from draftwire_verifier.core import BlockRefused, VerifierCore
+from draftwire_verifier.core import VerifierCore
+from draftwire_verifier.drafter_peers import BlockRefused
 from draftwire_verifier.server import VerifierServicer
 from tests.bad_inputs import (
     CASES,

@@ -14,6 +14,7 @@ from toy_heads import ToyHead
 from benchmarks.pair_simulation import round_times
 from draftwire.drafting.heads.head_drafter import HeadDrafter
 from draftwire.drafting.model_free.registry import TextDrafters
+from draftwire.options.heads.head_drafts import HeadDrafts
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire_gateway.config import LoopSettings
@@ -325,7 +326,7 @@ CASES: list[Scene] = [
         **tables(2, 3, num_drafters=0),
         length=4,
         num_draft_tokens=2,
-        network={"head": lambda model: HeadDrafter(ToyHead(VOCAB), model), "head_names": ("eagle3",)},
+        network={"head": lambda model: {"eagle3": HeadDrafts(HeadDrafter(ToyHead(VOCAB), model), VOCAB)}},
         fields={"local_strategies": ("eagle3",)},
         happens=frozenset({"guess", "whole block", "rejection"}),
     ),

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from draftwire.options.ahead.held_blocks import HeldBlocks
+from draftwire.options.heads import head_drafts
 from draftwire.verification.deciding import _Scored
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.scheduler import Scheduler as DraftScheduler
 from draftwire_gateway.session.begun_rounds import BegunRounds
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.loop import GenerationLoop
-from draftwire_verifier import head_drafts
-from draftwire_verifier.held_blocks import HeldBlocks
 
 LEAST_DEVIATION = 1e-2
 """Total variation that each mistake causes at least in its case."""

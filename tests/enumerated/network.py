@@ -28,6 +28,7 @@ from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine import engine_service
 from draftwire.engine.leases import SessionFailed
 from draftwire.engine.prefill import PrefillPacer
+from draftwire.engine.target_session import TargetSession
 from draftwire.errors import CompletionInterruptedError, UnavailableError
 from draftwire.method.rounds import (
     BlockSent,
@@ -42,6 +43,8 @@ from draftwire.method.rounds import (
     Verdict,
 )
 from draftwire.models.description import ModelDescription
+from draftwire.options.heads.head_drafts import HeadSource
+from draftwire.options.model_free.local_texts import LocalText
 from draftwire.options.structured_output.grammar_automaton import FormCompiler
 from draftwire.runtime import messages
 from draftwire.runtime.settings import EngineSettings, ModelSettings
@@ -64,11 +67,12 @@ from draftwire_gateway.speculation.pairs import Pairs
 from draftwire_gateway.text.text import TextStream
 from draftwire_verifier import core as verifier_core
 from draftwire_verifier.config import VerifierConfig
-from draftwire_verifier.core import BlockRefused, VerifierCore
+from draftwire_verifier.core import VerifierCore
+from draftwire_verifier.drafter_peers import BlockRefused
 from draftwire_verifier.drafters import Greeting
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.metrics import VerifierMetrics
-from draftwire_verifier.scheduler import TargetSession
+from draftwire_verifier.target_loader import LoadedEngine
 from tests.enumerated.tables import CACHE_TOKENS, POSITIONS, PlacedTable, Speed
 
 LETTERS = "abcd"
@@ -274,32 +278,37 @@ class VirtualVerifier(_VirtualService, VerifierCore):
 
     def _load_engine(self) -> Any:
         network = self.network
-        self._rules, self._text_drafters = dict(RULES), network.make_texts()
+        self._rules = dict(RULES)
         model = PlacedTable(network.target, network.times.target, self._torch.wait, network.bad_targets)
-        engine = TargetEngine(model, POSITIONS - 1, network.head(model))  # type: ignore[arg-type]
+        drafters = network.head(model)
+        engine = TargetEngine(model, POSITIONS - 1, drafters)  # type: ignore[arg-type]
+        texts = network.make_texts()
+        self._local = [
+            *(partial(HeadSource.open, name, partial(self.trust.may_draft, name)) for name in drafters),
+            partial(LocalText.open, texts, model.vocab_size),
+        ]
         if network.mask_us is not None:
             engine.step = partial(_step_with_masks, engine.step, network.mask_us)  # type: ignore[method-assign]
-        self._head_names = network.head_names
         described = describe("target", model.vocab_size)
         facts = {
             "capabilities": frozenset({"held_blocks", "issued_identities"}),
             "rules": tuple(map(facts_of, RULES.values())),
-            "local_strategies": (*self._head_names, *self._text_drafters.names),
+            "local_strategies": (*drafters, *texts.names),
             "max_tree_nodes": SETTINGS.max_tree_nodes,
         }
-        return SimpleNamespace(description=replace(described, **facts)), engine
+        card: Any = SimpleNamespace(description=replace(described, **facts))
+        self._loaded = LoadedEngine(card, engine, CACHE_TOKENS, drafts_by=tuple(drafters))
+        return card, engine
 
     def _make_scheduler(self, room: Any, pacer: PrefillPacer) -> Any:
         scheduler = super()._make_scheduler(room, pacer)
-        scheduler.clock = lambda: time.perf_counter()
+        scheduler.waits.clock = lambda: time.perf_counter()
         if self.network.mask_us is not None and self.network.masks_are_apart:
             scheduler.mask_maker = SlowMasks(self, self.network.mask_us)
         return scheduler
 
     async def begin(self) -> None:
         await self.start()
-        for name in self._head_names:
-            self._head = self.drafters.connect(Greeting(name, "verifier", 0))
         self.lease_id, self.outbox = self.open_lease()
         self.to_gateway = self.network.link(self.network.times.to_gateway_s)
         self.from_gateway = self.network.link(self.network.times.to_gateway_s)
@@ -470,8 +479,8 @@ class VirtualBlockLink:
         self._to_verifier = network.link(network.times.to_verifier_s)
         self._to_drafter = network.link(network.times.to_verifier_s, drafter.awake_at)
         greeting = Greeting("drafter", "host", drafter.instance_id)
-        self._record = verifier.welcome_drafter(greeting, drafter.description)
-        self._stream = verifier.open_stream(self._record, drafter.description)
+        self._record = verifier.peers.welcome(greeting, drafter.description)
+        self._stream = verifier.peers.open_stream(self._record, drafter.description)
         network.spawn(self._tell())
 
     @property
@@ -537,9 +546,8 @@ class Network:
     """Of each draft token, as far as the drafters know when they start."""
     make_texts: Callable[[], TextDrafters] = TextDrafters
     """Makes what the verifiers draft with by themselves."""
-    head: Callable[[PlacedTable], Any] = lambda _: None
-    """Makes what drafts inside the verifier."""
-    head_names: tuple[str, ...] = ()
+    head: Callable[[PlacedTable], Any] = lambda _: {}
+    """Makes what drafts inside the verifier, by name."""
     strategy: Callable[[PlacedTable], Any] = lambda model: LanguageModelDrafter(model, POSITIONS - 1)
     compiler: FormCompiler | None = None
     """Of structured output."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from draftwire.audit import AuditSums
 from draftwire.engine.admission import Room
 from draftwire.engine.prefill import PrefillPacer
+from draftwire.engine.target_session import Step, StepResult, TargetSession
 from draftwire.errors import BlockViolationError
 from draftwire.method.distributions import quantize, race
 from draftwire.method.draw_key import DrawKey
@@ -32,7 +33,7 @@ from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import Judgement, StillReading
 from draftwire_verifier import scheduler as verifying
-from draftwire_verifier.scheduler import Step, StepResult, TargetSession
+from draftwire_verifier.draft_waits import DraftWaits
 from on_vllm.models import CONTEXT_LENGTH, VOCAB_SIZE
 
 PERMIT_KEY = bytes(range(16))
@@ -85,7 +86,7 @@ class Duel:
             max_draft_tokens=8,
             room=Room(64, 16_384, 128, 9),
             pacer=pacer,
-            clock=float,
+            waits=DraftWaits(float),
         )
 
     def open(self, session_id: int, prompt: list[int], automaton: Any = None, **given: Any) -> TargetSession:

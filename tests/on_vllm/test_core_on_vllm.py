@@ -44,7 +44,7 @@ async def core() -> AsyncIterator[VerifierCore]:
     await core.start()
     core.drafters._new_id = itertools.count(DRAFTER).__next__
     for drafter_id in (DRAFTER, OTHER):
-        assert core.welcome_drafter(greet(), core.description).id == drafter_id
+        assert core.peers.welcome(greet(), core.description).id == drafter_id
     yield core
     core.stop()
 

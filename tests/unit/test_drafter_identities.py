@@ -12,6 +12,7 @@ from session_specs import target_spec
 from structlog.testing import capture_logs
 
 from draftwire.audit import AuditSums
+from draftwire.engine.target_session import Step, StepItem, StepResult, TargetSession
 from draftwire.errors import Violation, WrongRoleError
 from draftwire.method.encoding import Claim, DraftDistributions, decode
 from draftwire.method.keys import KEY_BYTES
@@ -32,7 +33,6 @@ from draftwire_verifier.drafters import (
     Drafter,
     Drafters,
 )
-from draftwire_verifier.scheduler import Step, StepItem, StepResult, TargetSession
 
 PROMPT = [1, 2, 3, 4]
 PERMIT_KEY = bytes(range(16))
@@ -151,13 +151,13 @@ def judge(core: VerifierCore, sums: AuditSums, *sessions: TargetSession) -> None
     for session in sessions:
         session.block, session.queued = None, False
         core._scheduler._ready.clear()
-    core._audit(Step(items, 0.0), StepResult([], [], [], 0, 0, audits=[sums] * len(items)))
+    core.peers.learn(Step(items, 0.0), StepResult([], [], [], 0, 0, audits=[sums] * len(items)))
     for session in sessions:
-        core._begin_round(session)
+        core.trust.begin(session)
 
 
 def connect(core: VerifierCore, **greeting: Any) -> Drafter:
-    return core.welcome_drafter(greet(**greeting), core.description)
+    return core.peers.welcome(greet(**greeting), core.description)
 
 
 def blocks_used(core: VerifierCore, drafter: Drafter, sums: AuditSums, num_blocks: int) -> int:

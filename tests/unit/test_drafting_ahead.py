@@ -35,11 +35,11 @@ from draftwire.method.rounds import (
 from draftwire.models.cached_model import appended
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import Reading
+from draftwire.options.ahead.held_blocks import HeldBlocks, HeldFate, HeldTally
 from draftwire.requests.parameters import SamplingParams
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.lookahead import Lookahead
 from draftwire_drafter.scheduler import Scheduler, Step
-from draftwire_verifier.held_blocks import HeldBlocks, HeldFate, HeldTally
 
 torch.set_num_threads(1)
 
@@ -162,9 +162,9 @@ class Holding:
     """A verifier that holds the blocks of one session, and whose rounds end as they are told."""
 
     def __init__(self, rig: Rig, text: Text, most: int) -> None:
-        self.rig, self.text, self.most = rig, text, most
+        self.rig, self.text = rig, text
         self.tally = HeldTally()
-        self.held = HeldBlocks(self.tally)
+        self.held = HeldBlocks(self.tally, most)
         self.num_seen = 0
         self.largest = 0
 
@@ -173,7 +173,7 @@ class Holding:
         for block in self.rig.sent[self.num_seen :]:
             if block.fence.round > self.text.round:
                 (draft,) = decode([Claim(block.token_ids, block.distributions)], VOCAB)
-                self.held.add(ReceivedBlock(block.fence, block.token_ids, draft, True, 1, is_ahead=True), self.most)
+                self.held.add(ReceivedBlock(block.fence, block.token_ids, draft, True, 1, is_ahead=True))
         self.num_seen = len(self.rig.sent)
         self.largest = max(self.largest, len(self.held))
 

@@ -20,6 +20,7 @@ from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.engine.admission import Room
 from draftwire.engine.prefill import SMALLEST_CHUNK
+from draftwire.engine.target_session import REPORTED_CHUNK, StepResult, TargetSession
 from draftwire.method.distributions import rows_of
 from draftwire.method.encoding import Claim, decode, decode_one, encode_dense
 from draftwire.method.keys import KEY_BYTES
@@ -49,7 +50,6 @@ from draftwire_drafter import scheduler as drafting
 from draftwire_drafter.engine import DraftEngine
 from draftwire_verifier import scheduler as verifying
 from draftwire_verifier.engine import TargetEngine
-from draftwire_verifier.scheduler import REPORTED_CHUNK
 
 CACHE_TOKENS = 2048
 CERTAIN = Script(acceptance=(1.0,))
@@ -71,7 +71,7 @@ class Verifier:
             context_length=context, vocab_size=script.vocab_size, max_draft_tokens=8, room=room, pacer=pacer
         )
 
-    def open(self, session_id: int = 1, token_ids: list[int] | None = None, **changes: Any) -> verifying.TargetSession:
+    def open(self, session_id: int = 1, token_ids: list[int] | None = None, **changes: Any) -> TargetSession:
         ids = PROMPT if token_ids is None else token_ids
         given = {"plain_rounds": 1, "max_len": len(ids) + 100, "rule": "block"} | changes
         spec = target_spec(
@@ -96,7 +96,7 @@ class Verifier:
         self.engine.forget(session.key)
         self.check()
 
-    def steps(self, limit: int = 99) -> Iterator[tuple[verifying.StepResult, list[verifying.Completed]]]:
+    def steps(self, limit: int = 99) -> Iterator[tuple[StepResult, list[verifying.Completed]]]:
         for _ in range(limit):
             while (step := self.scheduler.next_step()) is None and self.scheduler.holds_for_s is not None:
                 time.sleep(self.scheduler.holds_for_s)
@@ -109,7 +109,7 @@ class Verifier:
     def run(self) -> list[verifying.Completed]:
         return [completed for _, told in self.steps() for completed in told]
 
-    def offer(self, session: verifying.TargetSession, token_ids: list[int], vocab_size: int = 320) -> None:
+    def offer(self, session: TargetSession, token_ids: list[int], vocab_size: int = 320) -> None:
         rows = torch.zeros(len(token_ids), vocab_size)
         for row, token in zip(rows, token_ids, strict=True):
             row[token] = 1.0

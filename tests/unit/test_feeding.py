@@ -16,6 +16,7 @@ from tiny_heads import EAGLE3, MEDUSA, save_tiny_head
 from tiny_models import save_spelling_model
 
 from draftwire.drafting.heads.head_loading import load_fusion
+from draftwire.engine.target_session import TargetSession
 from draftwire.errors import InvalidRequestError, ProtocolViolationError
 from draftwire.method.feature_format import FeatureEncoding
 from draftwire.method.features import FeatureRequest, SessionFeatures
@@ -31,9 +32,9 @@ from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire.v1 import verifier_pb2, verifier_pb2_grpc
 from draftwire_verifier.config import HeadSettings, TargetEngineSettings, VerifierConfig
 from draftwire_verifier.core import VerifierCore
-from draftwire_verifier.drafters import Greeting
-from draftwire_verifier.feeding import MAX_TOLD, DrafterStream, FeaturePart
-from draftwire_verifier.scheduler import TargetSession
+from draftwire_verifier.drafter_peers import MAX_TOLD, DrafterStream
+from draftwire_verifier.drafters import Drafter, Greeting
+from draftwire_verifier.feature_feeds import FeatureFeeds, FeaturePart, encoded_features
 from draftwire_verifier.server import VerifierServicer
 
 TOKENS = ["a", "b", "ab", "c", "<e>"]
@@ -67,9 +68,26 @@ async def core(target: Path, head: Path) -> AsyncIterator[VerifierCore]:
     core.stop()
 
 
+def feeds_of(core: VerifierCore) -> FeatureFeeds:
+    assert core.feeds is not None, "features are kept"
+    return core.feeds
+
+
+def is_due(core: VerifierCore, session: TargetSession) -> bool:
+    feed = feeds_of(core).feed_of(session)
+    assert feed is not None, "it was asked for"
+    return feed.is_due
+
+
 def open_stream(core: VerifierCore, encoding: FeatureEncoding = FeatureEncoding.FLOAT32) -> DrafterStream:
-    drafter = core.welcome_drafter(Greeting("small", "host", 1), core.description, core._features_of)
-    return core.open_stream(drafter, replace(core.description, capabilities=frozenset()), encoding)
+    drafter = core.peers.welcome(Greeting("small", "host", 1), core.description, core.peers.features_of)
+    return open_again(core, drafter, encoding)
+
+
+def open_again(core: VerifierCore, drafter: Drafter, encoding: FeatureEncoding | None) -> DrafterStream:
+    stream = core.peers.open_stream(drafter, replace(core.description, capabilities=frozenset()), encoding)
+    feeds_of(core).resume(stream)
+    return stream
 
 
 def open_session(core: VerifierCore, session_id: int = 1, **changes: Any) -> TargetSession:
@@ -91,7 +109,7 @@ def advance(core: VerifierCore) -> int:
 
 def ask(core: VerifierCore, stream: DrafterStream, number: int = 0, **changes: Any) -> None:
     permit = Permit.make(KEY, number, stream.drafter.id)
-    core.request_features(stream, [FeatureRequest(**{"session_id": 1, "epoch": 0, "permit": permit, **changes})])
+    feeds_of(core).request(stream, [FeatureRequest(**{"session_id": 1, "epoch": 0, "permit": permit, **changes})])
 
 
 async def sent(core: VerifierCore, stream: DrafterStream) -> dict[int, torch.Tensor]:
@@ -99,7 +117,7 @@ async def sent(core: VerifierCore, stream: DrafterStream) -> dict[int, torch.Ten
     rows: dict[int, torch.Tensor] = {}
     while stream.outbox._items:
         keys = await asyncio.wait_for(stream.outbox.take_all(), 5.0)
-        for features in await core.take_features(stream, keys):  # type: ignore[arg-type]
+        for features in await feeds_of(core).take(stream, keys):  # type: ignore[arg-type]
             assert stream.encoding is not None
             part = decode_rows(features.rows, features.scales, features.num_positions, stream.encoding)
             assert not rows or features.first_position == max(rows) + 1, "in order, none twice"
@@ -108,7 +126,7 @@ async def sent(core: VerifierCore, stream: DrafterStream) -> dict[int, torch.Ten
 
 
 def kept(core: VerifierCore, session: TargetSession, start: int, stop: int) -> list[torch.Tensor]:
-    sequence = core._engine._sequences[session.key]  # type: ignore[attr-defined]
+    sequence = core._engine.sequences[session.key]  # type: ignore[attr-defined]
     return list(core._engine.model.features([FeatureSpan(sequence, start, stop)]))  # type: ignore[attr-defined]
 
 
@@ -134,11 +152,11 @@ async def test_features_are_sent_as_the_target_reads_and_as_far_as_requested(cor
 
 
 async def test_long_texts_are_sent_in_parts(core: VerifierCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftwire_verifier.feeding.MOST_BYTES", 7 * SIZE * 4)
+    monkeypatch.setattr("draftwire_verifier.feature_feeds.MOST_BYTES", 7 * SIZE * 4)
     stream, session = open_stream(core), open_session(core)
     advance(core)
     ask(core, stream, limit=999, first_position=0)
-    (features,) = await core.take_features(stream, [session.key])
+    (features,) = await feeds_of(core).take(stream, [session.key])
     assert (features.first_position, features.num_positions) == (0, 7)
     assert list(await sent(core, stream)) == list(range(7, len(PROMPT)))
 
@@ -150,7 +168,7 @@ async def test_prompt_from_the_prefix_cache_has_the_features_of_a_cold_one(core:
         advance(core)
         assert (session.num_reused == 3 * BLOCK_SIZE) is (number == 2)
         permit = Permit.make(KEY, 0, stream.drafter.id)
-        core.request_features(stream, [FeatureRequest(number, 0, permit, 999, 0)])
+        feeds_of(core).request(stream, [FeatureRequest(number, 0, permit, 999, 0)])
         both.append(await sent(core, stream))
     cold, warm = both
     assert list(cold) == list(warm) == list(range(len(PROMPT)))
@@ -162,10 +180,9 @@ async def test_features_due_on_a_broken_stream_are_sent_on_the_next(core: Verifi
     first, session = open_stream(core), open_session(core)
     advance(core)
     ask(core, first, limit=999, first_position=0)
-    assert session.feed is not None, "it was asked for"
-    assert session.feed.is_due
-    core.end_stream(first)
-    again = core.open_stream(first.drafter, replace(core.description, capabilities=frozenset()), first.encoding)
+    assert is_due(core, session)
+    core.peers.end_stream(first)
+    again = open_again(core, first.drafter, first.encoding)
     assert list(await sent(core, again)) == list(range(len(PROMPT)))
 
 
@@ -174,7 +191,7 @@ async def test_another_drafter_gets_all_of_them_without_a_pass_of_the_target(cor
     advance(core)
     ask(core, first, limit=999, first_position=0)
     before = await sent(core, first)
-    core.end_stream(first)
+    core.peers.end_stream(first)
     ask(core, second, number=1, limit=999, first_position=0)
     assert advance(core) == 0
     after = await sent(core, second)
@@ -199,7 +216,7 @@ async def test_nobody_without_a_permit_gets_features(core: VerifierCore) -> None
         FeatureRequest(2, 0, Permit.make(KEY, 0, stream.drafter.id), 999, 0),
         FeatureRequest(1, 0, Permit.make(KEY, 0, stream.drafter.id), 999),
     ):
-        core.request_features(stream, [request])
+        feeds_of(core).request(stream, [request])
         assert await sent(core, stream) == {}
     ask(core, stream, limit=999, first_position=0)
     core._scheduler.end_speculation(session)
@@ -215,11 +232,11 @@ async def test_quarantined_drafter_is_refused_features_once_in_a_session(
     stream, session = open_stream(core), open_session(core)
     advance(core)
     events: list[Any] = []
-    monkeypatch.setattr(core._leases, "send", lambda lease_id, event: events.append(event))
+    monkeypatch.setattr(core.peers, "_refuse", lambda lease_id, event: events.append(event))
     monkeypatch.setattr(stream.drafter.audit, "alarm", SimpleNamespace(message="2 of 3"))
     for _ in range(3):
         ask(core, stream, limit=999, first_position=0)
-    assert session.feed is None
+    assert feeds_of(core).feed_of(session) is None
     assert await sent(core, stream) == {}
     (refused,) = events
     assert (refused.session_id, refused.permit_number, refused.quarantined_drafter_id) == (1, 0, stream.drafter.id)
@@ -236,18 +253,18 @@ async def test_features_of_many_sessions_are_taken_together(
     advance(core)
     for session in sessions:
         permit = Permit.make(KEY, 0, stream.drafter.id)
-        core.request_features(stream, [FeatureRequest(*session.key, permit, 999, len(PROMPT) - 3)])
-    monkeypatch.setattr("draftwire_verifier.feeding.MOST_BYTES", 10 * row_bytes)
-    sizes, run = [], core._engine.features  # type: ignore[attr-defined]
+        feeds_of(core).request(stream, [FeatureRequest(*session.key, permit, 999, len(PROMPT) - 3)])
+    monkeypatch.setattr("draftwire_verifier.feature_feeds.MOST_BYTES", 10 * row_bytes)
+    sizes = []
 
-    def features(parts: list[FeaturePart], encoding: FeatureEncoding) -> Any:
+    def features(engine: Any, parts: list[FeaturePart], encoding: FeatureEncoding) -> Any:
         sizes.append([part.stop - part.start for part in parts])
-        return run(parts, encoding)
+        return encoded_features(engine, parts, encoding)
 
-    monkeypatch.setattr(core._engine, "features", features)
+    monkeypatch.setattr("draftwire_verifier.feature_feeds.encoded_features", features)
     parts: list[SessionFeatures] = []
     while stream.outbox._items:
-        parts += await core.take_features(stream, await stream.outbox.take_all())  # type: ignore[arg-type]
+        parts += await feeds_of(core).take(stream, await stream.outbox.take_all())  # type: ignore[arg-type]
     assert sizes == [[3, 3, 3, 1], [3, 3, 2]]
     for session in sessions:
         found = [part for part in parts if part.session_id == session.key[0]]
@@ -270,10 +287,9 @@ async def test_nothing_is_kept_for_a_drafter_that_reads_slowly(core: VerifierCor
     for key in range(MAX_TOLD):
         stream.outbox.put((key, 0))
     ask(core, stream, limit=999, first_position=0)
-    assert session.feed is not None
-    assert not session.feed.is_due, "there is no room: it is offered again"
+    assert not is_due(core, session), "there is no room: it is offered again"
     stream.outbox._items.clear()
-    core._offer_features(session)
+    feeds_of(core).offer(session)
     assert stream.outbox._items == [session.key]
 
 
@@ -281,7 +297,7 @@ async def test_session_that_closes_or_restarts_while_rows_are_read_sends_none(co
     stream, session = open_stream(core), open_session(core)
     advance(core)
     ask(core, stream, limit=999, first_position=0)
-    taking = asyncio.create_task(core.take_features(stream, [session.key]))
+    taking = asyncio.create_task(feeds_of(core).take(stream, [session.key]))
     await asyncio.sleep(0)
     ask(core, stream, limit=999, first_position=20)
     assert await taking == []
@@ -308,8 +324,7 @@ async def test_stream_whose_writer_fails_ends_with_a_status_and_is_logged(
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(core), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    assert core._features_of is not None
-    source = messages.feature_source_to_proto(core._features_of, FeatureEncoding.FLOAT32)
+    source = messages.feature_source_to_proto(core.peers.features_of, FeatureEncoding.FLOAT32)
     hello = verifier_pb2.DrafterHello(model=messages.model_to_proto(core.description), instance_id=1, features=source)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(10.0):
         call = verifier_pb2_grpc.VerifierServiceStub(channel).PushDraftBlocks()
@@ -326,7 +341,7 @@ async def test_stream_whose_writer_fails_ends_with_a_status_and_is_logged(
     drafter = core.drafters.get(welcome.identity.drafter_id)
     assert drafter is not None
     assert drafter.num_streams == 0
-    assert not core._streams
+    assert not core.peers.streams
 
 
 async def test_verifier_with_a_head_of_its_own_sends_its_features_too(target: Path, head: Path) -> None:
@@ -347,9 +362,9 @@ async def test_drafter_with_another_head_is_refused_in_words(
     core: VerifierCore, target: Path, head: Path, tmp_path: Path
 ) -> None:
     other = load_fusion(save_tiny_head(tmp_path / "other", target, seed=1), target)
-    assert load_fusion(head, target).fingerprint == core._features_of != other.fingerprint
+    assert load_fusion(head, target).fingerprint == core.peers.features_of != other.fingerprint
     with pytest.raises(ProtocolViolationError, match="no features are kept here for the head of drafter"):
-        core.welcome_drafter(Greeting("small", "host", 1), core.description, other.fingerprint)
+        core.peers.welcome(Greeting("small", "host", 1), core.description, other.fingerprint)
     medusa = [load_fusion(save_tiny_head(tmp_path / str(seed), target, MEDUSA, seed), target) for seed in (0, 1)]
     assert medusa[0].fingerprint == medusa[1].fingerprint, "both read the target's own last states"
 

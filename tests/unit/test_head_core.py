@@ -11,6 +11,7 @@ from tiny_heads import EAGLE3, MEDUSA, MTP, save_tiny_head, save_tiny_mimo
 from tiny_models import save_spelling_model, save_tiny_model
 
 from draftwire.audit import AuditSums
+from draftwire.engine.target_session import TargetSession
 from draftwire.errors import InvalidRequestError
 from draftwire.method.rounds import LocalDraft, PlainRun, Verdict
 from draftwire.requests.parameters import SamplingParams
@@ -18,7 +19,6 @@ from draftwire.requests.structured_output import StructuredOutput
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire_verifier.config import HeadSettings, TargetEngineSettings, VerifierConfig
 from draftwire_verifier.core import VerifierCore
-from draftwire_verifier.scheduler import TargetSession
 from tests.dishonest_drafter import argmax
 
 TOKENS = ["a", "b", "ab", "c", "<e>"]
@@ -54,7 +54,7 @@ def decide(core: VerifierCore) -> list[Verdict]:
     while (step := scheduler.next_step()) is not None:
         result = core._engine.step(step)
         verdicts += [event for _, event in scheduler.complete(step, result) if isinstance(event, Verdict)]
-        core._audit(step, result)
+        core.peers.learn(step, result)
     return verdicts
 
 
@@ -97,7 +97,7 @@ async def test_drafts_of_a_head_keep_to_the_form_of_the_text(target: Path, heads
     while (step := core._scheduler.next_step()) is not None:
         generated = session.committed.ids[len(PROMPT) :]
         result = core._engine.step(step)
-        for block in filter(None, result.drafted):
+        for block in filter(None, result.drafted.values()):
             num_drafted += len(block.token_ids)
             ids = generated + block.token_ids
             is_ended = STOP in ids
@@ -157,7 +157,7 @@ async def test_audit_finds_a_head_of_likeliest_tokens_and_no_honest_one(
             core._engine.forget(session.key)
     (record,) = core.drafters
     assert record.audit.total.num_positions > 100
-    assert core._scheduler.is_head_trusted is not lies
+    assert core.trust.may_draft(EAGLE3) is not lies
     core.stop()
 
 
@@ -186,7 +186,7 @@ async def test_head_for_another_target_and_a_target_without_states_are_refused(
 ) -> None:
     other = save_tiny_model(tmp_path / "other", 7)
     with monkeypatch.context() as patched:  # before the target is loaded, which may take minutes
-        patched.setattr("draftwire_verifier.core.load_target", lambda *_: pytest.fail("the target was loaded"))
+        patched.setattr("draftwire_verifier.target_loader.load_target", lambda *_: pytest.fail("the target was loaded"))
         assert "vocabulary of 5 tokens, and its target has 7" in await refused(config_of(other, heads[EAGLE3]))
     assert "has no config.json" in await refused(config_of(other, tmp_path / "nothing"))
     scripted = VerifierConfig(ModelSettings("scripted:"), heads=HeadSettings(str(heads[EAGLE3])))

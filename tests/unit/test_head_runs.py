@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from tiny_models import tiny_network
 from toy_heads import ToyHead, without_rows
 
 from draftwire.drafting.heads.head_drafter import HeadDrafter
+from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.admission import Room
 from draftwire.engine.prefill import PrefillPacer
+from draftwire.engine.target_session import NO_DRAFTER, Step, StepResult, TargetSession
 from draftwire.errors import InvalidRequestError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import KEY_BYTES, Role, derive_key, local_drafting_key
@@ -24,11 +27,12 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.taps import FeatureSource
+from draftwire.options.heads.head_drafts import HeadDrafts, HeadSource
+from draftwire.options.model_free.local_texts import LocalText
 from draftwire.requests.automaton import Automaton
 from draftwire.requests.parameters import SamplingParams
 from draftwire_verifier.engine import TargetEngine
-from draftwire_verifier.local_drafts import NO_DRAFTER
-from draftwire_verifier.scheduler import Scheduler, Step, StepResult, TargetSession
+from draftwire_verifier.scheduler import Scheduler
 
 torch.set_num_threads(1)
 
@@ -46,20 +50,26 @@ class Verifier:
     decoder: str = "lean"
     is_static: bool = False
     head: ToyHead = field(default_factory=lambda: ToyHead(VOCAB_SIZE))
+    is_trusted: bool = True
     steps: list[tuple[Step, StepResult]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         source = FeatureSource(self.head.config.taps, self.head.fuse)
         runs = decoder_of(tiny_network("llama", VOCAB_SIZE), self.decoder)
         self.model = CachedModel(runs, CACHE_TOKENS, self.is_static, features=source)
-        self.engine = TargetEngine(self.model, CACHE_TOKENS, HeadDrafter(self.head, self.model))
+        self.engine = TargetEngine(
+            self.model, CACHE_TOKENS, {HEAD: HeadDrafts(HeadDrafter(self.head, self.model), VOCAB_SIZE)}
+        )
         self.scheduler = Scheduler(
             context_length=CACHE_TOKENS,
             vocab_size=VOCAB_SIZE,
             max_draft_tokens=8,
             room=Room(8, CACHE_TOKENS),
             pacer=PrefillPacer(1e-9),
-            head=HEAD,
+            local=[
+                partial(HeadSource.open, HEAD, lambda: self.is_trusted),
+                partial(LocalText.open, TextDrafters(), VOCAB_SIZE),
+            ],
         )
 
     def open(
@@ -159,10 +169,10 @@ def test_round_that_reads_the_prompt_is_plain_and_later_ones_are_drafted() -> No
     assert second.verify_us == verifier.steps[1][1].verify_us - second.timings.draft_us
     assert (third.num_draft_tokens, third.plain_rounds_left) == (3, 0)
     _, result = verifier.steps[-1]
-    (block,) = result.drafted
+    (block,) = result.drafted.values()
     assert block is not None
     assert (block.fence, block.drafter_id) == (third.fence, NO_DRAFTER)
-    assert result.head_s > 0.0
+    assert result.draft_s > 0.0
     assert result.audits[0] is not None, "what was drawn is audited against what is declared"
     assert result.audits[0].num_positions == 3
 
@@ -263,7 +273,7 @@ def test_prompt_from_the_prefix_cache_gives_the_drafts_of_a_cold_one() -> None:
         verifier.decide()
         verifier.run(session, 3)
         verifier.decide()
-        drafts.append([result.drafted[0].token_ids for _, result in verifier.steps if result.drafted[0]])
+        drafts.append([block.token_ids for _, result in verifier.steps for block in result.drafted.values() if block])
         assert (session.num_reused == 3 * BLOCK_SIZE) is (session_id == 2)
         verifier.steps.clear()
     assert drafts[0] == drafts[1]
@@ -316,7 +326,7 @@ def test_head_without_finite_logits_costs_the_draft_and_not_the_round(monkeypatc
 def test_head_that_is_not_trusted_any_more_drafts_nothing() -> None:
     verifier = Verifier()
     session = verifier.opened()
-    verifier.scheduler.is_head_trusted = False
+    verifier.is_trusted = False
     verifier.run(session, 2)
     assert [verdict.num_draft_tokens for verdict in verifier.decide()] == [0, 0]
 
@@ -376,7 +386,7 @@ def test_what_a_head_would_have_drafted_is_not_watched() -> None:
     session = verifier.open(watched=LocalDraft(HEAD, 3))
     (verdict,) = verifier.decide()
     assert verdict.watched is None
-    assert session.local is None
+    assert session.run_source is None
     assert not verifier.head.readings
 
 
@@ -403,7 +413,7 @@ def test_head_that_fails_costs_the_drafts_of_a_step_and_nothing_else(monkeypatch
     monkeypatch.setattr(ToyHead, "read", fail_twice)
     ids, verdicts = verifier.text(3, sampling=SamplingParams(0.0))
     assert ids == plain
-    assert sum(not result.drafted[0] for step, result in verifier.steps if step.items[0].num_head_tokens) == 2
+    assert sum(None in result.drafted.values() for _, result in verifier.steps) == 2
     assert any(verdict.local_strategy for verdict in verdicts[4:]), "it drafts again"
 
 
@@ -414,6 +424,6 @@ def test_time_of_the_head_is_no_time_of_the_target_for_anybody() -> None:
     verifier.run(plain, 1, 0)
     step = verifier.scheduler.next_step()
     assert step is not None
-    result = replace(verifier.engine.step(step), verify_us=9_000, head_s=0.004)
+    result = replace(verifier.engine.step(step), verify_us=9_000, draft_s=0.004)
     verdicts = [event for _, event in verifier.scheduler.complete(step, result)]
     assert [verdict.verify_us for verdict in verdicts] == [5_000] * len(step.items)

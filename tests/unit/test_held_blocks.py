@@ -20,12 +20,13 @@ from test_verifier_scheduler import (
     permit,
 )
 
+from draftwire.engine.target_session import StepItem, TargetSession
 from draftwire.errors import BlockViolationError, DraftwireError, Violation
 from draftwire.method.ahead_limits import MAX_ROUNDS_AHEAD
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import CommittedTokens, Fence, PlainRun, ReceivedBlock, Verdict
-from draftwire_verifier.held_blocks import HeldFate
-from draftwire_verifier.scheduler import Scheduler, StepItem, TargetSession
+from draftwire.options.ahead.held_blocks import HeldFate
+from draftwire_verifier.scheduler import Scheduler
 
 HELD = 3
 
@@ -35,6 +36,7 @@ class Rig:
 
     def __init__(self, **changes: Any) -> None:
         self.scheduler: Scheduler = make_scheduler()
+        self.tally = self.scheduler.hold.args[0]
         self.session: TargetSession = self.scheduler.open(make_spec(**({"max_held_blocks": HELD} | changes)), 1)
         self.engine = Engine()
         offer(self.scheduler, make_block(first_fence()))
@@ -48,7 +50,7 @@ class Rig:
     @property
     def fates(self) -> Counter[HeldFate]:
         """Blocks that were drafted ahead, by what became of them."""
-        return self.scheduler.held.fates
+        return self.tally.fates
 
     def step(self, *tokens: int) -> Verdict:
         """Has a round commit tokens, or all of its block."""
@@ -67,12 +69,12 @@ def test_block_whose_text_comes_true_is_judged_without_being_requested() -> None
     rig = Rig()
     offer(rig.scheduler, rig.ahead([10, 11, 20], token_ids=[30, 31]))
     offer(rig.scheduler, rig.ahead([10, 11, 21], token_ids=[40]))
-    assert rig.scheduler.held.num_kept == 2
+    assert rig.scheduler.num_kept == 2
     assert rig.step().next_is_held
     assert rig.session.block is not None
     assert rig.session.block.token_ids == [30, 31]
     assert rig.fates == {HeldFate.HIT: 1, HeldFate.MISSED: 1}
-    assert (len(rig.session.held), rig.scheduler.held.num_bytes) == (0, 0)
+    assert (len(rig.session.pushed), rig.tally.num_bytes) == (0, 0)
     verdict = rig.step()
     assert (verdict.token_ids, verdict.num_draft_tokens, verdict.next_is_held) == ([30, 31, 20], 2, False)
     assert rig.scheduler.next_step() is None
@@ -84,10 +86,10 @@ def test_other_text_drops_all_that_were_held_for_its_round() -> None:
     offer(rig.scheduler, rig.ahead([10, 11, 20, 5], rounds=2))
     assert not rig.step(10, 50).next_is_held
     assert rig.scheduler.next_step() is None
-    assert (rig.fates, len(rig.session.held)) == ({HeldFate.MISSED: 1}, 1), "one is for a round that is still to come"
+    assert (rig.fates, len(rig.session.pushed)) == ({HeldFate.MISSED: 1}, 1), "one is for a round that is still to come"
     offer(rig.scheduler, make_block(rig.session.fence, permit=None))
     rig.step(10, 51)
-    assert (rig.fates, len(rig.session.held)) == ({HeldFate.MISSED: 2}, 0)
+    assert (rig.fates, len(rig.session.pushed)) == ({HeldFate.MISSED: 2}, 0)
 
 
 def test_block_after_its_verdict_is_taken_or_dropped_without_violation() -> None:
@@ -112,7 +114,7 @@ def test_held_bytes_and_wasted_tokens_are_told() -> None:
     assert right.num_bytes > wrong.num_bytes > 8, "tokens and distributions"
     for block in (right, wrong, later):
         offer(rig.scheduler, block)
-    assert rig.scheduler.held.num_bytes == right.num_bytes + wrong.num_bytes + later.num_bytes
+    assert rig.tally.num_bytes == right.num_bytes + wrong.num_bytes + later.num_bytes
     verdict = rig.step()
     assert (verdict.is_ahead, verdict.num_wasted_draft_tokens, verdict.held_bytes) == (False, 1, later.num_bytes)
     verdict = rig.step(30, 50)
@@ -169,7 +171,7 @@ def test_block_of_a_coming_round_that_breaks_the_protocol_is_refused(
     with pytest.raises(BlockViolationError) as caught:
         offer(rig.scheduler, block if draft is None else replace(block, draft=draft))
     assert caught.value.violation is violation
-    assert not rig.session.held
+    assert not rig.session.pushed
 
 
 def test_block_beyond_the_end_of_the_session_is_refused() -> None:
@@ -192,9 +194,9 @@ def test_what_a_drafter_sent_ends_with_it(ends: str) -> None:
         case _:
             rig.scheduler.close(1, 0)
             assert rig.scheduler.next_step() is None
-            assert (rig.fates, rig.scheduler.held.num_bytes) == ({HeldFate.ENDED: 1}, 0)
+            assert (rig.fates, rig.tally.num_bytes) == ({HeldFate.ENDED: 1}, 0)
             return
-    assert (rig.fates[HeldFate.ENDED], len(rig.session.held), rig.scheduler.held.num_bytes) == (1, 0, 0)
+    assert (rig.fates[HeldFate.ENDED], len(rig.session.pushed), rig.tally.num_bytes) == (1, 0, 0)
     assert not rig.step().next_is_held
 
 
@@ -216,5 +218,5 @@ def test_drafter_of_another_session_cannot_hold_blocks_here() -> None:
     rig = Rig()
     block = rig.ahead([10, 11, 20], drafter_id=DRAFTER)
     offer(rig.scheduler, replace(block, fence=replace(block.fence, session_id=2)))
-    assert not rig.session.held
+    assert not rig.session.pushed
     assert rig.scheduler.dropped["unknown_session"] == 1

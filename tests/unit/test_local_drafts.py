@@ -17,14 +17,15 @@ from test_verifier_scheduler import (
     opened,
 )
 
+from draftwire.drafting.model_free.text_drafter import READ_AT_ONCE
 from draftwire.errors import InvalidRequestError
 from draftwire.method.encoding import Supports
 from draftwire.method.rounds import LocalDraft, PlainRun, ReceivedBlock, Verdict, WatchedGuess
 from draftwire.method.token_source import TokenSource
+from draftwire.options.model_free.local_texts import LocalText
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime import messages
 from draftwire.v1 import session_pb2, verifier_pb2
-from draftwire_verifier.local_drafts import READ_AT_ONCE
 
 REPEATING = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 
@@ -82,13 +83,12 @@ def test_plain_run_after_a_drafted_one_is_plain_and_what_was_read_is_kept() -> N
     step, block = local(scheduler)
     assert block is None
     decide(scheduler, step, [4])
-    assert session.local is not None
-    read = session.local.text
+    read = text_of(session)
     run(scheduler, session, 1)
     step, block = local(scheduler)
     assert block is not None
     assert block.token_ids == [1, 2, 3]
-    assert session.local.text is read
+    assert text_of(session) is read
     decide(scheduler, step, [1])
     run(scheduler, session, 1, strategy="lookup")
     _, block = local(scheduler)
@@ -149,15 +149,21 @@ def test_long_prompt_is_read_over_several_rounds() -> None:
     text = [1, 2, 3, 4] * READ_AT_ONCE
     scheduler, session = repeating(text[: READ_AT_ONCE + 8])
     run(scheduler, session)
-    assert session.local is not None
-    assert session.local.text.length == READ_AT_ONCE
+    assert text_of(session).length == READ_AT_ONCE
     step, block = local(scheduler)
     assert block is None, "what is not read yet may be what comes next"
     decide(scheduler, step, [1])
-    assert session.local.text.length == READ_AT_ONCE + 9
+    assert text_of(session).length == READ_AT_ONCE + 9
     _, block = local(scheduler)
     assert block is not None
     assert block.token_ids == [2, 3, 4]
+
+
+def text_of(session: TargetSession) -> Any:
+    """Returns what was read of a session's text."""
+    (source,) = session.local.values()
+    assert isinstance(source, LocalText)
+    return source.text
 
 
 def watching(text: list[int] = REPEATING, **changes: Any) -> tuple[Scheduler, TargetSession]:
@@ -192,7 +198,7 @@ def test_guess_that_was_drafted_or_not_asked_for_is_not_watched() -> None:
     scheduler.run_plain(PlainRun(session.fence, 1))
     step, _ = local(scheduler)
     assert decide(scheduler, step, [3]).watched is None
-    assert session.local is None, "and costs nothing"
+    assert not session.local, "and costs nothing"
 
 
 def test_guess_of_a_text_that_is_still_being_read_says_nothing() -> None:
@@ -206,7 +212,7 @@ def test_guess_of_a_text_that_is_still_being_read_says_nothing() -> None:
 
 
 def test_longer_texts_are_not_watched_since_they_take_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftwire_verifier.local_drafts.MAX_WATCHED", len(REPEATING) + 1)
+    monkeypatch.setattr("draftwire.options.model_free.local_texts.MAX_WATCHED", len(REPEATING) + 1)
     scheduler, session = watching()
     told = []
     for token in (3, 4, 1):
@@ -214,8 +220,7 @@ def test_longer_texts_are_not_watched_since_they_take_too_much_memory(monkeypatc
         step, _ = local(scheduler)
         told.append(decide(scheduler, step, [token]).watched)
     assert told == [WatchedGuess(True, 1), WatchedGuess(True, 1), None]
-    assert session.local is not None
-    assert session.local.text.length == len(REPEATING) + 1
+    assert text_of(session).length == len(REPEATING) + 1
     run(scheduler, session, 1)
     step, block = local(scheduler)
     assert block is not None

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from draftwire.engine.admission import Room
 from draftwire.engine.prefill import PrefillPacer
+from draftwire.engine.target_session import REPORTED_CHUNK
 from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, DraftDistributions, decode_one
@@ -43,7 +44,7 @@ from draftwire.verification import reported_logprobs as reading
 from draftwire.verification.deciding import Judgement, StillReading
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.engine import TargetEngine
-from draftwire_verifier.scheduler import REPORTED_CHUNK, Scheduler
+from draftwire_verifier.scheduler import Scheduler
 
 RAW, PROCESSED = LogprobsMode.RAW, LogprobsMode.PROCESSED
 TOLERANCE = 1e-4

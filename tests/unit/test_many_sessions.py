@@ -54,6 +54,7 @@ from draftwire_drafter import scheduler as drafting
 from draftwire_drafter.engine import DraftEngine
 from draftwire_verifier import engine as target_engine
 from draftwire_verifier import scheduler as verifying
+from draftwire_verifier.draft_waits import DraftWaits
 from tests.tiny_models import save_tiny_model, with_exact_norms
 
 torch.set_num_threads(1)
@@ -279,7 +280,7 @@ class Stack:
             CachedModel(decoder_of(models.drafter), drafter_room),
         )
         self.target = Half(
-            verifying.Scheduler(vocab_size=VOCAB_SIZE, clock=float, **limits_of(target_room, budget)),
+            verifying.Scheduler(vocab_size=VOCAB_SIZE, waits=DraftWaits(float), **limits_of(target_room, budget)),
             target_engine.TargetEngine(target, CONTEXT_LENGTH),
             target.cache,
         )

@@ -16,6 +16,7 @@ from draftwire.engine.engine_metrics import COUNTS
 from draftwire.errors import NoRoomError
 from draftwire.method.rounds import DraftTimings, Fence, Verdict
 from draftwire.method.token_source import TokenSource
+from draftwire.options.ahead.held_blocks import HeldTally
 from draftwire.runtime import metrics_endpoint
 from draftwire.runtime.histogram import Histogram
 from draftwire.runtime.metrics import LONG_SECONDS, SECONDS, ServiceMetrics
@@ -27,8 +28,8 @@ from draftwire_gateway.http.app import make_app
 from draftwire_gateway.metrics import PARTS, GatewayMetrics
 from draftwire_gateway.session.latencies import Latencies
 from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
+from draftwire_verifier.draft_waits import DraftWaits
 from draftwire_verifier.drafters import Drafters, Greeting
-from draftwire_verifier.gathering import Gathering
 from draftwire_verifier.idle import IdleWatch
 from draftwire_verifier.metrics import VerifierMetrics
 from tests.metric_families import IDLE, OF_PROCESS, PROCESS_SERIES
@@ -235,7 +236,7 @@ def test_waiting_is_exported_while_it_goes_on_and_never_falls() -> None:
     now = [0.0]
     watch = IdleWatch()
     metrics = VerifierMetrics()
-    metrics.watch_waits(SimpleNamespace(draft_wait_s=0.0, idle=watch, clock=lambda: now[0], gathering=Gathering()))
+    metrics.watch_waits(DraftWaits(lambda: now[0], idle=watch), HeldTally())
     watch.set_idle(True, 0.0)
     watch.wait(1, 1.0)
     name = "engine_waiting_for_drafts_seconds_total"

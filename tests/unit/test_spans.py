@@ -16,6 +16,7 @@ from opentelemetry.trace import SpanContext
 from session_specs import draft_spec, target_spec
 from virtual_time import run
 
+from draftwire.engine.target_session import Step, StepItem
 from draftwire.errors import UnavailableError
 from draftwire.method.encoding import DraftDistributions
 from draftwire.method.keys import KEY_BYTES
@@ -44,7 +45,6 @@ from draftwire_gateway.session.ports import DrafterLost
 from draftwire_gateway.session.spans import ChoiceSpans
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.core import VerifierCore
-from draftwire_verifier.scheduler import Step, StepItem
 from draftwire_verifier.spans import VerifierSpans
 from tests.trace_collector import span_context
 

@@ -13,6 +13,7 @@ from test_request import MINIMAL, TARGET
 from test_verifier_scheduler import PROMPT, first_fence, offer
 
 from draftwire.drafting.growth_plan import num_read_nodes
+from draftwire.engine.target_session import StepResult
 from draftwire.errors import (
     BlockViolationError,
     InvalidRequestError,
@@ -40,7 +41,7 @@ from draftwire_gateway.session.tree_request import tree_to_draft
 from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_NODES
 from draftwire_verifier.config import TargetEngineSettings, VerifierConfig
 from draftwire_verifier.metrics import VerifierMetrics
-from draftwire_verifier.scheduler import Scheduler, StepResult
+from draftwire_verifier.scheduler import Scheduler
 
 GREEDY = SamplingParams(0.0)
 TREE = TokenTree((-1, -1, 0, 0, 3))

@@ -15,6 +15,7 @@ from session_specs import target_spec
 from structlog.testing import capture_logs
 
 from draftwire.audit import AuditSums
+from draftwire.engine.target_session import Step, StepItem, StepResult
 from draftwire.errors import NoRoomError, ProtocolViolationError, Violation
 from draftwire.method.encoding import Claim, DraftDistributions, decode
 from draftwire.method.keys import KEY_BYTES
@@ -29,10 +30,9 @@ from draftwire.runtime.settings import ModelSettings
 from draftwire.v1 import session_pb2, verifier_pb2
 from draftwire_verifier.brake import BURST, REST_S, Brake
 from draftwire_verifier.config import VerifierConfig
-from draftwire_verifier.core import BlockRefused, VerifierCore
+from draftwire_verifier.core import VerifierCore
+from draftwire_verifier.drafter_peers import BlockRefused, DrafterStream
 from draftwire_verifier.drafters import MAX_DRAFTERS, PROVEN_TOKENS, Drafters
-from draftwire_verifier.feeding import DrafterStream
-from draftwire_verifier.scheduler import Step, StepItem, StepResult
 from draftwire_verifier.server import MAX_GREETINGS, VerifierServicer
 
 PROMPT = [1, 2, 3, 4]
@@ -47,7 +47,7 @@ async def core() -> AsyncIterator[VerifierCore]:
     await core.start()
     core.drafters._new_id = itertools.count(DRAFTER).__next__
     for drafter_id in (DRAFTER, OTHER):
-        assert core.welcome_drafter(greet(), core.description).id == drafter_id
+        assert core.peers.welcome(greet(), core.description).id == drafter_id
     yield core
     core.stop()
 
@@ -103,7 +103,7 @@ def convict(core: VerifierCore, session_id: int, drafter_id: int = DRAFTER) -> N
     """Tells the core of a step whose block damns its drafter."""
     session = core._scheduler.sessions[session_id, 0]
     step = Step([StepItem(session, make_block(session_id, [97], drafter_id), 1)], 0.0)
-    core._audit(step, StepResult([], [], [], 0, 0, audits=[DISHONEST]))
+    core.peers.learn(step, StepResult([], [], [], 0, 0, audits=[DISHONEST]))
 
 
 class TestVerifierService(EngineServiceContract):
@@ -171,7 +171,7 @@ async def test_blocks_of_a_wrong_peer_are_logged_once_per_stream_and_all_counted
         assert len(lines) == 1
         drafter = core.drafters.get(OTHER)
         assert drafter is not None
-        core.welcome_drafter(greet(drafter.identity), core.description)
+        core.peers.welcome(greet(drafter.identity), core.description)
         core.push_blocks([make_block(1, [97], OTHER)] * 100)
     assert [line["drafter_id"] for line in lines if line["event"] == "verifier.block_refused"] == [OTHER, OTHER]
     assert num_refused(core, Violation.PEER) == 400.0
@@ -272,7 +272,7 @@ async def test_streams_of_no_use_keep_no_drafter_out(core: VerifierCore) -> None
     servicer._drafters = PeerStreams("streams of drafters", 2)
     tasks = [pushed(servicer, core, says_hello=True)]
     await asyncio.sleep(0.01)
-    core._streams[list(core._streams)[-1]].use = StreamUse.PRESENT
+    core.peers.streams[list(core.peers.streams)[-1]].use = StreamUse.PRESENT
     for _ in range(3):
         tasks.append(pushed(servicer, core, says_hello=True))
         await asyncio.sleep(0.01)
@@ -312,7 +312,7 @@ async def test_drafter_that_reconnects_stays_in_quarantine(core: VerifierCore) -
     drafter = core.drafters.get(DRAFTER)
     assert drafter is not None
     drafter.num_streams -= 1
-    assert core.welcome_drafter(greet(drafter.identity), core.description) is drafter
+    assert core.peers.welcome(greet(drafter.identity), core.description) is drafter
     open_session(core, 2, lease)
     assert [event.session_id for event in events_of(outbox)] == [1, 2]
 

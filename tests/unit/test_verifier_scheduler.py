@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,9 @@ from scheduler_contract import (
 )
 from session_specs import changed, target_spec
 
+from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.admission import Room
+from draftwire.engine.target_session import Step, StepItem, StepResult, TargetSession, mask_us_of
 from draftwire.errors import (
     BlockViolationError,
     DraftwireError,
@@ -44,9 +47,12 @@ from draftwire.method.rounds import (
     Verdict,
 )
 from draftwire.method.token_source import TokenSource
+from draftwire.options.ahead.held_blocks import HeldBlocks, HeldTally
+from draftwire.options.model_free.local_texts import LocalText
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
-from draftwire_verifier.scheduler import Scheduler, Step, StepItem, StepResult, TargetSession, mask_us_of
+from draftwire_verifier.draft_waits import DraftWaits
+from draftwire_verifier.scheduler import Scheduler
 
 VOCAB_SIZE = 100
 STOP_TOKEN = 99
@@ -69,7 +75,9 @@ def make_scheduler(
         max_draft_tokens=5,
         room=room,
         pacer=pacer,
-        clock=clock,
+        waits=DraftWaits(clock),
+        local=[partial(LocalText.open, TextDrafters(), VOCAB_SIZE)],
+        hold=partial(HeldBlocks, HeldTally()),
     )
 
 
@@ -288,15 +296,15 @@ def test_waiting_for_drafts_counts_from_verdict_to_block_if_any_drafts() -> None
     scheduler, session = opened(make_scheduler(clock=lambda: now[0]))
     offer(scheduler, make_block(first_fence(), [10]))
     complete(scheduler, next_step(scheduler), [20])
-    assert scheduler.draft_wait_s == 0.0, "the first block waits for nobody's verdict"
+    assert scheduler.waits.draft_wait_s == 0.0, "the first block waits for nobody's verdict"
     now[0] = 1.5
     offer(scheduler, make_block(session.fence, [10]))
-    assert scheduler.draft_wait_s == pytest.approx(0.5)
+    assert scheduler.waits.draft_wait_s == pytest.approx(0.5)
     complete(scheduler, next_step(scheduler), [21])
     now[0] = 3.0
     scheduler.run_plain(PlainRun(session.fence, 1))
     complete(scheduler, next_step(scheduler), [22])
-    assert scheduler.draft_wait_s == pytest.approx(0.5)
+    assert scheduler.waits.draft_wait_s == pytest.approx(0.5)
 
 
 def test_engine_is_known_to_stand_still_while_sessions_wait_for_blocks() -> None:
@@ -306,7 +314,7 @@ def test_engine_is_known_to_stand_still_while_sessions_wait_for_blocks() -> None
     def idle_from(start: float) -> float:
         now[0] = start
         assert scheduler.next_step() is None
-        return scheduler.idle.waited(now[0])
+        return scheduler.waits.idle.waited(now[0])
 
     sessions = [scheduler.open(make_spec(session_id=number), lease_id=0) for number in (1, 2)]
     for session in sessions:
@@ -318,13 +326,13 @@ def test_engine_is_known_to_stand_still_while_sessions_wait_for_blocks() -> None
     step = next_step(scheduler)
     now[0] = 4.0
     complete(scheduler, step, [21])
-    assert scheduler.idle.waited(now[0]) == pytest.approx(2.0)
+    assert scheduler.waits.idle.waited(now[0]) == pytest.approx(2.0)
     assert idle_from(5.0) == pytest.approx(2.0)
     now[0] = 6.0
     scheduler.close(*sessions[0].key)
     now[0] = 8.0
     scheduler.run_plain(PlainRun(sessions[1].fence, 1))
-    assert scheduler.idle.waited(now[0]) == pytest.approx(5.0)
+    assert scheduler.waits.idle.waited(now[0]) == pytest.approx(5.0)
     step = next_step(scheduler)
     now[0] = 9.0
     complete(scheduler, step, [22])
@@ -370,27 +378,27 @@ def test_step_waits_for_a_session_whose_block_is_expected_soon() -> None:
     two.offer(two.first)
     assert two.judge() == []
     assert two.scheduler.holds_for_s == pytest.approx(0.01)
-    waited = two.scheduler.idle.waited(two.now)
+    waited = two.scheduler.waits.idle.waited(two.now)
     two.now += 0.01
-    assert two.scheduler.idle.waited(two.now) == pytest.approx(waited + 0.01), "the engine has nothing to do"
+    assert two.scheduler.waits.idle.waited(two.now) == pytest.approx(waited + 0.01), "the engine has nothing to do"
     two.offer(two.second)
     assert two.judge() == [two.first, two.second]
     assert two.scheduler.holds_for_s is None
-    assert two.scheduler.gathering.held_s == pytest.approx(0.01)
+    assert two.scheduler.waits.gathering.held_s == pytest.approx(0.01)
 
 
 def test_wait_counts_as_undisturbed_if_no_step_began_in_it() -> None:
     two = InStep()
-    assert two.scheduler.gathering.undisturbed.seconds == pytest.approx(0.04)
+    assert two.scheduler.waits.gathering.undisturbed.seconds == pytest.approx(0.04)
     two.now += 0.1  # both are late, so that nobody waits for the second
     two.offer(two.first)
     assert two.judge() == [two.first]
-    before = two.scheduler.gathering.undisturbed.seconds
+    before = two.scheduler.waits.gathering.undisturbed.seconds
     two.now += 0.3
     two.offer(two.second)
-    assert two.scheduler.gathering.undisturbed.seconds == before, "a step was beside it"
+    assert two.scheduler.waits.gathering.undisturbed.seconds == before, "a step was beside it"
     two.offer(two.first)
-    assert two.scheduler.gathering.undisturbed.seconds != before
+    assert two.scheduler.waits.gathering.undisturbed.seconds != before
 
 
 def test_step_waits_no_longer_than_the_block_is_expected() -> None:
@@ -430,18 +438,18 @@ def test_no_block_is_waited_for_where_the_text_is_over(last: list[int] | None) -
     two.offer(two.first, two.second)
     ending = last or [20] * (two.second.spec.max_len - len(two.second.committed))
     assert two.judge(lambda item: ending if item.session is two.second else [20]) == [two.first, two.second]
-    assert (two.first.waits_since, two.second.waits_since) == (two.now, None)
+    assert two.scheduler.waits.since == {two.first: two.now}
     two.now += 0.03
     two.offer(two.first)
     assert two.judge() == [two.first], "at once"
-    assert two.scheduler.gathering.held_s == 0.0
-    waited_s = two.scheduler.draft_wait_s
+    assert two.scheduler.waits.gathering.held_s == 0.0
+    waited_s = two.scheduler.waits.draft_wait_s
     two.scheduler.close(*two.first.key)
     assert two.judge() == []
-    assert two.scheduler.idle.waited(two.now) == two.scheduler.idle.waited(two.now + 1.0), "nobody waits"
+    assert two.scheduler.waits.idle.waited(two.now) == two.scheduler.waits.idle.waited(two.now + 1.0), "nobody waits"
     if last is not None:  # beyond max_len it is refused
         two.offer(two.second)
-    assert two.scheduler.draft_wait_s == waited_s
+    assert two.scheduler.waits.draft_wait_s == waited_s
 
 
 def test_time_in_the_queue_is_counted_from_each_rounds_own_start() -> None:

@@ -13,6 +13,7 @@ from draftwire.errors import GroupLostError, UnavailableError
 from draftwire.method.rounds import Verdict
 from draftwire.runtime.settings import EngineSettings
 from draftwire.verification.deciding import Judgement
+from draftwire_verifier.draft_waits import DraftWaits
 from draftwire_verifier.scheduler import Scheduler
 from draftwire_verifier.vllm.cache_bytes import cache_bytes, most_bytes
 from draftwire_verifier.vllm.items import StepReport
@@ -73,7 +74,7 @@ class Served:
             max_draft_tokens=8,
             room=Room(64, 16_384),
             pacer=PrefillPacer(1.0),
-            clock=float,
+            waits=DraftWaits(float),
         )
 
     def open(self, session_id: int) -> None:

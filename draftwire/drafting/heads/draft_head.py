@@ -95,24 +95,6 @@ class HeadState:
         )
 
 
-class FeatureUser(Protocol):
-    """Reads features of a target: a head beside it, or the fusion of one elsewhere."""
-
-    @property
-    def config(self) -> HeadConfig:
-        """Configuration of the head."""
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes that it stores of a token beside the target."""
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """Projects features to the width of the head; see `DraftHead.fuse`."""
-
-    def resize(self, cache_tokens: int) -> None:
-        """Resizes its cache, if it has one; see `DraftHead.resize`."""
-
-
 class DraftHead(Protocol):
     """A head with its cache. Used on the torch thread only."""
 

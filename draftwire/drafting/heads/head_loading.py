@@ -106,11 +106,6 @@ class LoadedFusion:
     fuse: Fusion
     fingerprint: bytes
     """SHA-256 of taps, epsilon and tensors of `fuse`: heads with the same one read the same features."""
-    token_bytes: int = 0
-    """Bytes that it stores of a token itself."""
-
-    def resize(self, cache_tokens: int) -> None:
-        """Does nothing: it has no cache."""
 
 
 def load_fusion(

@@ -10,8 +10,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from draftwire.drafting.heads.draft_head import FeatureUser
-from draftwire.engine.cache_sizing import count_of, fitter_of, size_while_loading
+from draftwire.engine.cache_sizing import FeatureUser, count_of, fitter_of, size_while_loading
 from draftwire.engine.model_loading import MakeHead, move_weights
 from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.errors import DraftwireError, GroupLostError, InvalidRequestError, NoRoomError
@@ -34,7 +33,6 @@ from draftwire.models.parallel.sharded_loading import (
 from draftwire.models.parallel.tensor_parallel import ParallelModel
 from draftwire.models.script import is_scripted
 from draftwire.models.sequence_model import FeatureSpan, Reading
-from draftwire.models.taps import FeatureSource
 from draftwire.runtime.settings import require
 
 log = structlog.get_logger()
@@ -51,8 +49,6 @@ class LoadedRank:
     group: ProcessGroup
     count: Callable[[CachedModel], int] | None
     """Says how many tokens the KV cache has room for on this rank; None if its size is set."""
-    head: FeatureUser | None = None
-    """Drafts beside the model, on rank 0 alone; None if nothing does."""
 
 
 def join_group(config: RankConfig) -> ProcessGroup:
@@ -196,9 +192,9 @@ def load_target_rank(
     group.meet(LOADING_SECONDS)  # loading the head may take longer than ranks wait for each other
     # Not static: graphs with collectives in them have not been tried on GPUs.
     count, num_tokens = count_of(fitter, loaded.card, head), size_while_loading(config.engine)
-    features = None if head is None else FeatureSource(head.config.taps, head.fuse)
+    features = None if head is None else head.source
     model = ParallelModel(loaded.decoder, num_tokens, features=features, group=group, count=count)
-    return LoadedRank(loaded.card, model, group, count, head)
+    return LoadedRank(loaded.card, model, group, count)
 
 
 def _head_of(group: ProcessGroup, loaded: LoadedShard, make_head: MakeHead) -> FeatureUser:

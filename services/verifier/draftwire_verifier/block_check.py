@@ -1,9 +1,24 @@
-"""Checks the draft blocks of a session, after the prefix that they name. Pure."""
+"""Checks what a session asks for, and its draft blocks, after the prefix that they name. Pure."""
 
 from draftwire.errors import BlockViolationError, InvalidRequestError, Violation
 from draftwire.method.rounds import ReceivedBlock, TargetSessionSpec
 from draftwire.verification import VerificationRule
 from draftwire.verification.tree_choice import tree_rule_for
+
+
+def check_sampling(spec: TargetSessionSpec, vocab_size: int) -> None:
+    """Checks the tokens that a session may draw.
+
+    Raises:
+        InvalidRequestError: some are beyond the vocabulary, or none is left.
+    """
+    sampling, stops = spec.parameters.sampling, spec.parameters.stop_token_ids
+    sampling.check_vocabulary(vocab_size)
+    allowed = sampling.allowed_token_ids
+    possible = range(vocab_size) if allowed is None else allowed
+    are_many = len(stops) >= len(possible)  # else the possible tokens need not be looked through
+    if sampling.min_tokens and are_many and stops.issuperset(possible):
+        raise InvalidRequestError("all tokens that are possible are stop tokens, which min_tokens keeps away")
 
 
 def check_trees(spec: TargetSessionSpec, rule: VerificationRule, most_nodes: int) -> None:

@@ -157,41 +157,6 @@ class Drafter:
         return self.is_quarantined and not was_quarantined
 
 
-class Trust:
-    """Drafters whose blocks the current round of a session may use. Decided when the round begins, before any of its
-    tokens is drawn: when a block comes may depend on its tokens.
-    """
-
-    def __init__(self) -> None:
-        """Trusts nobody."""
-        self._began_at = -math.inf
-        self._promised: dict[DrafterOrigin, int] = {}
-        """Tokens that are kept of credits, 0 of those that had too few: an origin is asked once in a round."""
-
-    def begin(self, now: float) -> None:
-        """Begins a round, for which drafters are trusted that have proved themselves by now."""
-        self.end()
-        self._began_at = now
-
-    def end(self) -> None:
-        """Gives back what was kept of credits: the round is over, and what it used was spent."""
-        for origin, num_tokens in self._promised.items():
-            origin.promise(-num_tokens)
-        self._promised.clear()
-
-    def add(self, drafter: Drafter, num_tokens: int) -> None:
-        """Trusts the unproven drafters of a drafter's origin too, if that has credit for so many tokens."""
-        origin = drafter.origin
-        if not drafter.is_proven and origin not in self._promised:
-            self._promised[origin] = num_tokens if origin.has_credit(num_tokens) else 0
-            origin.promise(self._promised[origin])
-
-    def covers(self, drafter: Drafter) -> bool:
-        """Whether a drafter's block may be used."""
-        has_proved_itself = drafter.is_proven and drafter.proven_at <= self._began_at
-        return has_proved_itself or self._promised.get(drafter.origin, 0) > 0
-
-
 class Drafters:
     """Records of the drafters that have connected, the latest last."""
 

@@ -1,51 +1,51 @@
 """The engine of the verifier: runs the target model, on the torch thread."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from draftwire.drafting.heads.head_drafter import HeadDrafter
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.engine.step_engine import StepEngine
+from draftwire.engine.target_session import OrderedBlocks, Step, StepDrafter, StepItem, StepResult, mask_us_of
 from draftwire.errors import BlockViolationError
 from draftwire.method.distributions import DenseRows, DraftRows, rows_of
 from draftwire.method.draw_key import DrawKey
-from draftwire.method.feature_format import FeatureEncoding
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import ReceivedBlock
 from draftwire.method.sampling import TokenEdits
-from draftwire.models.feature_encoding import encode_rows
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.models.sequence_model import FeatureModel, FeatureSpan, SequenceModel
+from draftwire.models.sequence_model import SequenceModel
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import rule_named
 from draftwire.verification.deciding import Judgement
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.auditing import audits_of
-from draftwire_verifier.feeding import FeaturePart
-from draftwire_verifier.head_drafts import HeadDrafts, HeadStep
-from draftwire_verifier.scheduler import Step, StepItem, StepResult, mask_us_of
 
 
 class TargetEngine(StepEngine[Step, StepResult]):
-    """The target model with one cached sequence per session."""
+    """The target model with one cached sequence per session.
+
+    Attributes:
+        model: the target.
+        sequences: of its cache, by session.
+    """
 
     def __init__(
-        self, model: SequenceModel, context_length: int, head: HeadDrafter[CachedSequence] | None = None
+        self, model: SequenceModel, context_length: int, drafters: Mapping[str, StepDrafter] | None = None
     ) -> None:
         """Starts without sessions.
 
         Args:
             model: loaded.
             context_length: in tokens.
-            head: drafts beside the model; None if nothing does.
+            drafters: what drafts beside the model, by the strategy that orders name.
         """
         self.model = model
-        self._head = None if head is None else HeadDrafts(head, model.vocab_size)
+        self.sequences: dict[SessionKey, CachedSequence] = {}
+        self._drafters = dict(drafters or {})
         self._context_length = context_length
-        self._sequences: dict[SessionKey, CachedSequence] = {}
         self._edits: dict[SessionKey, TokenEdits] = {}
 
     def _time_prompt(self, num_tokens: int) -> tuple[int, float]:
@@ -55,8 +55,8 @@ class TargetEngine(StepEngine[Step, StepResult]):
         num_tokens = min(num_tokens, self._context_length - 1)
         judge(self.model, [Judging(sequence, [0] * num_tokens, [], None, SamplingParams(), rule, key)])
         seconds = time.perf_counter() - started
-        if self._head is not None:
-            self._head.rehearse([sequence], 1, self._context_length)
+        for drafter in self._drafters.values():
+            drafter.rehearse([sequence], 1, self._context_length)
         self.model.cache.close(sequence)
         return num_tokens, seconds
 
@@ -75,18 +75,17 @@ class TargetEngine(StepEngine[Step, StepResult]):
         sequences = [model.cache.open() for _ in range(num_sessions + 1)]
         blocks = [Judging(one, [0], drafted, rows, sampling, rule, key) for one in sequences[:-1]]
         judge(model, [*blocks, Judging(sequences[-1], prompt, [], None, sampling, rule, key)])
-        if self._head is not None:
-            self._head.rehearse(sequences, len(drafted), self._context_length)
+        for drafter in self._drafters.values():
+            drafter.rehearse(sequences, len(drafted), self._context_length)
         for sequence in sequences:
             model.cache.close(sequence)
 
     def step(self, step: Step) -> StepResult:
         """Runs a step: verification of blocks, plain decoding, prefill."""
         started = time.perf_counter()
-        own = self._head.draft(step.items, self._sequences) if self._head is not None else HeadStep()
-        drafted = own.blocks or [None] * len(step.items)
-        blocks = [block or item.block for block, item in zip(drafted, step.items, strict=True)]
-        judgings = [self._judging(item, block) for item, block in zip(step.items, blocks, strict=True)]
+        ordered = self._draft(step.items)
+        drafted = ordered.by_session
+        judgings = [self._judging(item, drafted.get(item.session.key) or item.block) for item in step.items]
         done = judge(self.model, judgings)
         num_unread = [
             len(judging.committed) - judging.sequence.length if not isinstance(outcome, Judgement) else 1
@@ -99,38 +98,28 @@ class TargetEngine(StepEngine[Step, StepResult]):
             num_tokens=done.num_tokens,
             verify_us=int((time.perf_counter() - started) * 1e6),
             audits=audits_of(done.decided, [judging.rule for judging in judgings], done.shaped),
-            drafted=own.blocks,
-            has_head_failed=own.has_failed,
-            head_s=own.seconds,
+            drafted=drafted,
+            draft_s=ordered.seconds,
             mask_us=mask_us_of(step.items),
         )
 
-    def features(self, parts: Sequence[FeaturePart], encoding: FeatureEncoding) -> list[tuple[bytes, bytes] | None]:
-        """Returns the encoded features of each part, and their scales; None for a session that was closed meanwhile."""
-        spans: dict[int, FeatureSpan[CachedSequence]] = {}
-        for index, part in enumerate(parts):
-            sequence = self._sequences.get(part.key)
-            if sequence is not None and sequence.length >= part.stop:
-                spans[index] = FeatureSpan(sequence, part.start, part.stop)
-        taken: list[tuple[bytes, bytes] | None] = [None] * len(parts)
-        if not spans:
-            return taken
-        assert isinstance(self.model, FeatureModel), "features are asked for where they are kept"
-        features = self.model.features(list(spans.values()))
-        rows, scales = encode_rows(features, encoding)
-        row_bytes, scale_bytes, row = encoding.row_bytes(features.shape[-1]), encoding.scale_bytes, 0
-        for index, span in spans.items():
-            stop = row + span.stop - span.start
-            taken[index] = rows[row * row_bytes : stop * row_bytes], scales[row * scale_bytes : stop * scale_bytes]
-            row = stop
-        return taken
+    def _draft(self, items: Sequence[StepItem]) -> OrderedBlocks:
+        """Carries out the orders of a step."""
+        drafted = OrderedBlocks()
+        for strategy, drafter in self._drafters.items():
+            orders = [item.order for item in items if item.order is not None and item.order.strategy == strategy]
+            if orders:
+                own = drafter.draft(orders, self.sequences)
+                by_session = {**drafted.by_session, **own.by_session}
+                drafted = OrderedBlocks(by_session, drafted.seconds + own.seconds)
+        return drafted
 
     def forget(self, key: SessionKey) -> None:
-        """Frees a session's KV cache, and what the head keeps of it."""
+        """Frees a session's KV cache, and what drafters keep of it."""
         self._edits.pop(key, None)
-        if self._head is not None:
-            self._head.forget(key)
-        sequence = self._sequences.pop(key, None)
+        for drafter in self._drafters.values():
+            drafter.forget(key)
+        sequence = self.sequences.pop(key, None)
         if sequence is not None:
             self.model.cache.close(sequence)
 
@@ -138,12 +127,12 @@ class TargetEngine(StepEngine[Step, StepResult]):
         """Returns an item's part in the forward pass. `block` is what the round is decided about."""
         session, spec = item.session, item.session.spec
         parameters = spec.parameters
-        sequence = self._sequences.get(session.key)
+        sequence = self.sequences.get(session.key)
         if sequence is None:
             # Prompt log-probabilities need every logit: no prefix is reused, since cached tokens give none.
             is_reported = spec.logprobs.prompt_logprobs is not None
             sequence = self.model.cache.open(() if is_reported else session.committed.ids, parameters.cache_salt)
-            self._sequences[session.key] = sequence
+            self.sequences[session.key] = sequence
             self._edits[session.key] = TokenEdits(parameters.sampling, parameters.stop_token_ids)
         return Judging(
             sequence=sequence,
@@ -158,7 +147,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
             max_read=item.max_read,
             logprobs=spec.logprobs,
             automaton=session.automaton,
-            made_masks=item.masks,
+            made_masks=session.masks,
             edits=self._edits[session.key],
             tree=block.tree if block else None,
             is_used=block is None or block.is_used,

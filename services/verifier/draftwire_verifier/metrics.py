@@ -12,10 +12,10 @@ from draftwire.audit import AuditSums
 from draftwire.engine.engine_metrics import EngineMetrics
 from draftwire.errors import Violation
 from draftwire.method.rounds import Verdict
+from draftwire.options.ahead.held_blocks import HeldFate, HeldTally
 from draftwire.runtime.metrics import PREFIX
+from draftwire_verifier.draft_waits import DraftWaits
 from draftwire_verifier.drafters import Drafter
-from draftwire_verifier.held_blocks import HeldFate
-from draftwire_verifier.scheduler import Scheduler
 
 
 class VerifierMetrics(EngineMetrics):
@@ -82,9 +82,9 @@ class VerifierMetrics(EngineMetrics):
         self._per_position: list[tuple[Counter, Counter]] = []
         """Judged and accepted, by position; cached, because looking up a label costs too much for each round."""
 
-    def watch_waits(self, scheduler: Scheduler) -> None:
-        """Exports how long sessions wait for drafts, read at each scrape."""
-        self.registry.register(_WaitCollector(scheduler))
+    def watch_waits(self, waits: DraftWaits, held: HeldTally) -> None:
+        """Exports how long sessions wait for drafts, and what becomes of blocks ahead, read at each scrape."""
+        self.registry.register(_WaitCollector(waits, held))
 
     def count_bytes(self, count: int) -> None:
         """Counts bytes of messages with draft blocks."""
@@ -124,8 +124,8 @@ class VerifierMetrics(EngineMetrics):
 class _WaitCollector(Collector):
     """Collects the times of waiting for drafts at each scrape of `/metrics`."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, waits: DraftWaits, held: HeldTally) -> None:
+        self._waits, self._held = waits, held
         self._lock = threading.Lock()
         self._exported_s = 0.0
         """Last exported value. An interval may turn out to have ended just before it was read, and a counter must not
@@ -133,13 +133,13 @@ class _WaitCollector(Collector):
 
     @override
     def collect(self) -> Iterable[Metric]:
-        scheduler = self._scheduler
+        waits, held = self._waits, self._held
         with self._lock:
-            self._exported_s = exported_s = max(self._exported_s, scheduler.idle.waited(scheduler.clock()))
+            self._exported_s = exported_s = max(self._exported_s, waits.idle.waited(waits.clock()))
         yield CounterMetricFamily(
             PREFIX + "draft_wait_seconds",
             "From verdicts to the blocks that followed them, over all sessions: its rate is how many wait for drafts.",
-            scheduler.draft_wait_s,
+            waits.draft_wait_s,
         )
         yield CounterMetricFamily(
             PREFIX + "engine_waiting_for_drafts_seconds",
@@ -153,17 +153,17 @@ class _WaitCollector(Collector):
             labels=["outcome"],
         )
         for fate in HeldFate:
-            blocks.add_metric([fate.value], scheduler.held.fates[fate])
+            blocks.add_metric([fate.value], held.fates[fate])
         yield blocks
         yield GaugeMetricFamily(
             PREFIX + "held_block_bytes",
             "Size of the blocks that are held for coming rounds: tokens and distributions.",
-            scheduler.held.num_bytes,
+            held.num_bytes,
         )
         yield CounterMetricFamily(
             PREFIX + "engine_gathering_seconds",
             "Part of engine_waiting_for_drafts_seconds in which a step could have begun, and waited to be shared.",
-            scheduler.gathering.held_s,
+            waits.gathering.held_s,
         )
 
 

@@ -5,20 +5,26 @@ as the latency target of decoding sessions allows.
 """
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from typing_extensions import override
 
-from draftwire.audit import AuditSums
-from draftwire.drafting.model_free.registry import TextDrafters
-from draftwire.engine.session_book import EngineSession, SessionBook
+from draftwire.engine.leases import SessionKey
+from draftwire.engine.session_book import SessionBook
+from draftwire.engine.target_session import (
+    MAX_UINT32,
+    LocalSource,
+    OpenSource,
+    PushedBlocks,
+    Step,
+    StepItem,
+    StepResult,
+    TargetSession,
+)
 from draftwire.errors import BlockViolationError, DraftwireError, InvalidRequestError, Violation
-from draftwire.method.ahead_limits import MAX_ROUNDS_AHEAD
 from draftwire.method.encoding import log_probs
-from draftwire.method.features import FeatureRequest
 from draftwire.method.rounds import (
     DraftTimings,
     Fence,
@@ -30,185 +36,19 @@ from draftwire.method.rounds import (
     ReceivedBlock,
     TargetSessionSpec,
     Verdict,
-    WatchedGuess,
     judge_fence,
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.automaton import Automaton
-from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
-from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
+from draftwire.verification.deciding import Judgement, StillReading
 from draftwire.verification.form_masks import MadeMasks
-from draftwire_verifier.block_check import check_block, check_trees
-from draftwire_verifier.drafters import Trust
-from draftwire_verifier.feeding import Feed
-from draftwire_verifier.gathering import Gathering, Ready, UsualWait
-from draftwire_verifier.held_blocks import HeldBlocks, HeldFate, HeldTally
-from draftwire_verifier.idle import IdleWatch
-from draftwire_verifier.local_drafts import LocalText, check_local
+from draftwire_verifier.block_check import check_block, check_sampling, check_trees
+from draftwire_verifier.draft_waits import DraftWaits
 
-MAX_UINT32 = 2**32 - 1
-"""Largest value of a uint32 field."""
-REPORTED_CHUNK = MAX_PROMPT_PART
-"""Most prompt tokens of a session with prompt log-probabilities in one step: each needs a row of logits over the
-vocabulary, and all are in one report."""
 MAX_FIRST_ROUND = 2**31
 """Largest `first_round`; leaves room to count rounds in uint32."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class TargetSession(EngineSession[TargetSessionSpec]):
-    """State of a session at the verifier. Changed by the scheduler only."""
-
-    rule: VerificationRule
-    """Verification rule of its rounds."""
-    round: int
-    """The round that is decided next."""
-    plain_rounds_left: int
-    drafter_id: int | None = None
-    """The drafter whose blocks are accepted: the last with a valid permit. None before the first or after a refusal."""
-    permit_number: int = -1
-    """Number of that drafter's permit; -1 while there was none."""
-    is_audited: bool = True
-    """Whether its draft tokens count in the audit: not if an earlier session drew with the same random numbers."""
-    trust: Trust = field(default_factory=Trust)
-    """Drafters whose blocks the current round may use."""
-    block: ReceivedBlock | None = None
-    """The block to verify in the current round."""
-    held: HeldBlocks
-    """Blocks of coming rounds."""
-    local: LocalText | None = None
-    """Drafter of the rounds of its runs, or of rounds that are watched; None if nothing ever drafted and nothing is
-    watched."""
-    num_head_tokens: int = 0
-    """Most tokens that the verifier's head drafts for each round of its run; 0 if it does not."""
-    watches_head: bool = False
-    """Whether rounds that the head was to draft, and for which it had nothing, are reported as such. No others: what it
-    would have drafted costs what drafting costs."""
-    feed: Feed | None = None
-    """None if its drafter needs no features, or has not asked yet."""
-    waits_since: float | None = None
-    """Time since which it waits for its next block or run, by the scheduler's clock; None if it does not."""
-    usual_wait: UsualWait = field(default_factory=UsualWait)
-    """How long it waits for them."""
-    queued_at: float = 0.0
-    """Time at which it was queued for a step, by the scheduler's clock."""
-    masks: MadeMasks | None = None
-    """The masks of its current round, if they were made before the step."""
-
-    @property
-    def fence(self) -> Fence:
-        """Fence that a message for the current round must have."""
-        return Fence(*self.key, self.round, len(self.committed), self.committed.hash)
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether it is in prefill: afterwards only the last committed token is unread."""
-        return self.num_unread > 1
-
-    @property
-    def num_readable(self) -> int:
-        """Unread tokens that one step may read."""
-        is_reported = self.spec.logprobs.prompt_logprobs is not None
-        return min(self.num_unread, REPORTED_CHUNK) if is_reported else self.num_unread
-
-    @property
-    def next_head_tokens(self) -> int:
-        """Most tokens that the verifier's head is to draft for the current round, with room left for the target's own
-        token. The round in which the prompt is read has no draft: there are no hidden states to draft from yet.
-        """
-        if not self.plain_rounds_left or self.block is not None or self.is_reading or self.masks is not None:
-            return 0
-        return max(0, min(self.num_head_tokens, self.spec.max_len - len(self.committed) - 1))
-
-    @property
-    def num_feedable(self) -> int:
-        """Tokens whose features its drafter has asked for, that the target has read, and that were not sent."""
-        if self.feed is None:
-            return 0
-        return max(0, min(self.feed.limit, len(self.committed) - self.num_unread) - self.feed.next_position)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of logits that the current round takes at most."""
-        return 1 + (len(self.block.token_ids) if self.block else self.next_head_tokens)
-
-    @property
-    @override
-    def num_reserved(self) -> int:
-        return self.spec.max_len + self.spec.max_tree_nodes  # all of a tree is read before its path is kept
-
-    @property
-    def most_draft_tokens(self) -> int:
-        """Most draft tokens of a round. How many a block has may depend on which they are."""
-        return self.spec.max_tree_nodes or self.spec.parameters.max_draft_tokens
-
-    @property
-    def can_be_biased(self) -> bool:
-        """Whether a drafter that lies could change the law of its text, and the audit would see it."""
-        is_greedy = self.spec.parameters.sampling.greedy
-        return self.is_audited and self.rule.needs_draft_probs and not is_greedy
-
-    @property
-    def has_speculation(self) -> bool:
-        """Whether it accepts blocks: from its drafter or, before the first one, from a drafter with a permit."""
-        return self.drafter_id is not None or bool(self.permit_number < 0 and self.spec.permit_key)
-
-
-@dataclass(frozen=True, slots=True)
-class StepItem:
-    """One session's part in a step."""
-
-    session: TargetSession
-    block: ReceivedBlock | None
-    """The block to verify; None is plain decoding."""
-    max_read: int
-    """Most committed tokens to read. If more are unread, the step only prefills and decides no round."""
-    num_head_tokens: int = 0
-    """Most tokens that the verifier's head drafts before the round is decided."""
-    masks: MadeMasks | None = None
-    """The masks of the form at the block's positions, if they were made before the step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One forward pass."""
-
-    items: Sequence[StepItem]
-    started_at: float
-    """Time by the scheduler's clock."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """Result of a step. Sequences hold one entry for each item."""
-
-    outcomes: Sequence[JudgingOutcome]
-    num_unread: Sequence[int]
-    """Committed tokens that are still unread; after a decided round, the last one."""
-    num_reused: Sequence[int]
-    """Prefix cache hits when the session's sequence was opened, tokens."""
-    num_tokens: int
-    """Tokens that the forward pass read, draft tokens included."""
-    verify_us: int
-    """How long it took, the head's drafting included."""
-    audits: Sequence[AuditSums | None] = ()
-    """Audit sums of the draft tokens; None if the item has no distributions to audit."""
-    drafted: Sequence[ReceivedBlock | None] = ()
-    """Blocks that the verifier's head has drafted, and that were verified; empty if there is no head."""
-    has_head_failed: Sequence[bool] = ()
-    """Whether the head had no block where it was to draft and had read the text; empty if there is no head."""
-    head_s: float = 0.0
-    """How long the head drafted, seconds."""
-    mask_us: Sequence[int] = ()
-    """CPU time of the masks of each session's form; empty if there is no form."""
-
-
-def mask_us_of(items: Sequence[StepItem]) -> list[int]:
-    """Returns the CPU time of the masks of each item's session since its step before. Runs on the torch thread."""
-    automata = [item.session.automaton for item in items]
-    return [0 if automaton is None else int(automaton.take_cpu_s() * 1e6) for automaton in automata]
 
 
 class MaskMaker(Protocol):
@@ -233,25 +73,16 @@ class Scheduler(SessionBook[TargetSession, Step]):
     """Most tokens of a token tree that a session may ask for."""
     rules: Mapping[str, VerificationRule] = field(default_factory=lambda: RULES)
     """Rules that sessions may ask for, by name."""
-    text_drafters: TextDrafters = field(default_factory=TextDrafters)
-    """Strategies that draft runs without a drafter."""
-    head: str = ""
-    """Name by which the engine's head drafts such runs too; empty if there is none."""
+    local: Sequence[OpenSource] = ()
+    """Kinds of sources that draft runs without a drafter, in the order in which they are asked."""
+    hold: Callable[[int], PushedBlocks] | None = None
+    """Makes the source of a session that holds so many blocks of coming rounds; None if no session may."""
     mask_maker: MaskMaker | None = None
     """Makes masks before the step, for the sessions whose masks are slow. None: all masks are made in the step."""
-    is_head_trusted: bool = True
-    """Whether the head's drafts are used; runs that it was to draft are plain otherwise."""
-    clock: Callable[[], float] = time.perf_counter
-    draft_wait_s: float = 0.0
-    """Time from verdicts to the next blocks, summed over all sessions. Rounds without a drafter are left out."""
-    idle: IdleWatch = field(default_factory=IdleWatch)
-    """Sums the time in which no step runs while a session waits for a draft."""
-    gathering: Gathering = field(default_factory=Gathering)
-    """Decides whether steps wait for sessions that are not ready yet."""
-    held: HeldTally = field(default_factory=HeldTally)
-    """Blocks of all sessions that were drafted ahead."""
-    _step_began_at: float = -math.inf
-    """Time at which the latest step began, by the clock."""
+    num_kept: int = 0
+    """Blocks of coming rounds that were kept at some time."""
+    waits: DraftWaits = field(default_factory=DraftWaits)
+    """Sessions that wait for their next drafts."""
 
     def open(self, spec: TargetSessionSpec, lease_id: int, automaton: Automaton | None = None) -> TargetSession:
         """Admits a session.
@@ -270,6 +101,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
         if rule is None:
             raise unknown_rule(self.rules)
         self._check(spec)
+        watching = self._local_of(spec.watched, spec)
         check_trees(spec, rule, self.max_tree_nodes)
         assert (automaton is None) is (spec.parameters.sampling.structured_output is None), "a form is followed"
         self._check_new(spec)
@@ -280,14 +112,13 @@ class Scheduler(SessionBook[TargetSession, Step]):
             automaton=automaton,
             round=spec.first_round,
             plain_rounds_left=spec.plain_rounds,
-            held=HeldBlocks(self.held),
+            pushed=self.hold(spec.max_held_blocks) if self.hold and spec.max_held_blocks else PushedBlocks(),
         )
-        session.watches_head = spec.watched is not None and spec.watched.strategy == self.head
-        if spec.watched is not None and not session.watches_head:
-            session.local = LocalText.open(spec.watched.strategy, self.text_drafters, spec.parameters)
+        if watching:
+            session.local[type(watching[0])] = watching[0]
         self._admit(session)
         if session.plain_rounds_left:
-            self._enqueue(session)
+            self._begin(session)
         return session
 
     def take_permit(self, block: ReceivedBlock) -> TargetSession | None:
@@ -311,39 +142,31 @@ class Scheduler(SessionBook[TargetSession, Step]):
         self._seat(session, permit, block.drafter_id)
         return session
 
-    def _seat(self, session: TargetSession, permit: Permit, drafter_id: int) -> None:
-        """Makes the holder of a permit the drafter of a session."""
-        session.drafter_id, session.permit_number, session.feed = drafter_id, permit.number, None
-        session.held.clear()
-
-    def feed(self, request: FeatureRequest, drafter_id: int) -> TargetSession | None:
-        """Takes a request of features, which may be the first that a drafter sends of a session.
+    def admit(self, key: SessionKey, permit: Permit, drafter_id: int) -> TargetSession | None:
+        """Makes whoever shows a permit the drafter of a session, if the permit has a higher number. For messages other
+        than blocks, which may be the first that a drafter sends of a session.
 
         Returns:
-            The session, if it is open and the permit is its drafter's; other requests are dropped.
+            The session, if it is open and the drafter is its own; otherwise the message is to be dropped, and counted.
         """
-        session, permit = self.sessions.get((request.session_id, request.epoch)), request.permit
-        if session is None or not permit.is_made_with(session.spec.permit_key, drafter_id):
+        session = self.sessions.get(key)
+        is_genuine = session is not None and permit.is_made_with(session.spec.permit_key, drafter_id)
+        if session is not None and is_genuine and permit.number > session.permit_number:
+            self._seat(session, permit, drafter_id)
+        if session is None or not is_genuine or session.drafter_id != drafter_id:  # it was replaced, or refused
             self.dropped["unknown_session" if session is None else "no_speculation"] += 1
             return None
-        if permit.number > session.permit_number:
-            self._seat(session, permit, drafter_id)
-        if session.drafter_id != drafter_id:  # it was replaced, or refused
-            self.dropped["no_speculation"] += 1
-            return None
-        limit = min(request.limit, session.spec.max_len)
-        if request.first_position is not None:
-            is_due = session.feed is not None and session.feed.is_due
-            session.feed = Feed(drafter_id, request.first_position, limit, is_due)
-        elif session.feed is not None:
-            session.feed.limit = limit
         return session
+
+    def _seat(self, session: TargetSession, permit: Permit, drafter_id: int) -> None:
+        """Makes the holder of a permit the drafter of a session."""
+        session.drafter_id, session.permit_number = drafter_id, permit.number
+        session.pushed.clear()
 
     def end_speculation(self, session: TargetSession) -> None:
         """Refuses further blocks for a session, until another drafter sends a permit with a higher number."""
         session.drafter_id = None
-        session.feed = None
-        session.held.clear()
+        session.pushed.clear()
 
     def offer_block(self, block: ReceivedBlock) -> TargetSession | None:
         """Queues a draft block for verification, if it is the first work for the session's current round.
@@ -364,52 +187,22 @@ class Scheduler(SessionBook[TargetSession, Step]):
         if known is not None and not known.has_speculation:
             self.dropped["no_speculation"] += 1
             return None
-        if known is not None and known.spec.max_held_blocks and self._hold(known, block):
+        if known is not None and known.pushed.keeps(known, block):
+            _check_sender(known, block)
+            check_block(block, known.spec, known.rule)
+            self.num_kept += known.pushed.keep(known, block)
             return None
         session, verdict = self._judge(block.fence)
-        if verdict is FenceVerdict.STALE:
-            if known is not None and block.is_ahead:
-                known.held.count(block, HeldFate.STALE)
+        if known is None or verdict is FenceVerdict.STALE:
             return None
-        if known is not None and known.drafter_id != block.drafter_id:
-            raise BlockViolationError(Violation.PEER, "block from a drafter that is not the session's")
-        if verdict is FenceVerdict.VIOLATION:
-            raise BlockViolationError(Violation.PREFIX, "block for another prefix than the session's")
+        _check_sender(known, block)
         if session is None:
-            return None
+            raise BlockViolationError(Violation.PREFIX, "block for another prefix than the session's")
         check_block(block, session.spec, session.rule)
         session.block = block
-        if block.is_ahead:
-            session.held.count(block, HeldFate.LATE)
-        if session.waits_since is not None:
-            self.draft_wait_s += self.clock() - session.waits_since
-            self._end_wait(session)
+        self.waits.end(session, has_block=True)
         self._enqueue(session)
         return session
-
-    def _hold(self, session: TargetSession, block: ReceivedBlock) -> bool:
-        """Keeps a block of a coming round, or drops one of another text than the current round's. Which one is dropped
-        depends on the order of arrival and on prefixes alone.
-
-        Returns:
-            Whether that was done: false for a block of this text and round, or of an earlier round.
-
-        Raises:
-            BlockViolationError: the block violates the protocol.
-        """
-        rounds_ahead = block.fence.round - session.round
-        if rounds_ahead < 0 or block.fence == session.fence:
-            return False
-        if session.drafter_id != block.drafter_id:
-            raise BlockViolationError(Violation.PEER, "block from a drafter that is not the session's")
-        if rounds_ahead > MAX_ROUNDS_AHEAD:
-            raise BlockViolationError(Violation.PREFIX, f"block for a round that is {rounds_ahead} rounds ahead")
-        check_block(block, session.spec, session.rule)
-        if rounds_ahead == 0:
-            session.held.count(block, HeldFate.STALE)
-        else:
-            session.held.add(block, session.spec.max_held_blocks)
-        return True
 
     def set_aside(self, session: TargetSession) -> None:
         """Has the block that a session has queued audited alone: its round is decided as if the block were empty."""
@@ -429,194 +222,117 @@ class Scheduler(SessionBook[TargetSession, Step]):
                 raise InvalidRequestError("a plain run has at least one round")
             if len(session.committed) >= session.spec.max_len:
                 raise InvalidRequestError("plain run beyond the session's max_len")
-            if run.draft is not None:
-                check_local(run.draft, session.spec, self.text_drafters, self.head)
+            sources = self._local_of(run.draft, session.spec, session.local.values())
+            source = session.run_source = next((one for one in sources if one.may_draft()), None)
+            if run.draft is not None and source is not None:
+                session.local[type(source)] = source
+                source.num_draft_tokens = run.draft.num_draft_tokens
             session.plain_rounds_left = run.num_rounds
-            self._draft_by(session, run.draft)
-            self._end_wait(session)
-            self._enqueue(session)
+            self.waits.end(session)
+            self._begin(session)
         return verdict
 
     def close(self, session_id: int, epoch: int) -> TargetSession | None:
         """Removes a session and its queued work; returns the session, or None if it was not open."""
         session = super().close(session_id, epoch)
         if session is not None:
-            self._stop_waiting(session)
-            session.held.clear()
-            session.trust.end()
-            if session.local is not None:
-                session.local.text.close(session.spec.parameters.prompt_len)
+            self.waits.close(session)
+            for source in session.sources:
+                source.close(session)
         return session
 
     def next_step(self) -> Step | None:
         """Returns the next step, or None if there is nothing to do, or a step waits: see `holds_for_s`. Pass it to
         `complete` after.
         """
-        now = self.clock()
-        if self._holds(now):
-            self.idle.set_idle(True, now)
+        now = self.waits.clock()
+        if self.waits.hold(self._ready, now):
+            self.waits.begin_step(now, is_empty=True)
             return None
         items = [
-            StepItem(
-                session,
-                session.block,
-                max_read or 1,
-                session.next_head_tokens if self.is_head_trusted else 0,
-                session.masks,
-            )
-            for session, max_read in self._take_ready()
+            StepItem(session, session.block, max_read or 1, session.order) for session, max_read in self._take_ready()
         ]
-        self.idle.set_idle(not items, now)
-        if not items:
-            return None
-        self._step_began_at = now
-        return Step(items, now)
+        self.waits.begin_step(now, is_empty=not items)
+        return Step(items, now) if items else None
 
     @property
+    @override
     def holds_for_s(self) -> float | None:
-        """Seconds after which a step that waits is to be asked for again; None if none waits."""
-        until = self.gathering.until
-        return None if until is None else max(0.0, until - self.clock())
+        return self.waits.holds_for_s
 
     def complete(self, step: Step, result: StepResult) -> list[Completed]:
         """Commits decided rounds and returns the events to send. Sessions that were closed meanwhile are left out."""
         if not any(item.session.is_reading for item in step.items):
-            self.gathering.times.learn(result.num_tokens, result.verify_us / 1e6)
+            self.waits.gathering.times.learn(result.num_tokens, result.verify_us / 1e6)
         self._record_costs(step.items, result.num_reused, result.num_tokens, result.verify_us / 1e6)
         deliveries: list[Completed] = []
-        drafted = result.drafted or [None] * len(step.items)
-        verify_us = result.verify_us - int(result.head_s * 1e6)  # which is told apart
-        has_failed = result.has_head_failed or [False] * len(step.items)
-        mask_us = result.mask_us or [0] * len(step.items)
-        parts = zip(step.items, result.outcomes, result.num_unread, drafted, has_failed, strict=True)
-        for index, (item, outcome, num_unread, own, lacks_draft) in enumerate(parts):
-            session, block = item.session, own or item.block
+        parts = zip(step.items, result.outcomes, result.num_unread, strict=True)
+        for index, (item, outcome, num_unread) in enumerate(parts):
+            session = item.session
             session.num_unread = num_unread
             if not self.is_open(session):
                 continue
             if isinstance(outcome, Judgement | StillReading) and outcome.prompt is not None:
                 deliveries.append((session, PromptRead(*session.key, outcome.prompt)))
             if isinstance(outcome, Judgement):
-                verdict = self._commit(session, block, outcome, step.started_at, verify_us)
-                if lacks_draft and session.watches_head:
-                    verdict = replace(verdict, watched=WatchedGuess(has_guess=False))
-                if mask_us[index]:
-                    verdict = replace(verdict, mask_us=min(mask_us[index], MAX_UINT32))
-                deliveries.append((session, verdict))
+                deliveries.append((session, self._commit(step, result, index, outcome)))
             elif isinstance(outcome, StillReading):
                 self._ready.append(session)
             else:
                 deliveries.append((session, outcome))
         return deliveries
 
-    def _commit(
-        self,
-        session: TargetSession,
-        block: ReceivedBlock | None,
-        judgement: Judgement,
-        started_at: float,
-        verify_us: int,
-    ) -> Verdict:
-        fence, watched = session.fence, None
-        if session.local is not None and not (block and block.local_strategy):
-            watched = session.local.watch(session.committed.ids, judgement.token_ids, session.spec, self.vocab_size)
-        session.committed.append(judgement.token_ids)
-        session.round += 1
-        session.block, session.masks, session.queued = None, None, False
-        queue_us = min(int(max(0.0, started_at - session.queued_at) * 1e6), MAX_UINT32)
-        has_stopped = not session.spec.parameters.stop_token_ids.isdisjoint(judgement.token_ids)
-        is_over = has_stopped or len(session.committed) >= session.spec.max_len
-        session.plain_rounds_left = 0 if is_over else max(0, session.plain_rounds_left - 1)
-        next_is_held = self._take_held(session, is_over)
-        if session.plain_rounds_left or next_is_held:
-            self._enqueue(session)
-        elif not is_over:
-            session.waits_since = self.clock()
-            self.idle.wait(1, session.waits_since)
+    def _commit(self, step: Step, result: StepResult, index: int, judgement: Judgement) -> Verdict:
+        """Commits the round of a step's item, begins the next one, and returns the verdict."""
+        item = step.items[index]
+        session, fence = item.session, item.session.fence
+        ordered = result.drafted.get(session.key)
+        block = ordered or item.block
         if block is not None and not block.is_used:  # a plain round, as far as anybody else sees
             block = None
-        return Verdict(
+        session.committed.append(judgement.token_ids)
+        session.round += 1
+        session.masks, session.queued = None, False
+        has_stopped = not session.spec.parameters.stop_token_ids.isdisjoint(judgement.token_ids)
+        session.is_over = has_stopped or len(session.committed) >= session.spec.max_len
+        session.plain_rounds_left = 0 if session.is_over else max(0, session.plain_rounds_left - 1)
+        verdict = Verdict(
             fence=fence,
             token_ids=judgement.token_ids,
             num_draft_tokens=len(block.token_ids) if block else 0,
             num_accepted_tokens=judgement.num_accepted,
             extra=_extra_kind(block, judgement),
             plain_rounds_left=session.plain_rounds_left,
-            verify_us=verify_us,
-            queue_us=queue_us,
+            verify_us=result.verify_us - int(result.draft_s * 1e6),  # which is told apart
+            queue_us=min(int(max(0.0, step.started_at - session.queued_at) * 1e6), MAX_UINT32),
             num_near_ties=judgement.num_near_ties,
             num_cached_tokens=session.num_reused or 0,
             logprobs=judgement.logprobs,
             draft_logprobs=_draft_logprobs(block, judgement) if session.spec.reports_draft_logprobs else [],
-            local_strategy=block.local_strategy if block else "",
-            watched=watched,
-            next_is_held=next_is_held,
-            is_ahead=block is not None and block.is_ahead,
-            num_wasted_draft_tokens=min(session.held.take_wasted(), MAX_UINT32),
-            held_bytes=session.held.num_bytes,
             timings=block.timings if block else DraftTimings(),
             draft_depth=block.depth if block and block.tree is not None else 0,
+            mask_us=min(result.mask_us[index], MAX_UINT32) if result.mask_us else 0,
         )
+        has_failed = ordered is None and session.key in result.drafted
+        for source in session.sources:
+            verdict = source.report(session, verdict, block, has_failed=has_failed)
+        self._begin(session)
+        return verdict
 
-    def _take_held(self, session: TargetSession, is_over: bool) -> bool:
-        """Makes a held block that was drafted for the session's text, unless that is over, the one to verify next;
-        returns whether there is one. Blocks for other texts of the round are dropped.
+    def _begin(self, session: TargetSession) -> None:
+        """Begins a round, whose source is fixed: takes its block if there is one at once. Queues the session if the
+        round can be decided; otherwise it waits for what decides it.
         """
-        if not session.held:
-            return False
-        session.block = session.held.take(session.fence, is_wanted=not (is_over or session.plain_rounds_left))
-        return session.block is not None
-
-    def _holds(self, now: float) -> bool:
-        """Whether the next step waits for sessions that are not ready yet."""
-        deciding = [session for session in self._ready if not session.is_reading]
-        if not deciding or not self.idle.num_waiting:
-            self.gathering.begin(now)
-            return False
-        num_rows = sum(session.num_rows for session in deciding)
-        share = self.gathering.undisturbed_share
-        waiting = [
-            session.usual_wait.left_s(session.waits_since, now, share)
-            for session in self.sessions.values()
-            if session.waits_since is not None
-        ]
-        expected = [left_s for left_s in waiting if left_s is not None]
-        usual_s = sum(session.usual_wait.seconds or 0.0 for session in deciding) / len(deciding)
-        return self.gathering.holds(Ready(len(deciding), num_rows, usual_s), expected, now)
-
-    def _end_wait(self, session: TargetSession) -> None:
-        """Ends the wait of a session whose next round can be decided."""
-        if session.waits_since is not None:
-            waited_s = self.clock() - session.waits_since
-            session.usual_wait.learn(waited_s)
-            self.gathering.usual.learn(waited_s)
-            if self._step_began_at <= session.waits_since:
-                self.gathering.undisturbed.learn(waited_s)
-            self._stop_waiting(session)
-
-    def _stop_waiting(self, session: TargetSession) -> None:
-        if session.waits_since is not None:
-            session.waits_since = None
-            self.idle.wait(-1, self.clock())
-
-    def _draft_by(self, session: TargetSession, draft: LocalDraft | None) -> None:
-        """Sets what drafts the rounds of a session's run. What was read of the text is kept through plain runs."""
-        if draft is not None and draft.strategy == self.head and not self.is_head_trusted:
-            draft = replace(draft, strategy=draft.instead, instead="") if draft.instead else None
-        is_head = draft is not None and draft.strategy == self.head
-        of_text = None if is_head else draft
-        session.num_head_tokens = draft.num_draft_tokens if draft is not None and is_head else 0
-        if of_text is not None and (session.local is None or session.local.strategy != of_text.strategy):
-            session.local = LocalText.open(of_text.strategy, self.text_drafters, session.spec.parameters)
-        if session.local is not None:
-            session.local.num_draft_tokens = 0 if of_text is None else of_text.num_draft_tokens
+        source = session.source
+        session.block = None if source is None else source.block(session)
+        if session.plain_rounds_left or session.block is not None:
+            self._enqueue(session)
+        elif not session.is_over:
+            self.waits.begin(session)
 
     def _enqueue(self, session: TargetSession) -> None:
-        if session.plain_rounds_left and session.local is not None:
-            ids = session.committed.ids
-            session.block = session.local.block(session.fence, ids, session.spec, self.vocab_size)
         session.queued = True
-        session.queued_at = self.clock()
+        session.queued_at = self.waits.clock()
         if self.mask_maker is None or not self.mask_maker.take(session):
             self._ready.append(session)
 
@@ -641,14 +357,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
         return session, verdict
 
     def _check(self, spec: TargetSessionSpec) -> None:
-        sampling, wanted = spec.parameters.sampling, spec.parameters.max_draft_tokens
-        sampling.check_vocabulary(self.vocab_size)
-        allowed = sampling.allowed_token_ids
-        possible = range(self.vocab_size) if allowed is None else allowed
-        stops = spec.parameters.stop_token_ids
-        are_many = len(stops) >= len(possible)  # else the possible tokens need not be looked through
-        if sampling.min_tokens and are_many and stops.issuperset(possible):
-            raise InvalidRequestError("all tokens that are possible are stop tokens, which min_tokens keeps away")
+        check_sampling(spec, self.vocab_size)
         if not 1 <= len(spec.token_ids) < self.context_length:
             raise InvalidRequestError(
                 f"{len(spec.token_ids)} prompt tokens; must be 1 to {self.context_length - 1}, the context less one"
@@ -659,12 +368,42 @@ class Scheduler(SessionBook[TargetSession, Step]):
         if max(spec.token_ids) >= self.vocab_size:
             raise InvalidRequestError(f"token id {max(spec.token_ids)} is beyond the vocabulary of {self.vocab_size}")
         self._check_max_len(spec)
+        wanted = spec.parameters.max_draft_tokens
         if wanted > self.max_draft_tokens:
             raise InvalidRequestError(
                 f"num_speculative_tokens {wanted} is above the verifier's limit {self.max_draft_tokens}"
             )
-        if spec.watched is not None:
-            check_local(spec.watched, spec, self.text_drafters, self.head)
+        if spec.max_held_blocks and self.hold is None:
+            raise InvalidRequestError("no blocks of coming rounds are held here")
+
+    def _local_of(
+        self, draft: LocalDraft | None, spec: TargetSessionSpec, known: Iterable[LocalSource] = ()
+    ) -> list[LocalSource]:
+        """Returns the sources that a draft names, the preferred one first: those that are known, or new ones.
+
+        Raises:
+            InvalidRequestError: a strategy is unknown, or the number is out of range.
+        """
+        if draft is None:
+            return []
+        by_name, names = {source.strategy: source for source in known}, filter(None, (draft.strategy, draft.instead))
+        sources = [by_name.get(name) or self._open_local(spec, name) for name in names]
+        most = spec.parameters.max_draft_tokens
+        if not 1 <= draft.num_draft_tokens <= most:
+            raise InvalidRequestError(f"a local draft has 1 to {most} tokens here, not {draft.num_draft_tokens}")
+        return sources
+
+    def _open_local(self, spec: TargetSessionSpec, strategy: str) -> LocalSource:
+        for open_source in self.local:
+            source = open_source(spec, strategy)
+            if source is not None:
+                return source
+        raise InvalidRequestError(f"nothing drafts by the name {strategy!r}")
+
+
+def _check_sender(session: TargetSession, block: ReceivedBlock) -> None:
+    if session.drafter_id != block.drafter_id:
+        raise BlockViolationError(Violation.PEER, "block from a drafter that is not the session's")
 
 
 def _extra_kind(block: ReceivedBlock | None, judgement: Judgement) -> TokenSource:

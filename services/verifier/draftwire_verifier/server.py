@@ -31,9 +31,9 @@ from draftwire.v1 import session_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
 from draftwire_verifier.brake import Brake
 from draftwire_verifier.config import VerifierConfig
-from draftwire_verifier.core import BlockRefused, TargetEvent, VerifierCore
+from draftwire_verifier.core import TargetEvent, VerifierCore
+from draftwire_verifier.drafter_peers import BlockRefused, DrafterStream
 from draftwire_verifier.drafters import Greeting
-from draftwire_verifier.feeding import DrafterStream
 from draftwire_verifier.spans import VerifierSpans
 
 MAX_GREETINGS = 64
@@ -104,8 +104,10 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         source = first.hello.features if first.hello.HasField("features") else None
         encoding = None if source is None else messages.feature_encoding_from_proto(source)
         greeting = _greeting(first.hello, model, origin_of(context))
-        drafter = self._core.welcome_drafter(greeting, model, None if source is None else source.fingerprint)
-        stream = self._core.open_stream(drafter, model, encoding)
+        drafter = self._core.peers.welcome(greeting, model, None if source is None else source.fingerprint)
+        stream = self._core.peers.open_stream(drafter, model, encoding)
+        if self._core.feeds is not None:
+            self._core.feeds.resume(stream)
 
         async def write() -> None:
             while some := await stream.outbox.take_all():
@@ -114,12 +116,12 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                     told = messages.outcomes_to_proto(outcomes)
                     await context.write(verifier_pb2.PushDraftBlocksResponse(outcomes=told))
                 keys = [each for each in some if not isinstance(each, RoundOutcome)]
-                for features in await self._core.take_features(stream, keys) if keys else []:
+                for features in await self._core.feeds.take(stream, keys) if keys else []:
                     part = messages.features_to_proto(features)
                     await context.write(verifier_pb2.PushDraftBlocksResponse(features=part))
 
         def end() -> None:
-            self._core.end_stream(stream)
+            self._core.peers.end_stream(stream)
             stream.outbox.close()
 
         try:
@@ -150,7 +152,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     def _request_features(self, request: verifier_pb2.PushDraftBlocksRequest, stream: DrafterStream) -> None:
         if len(request.feature_requests.requests) > self._most_items:
             raise ProtocolViolationError(f"a message holds at most {self._most_items} requests")
-        self._core.request_features(stream, messages.feature_requests_from_proto(request.feature_requests))
+        self._core.feeds.request(stream, messages.feature_requests_from_proto(request.feature_requests))
 
     @property
     def _most_items(self) -> int:

@@ -11,9 +11,10 @@ from functools import partial
 import structlog
 from typing_extensions import override
 
+from draftwire.engine.target_session import TargetSession
 from draftwire.errors import UnavailableError
 from draftwire.verification.form_masks import MadeMasks, make_masks
-from draftwire_verifier.scheduler import MaskMaker, TargetSession
+from draftwire_verifier.scheduler import MaskMaker
 
 log = structlog.get_logger()
 

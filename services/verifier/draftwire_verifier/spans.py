@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+from draftwire.engine.target_session import Step
 from draftwire.engine.traced_sessions import TracedSessions
 from draftwire.method.rounds import Verdict
 from draftwire.runtime.tracing import PREFIX
-from draftwire_verifier.scheduler import Completed, Step
+from draftwire_verifier.scheduler import Completed
 
 
 class VerifierSpans(TracedSessions):

@@ -7,8 +7,8 @@ from pathlib import Path
 STEP_SECONDS = float(os.environ.get("SLOW_STEP_SECONDS", "0.03"))
 
 if "serve\0verifier" in Path("/proc/self/cmdline").read_text():
+    from draftwire.engine.target_session import Step, StepResult
     from draftwire_verifier.engine import TargetEngine
-    from draftwire_verifier.scheduler import Step, StepResult
 
     step_at_once = TargetEngine.step
 

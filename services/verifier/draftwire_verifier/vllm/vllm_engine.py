@@ -15,6 +15,7 @@ import structlog
 from draftwire.engine.admission import Room
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.step_engine import StepEngine
+from draftwire.engine.target_session import Step, StepItem, StepResult, TargetSession, mask_us_of
 from draftwire.errors import BlockViolationError, DraftwireError, GroupLostError, InvalidRequestError, UnavailableError
 from draftwire.method.distributions import rows_of
 from draftwire.method.draw_key import DrawKey
@@ -26,7 +27,6 @@ from draftwire.runtime.settings import EngineSettings, require
 from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
 from draftwire.verification.form_masks import make_masks
 from draftwire_verifier.config import VerifierConfig
-from draftwire_verifier.scheduler import Step, StepItem, StepResult, TargetSession, mask_us_of
 from draftwire_verifier.vllm.arguments import (
     check_arguments,
     check_device,
@@ -341,7 +341,7 @@ def _item_of(part: StepItem) -> RoundItem:
     session, spec, block = part.session, part.session.spec, part.block
     parameters, committed = spec.parameters, session.committed.ids
     draft_tokens = block.token_ids if block else []
-    masks = part.masks
+    masks = session.masks
     if session.automaton is not None and masks is None:
         masks = make_masks(session.automaton, committed[parameters.prompt_len :], draft_tokens)
     if isinstance(masks, DraftwireError):

@@ -1,0 +1,1 @@
+"""Blocks that are drafted before the text that they continue is known."""

@@ -1,0 +1,76 @@
+"""Head that a verifier loads beside its target. Runs on the torch thread."""
+
+from pathlib import Path
+
+import torch
+
+from draftwire.drafting.heads.draft_head import DraftHead
+from draftwire.drafting.heads.head_drafter import HeadDrafter
+from draftwire.drafting.heads.head_loading import load_fusion, load_head, read_shape
+from draftwire.engine.cache_sizing import FeatureUser
+from draftwire.method.quantization import Quantization
+from draftwire.models.card import ModelCard
+from draftwire.models.decoder import Decoder
+from draftwire.models.sequence_model import FeatureModel, SequenceModel
+from draftwire.models.taps import FeatureSource, check_taps
+from draftwire.options.heads.head_drafts import HeadDrafts
+
+HEAD_QUANTIZATION = Quantization(mass=0.99, max_support=512)
+"""Quantization of the drafts of a head in the verifier: they travel nowhere, and the mass that is left out costs
+acceptance."""
+
+
+class TargetHead:
+    """A head, or only what makes its features for drafters elsewhere.
+
+    Attributes:
+        fingerprint: of the head whose features are kept; empty before it is loaded.
+        feature_size: numbers that are kept of a token.
+    """
+
+    def __init__(self, folder: Path, target: Path, *, drafts: bool) -> None:
+        """Refuses a head that does not fit before the target's weights are loaded, which may take minutes.
+
+        Args:
+            folder: of the head.
+            target: folder of the target.
+            drafts: whether it drafts inside the verifier.
+
+        Raises:
+            InvalidRequestError: see `read_shape`.
+        """
+        read_shape(folder, target)
+        self._folders = folder, target
+        self._drafts = drafts
+        self._head: DraftHead | None = None
+        self.fingerprint = b""
+        self.feature_size = 0
+
+    def load(self, card: ModelCard, decoder: Decoder, cache_tokens: int) -> FeatureUser:
+        """Loads it in the target's type and onto its device, with a cache of so many tokens."""
+        dtype = getattr(torch, card.description.dtype)
+        fusion = load_fusion(*self._folders, dtype, decoder.device)
+        self.fingerprint, self.feature_size = fusion.fingerprint, fusion.config.hidden_size
+        check_taps(fusion.config.taps, decoder.num_layers)
+        if not self._drafts:
+            return FeatureUser(FeatureSource(fusion.config.taps, fusion.fuse), 0, self.resize)
+        head = self._head = load_head(*self._folders, cache_tokens, dtype, str(decoder.device))
+        return FeatureUser(FeatureSource(head.config.taps, head.fuse), head.token_bytes, self.resize)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The strategy by which it drafts inside the verifier, if it does."""
+        return () if self._head is None else (self._head.config.kind.value,)
+
+    def resize(self, cache_tokens: int) -> None:
+        """Resizes its cache, if it has one."""
+        if self._head is not None:
+            self._head.resize(cache_tokens)
+
+    def drafters(self, model: SequenceModel) -> dict[str, HeadDrafts]:
+        """Returns what drafts beside a target that was loaded with it, by strategy."""
+        if self._head is None:
+            return {}
+        assert isinstance(model, FeatureModel), "it was loaded with a head"
+        drafts = HeadDrafts(HeadDrafter(self._head, model, HEAD_QUANTIZATION), model.vocab_size)
+        return dict.fromkeys(self.names, drafts)

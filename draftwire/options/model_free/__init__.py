@@ -1,0 +1,1 @@
+"""Guesses from the text itself, without a model."""
