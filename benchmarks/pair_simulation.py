@@ -16,8 +16,8 @@ from typing import Any
 from draftwire.drafting.tree_shapes import shape_by_rank
 from draftwire.method.token_source import TokenSource
 from draftwire.method.token_tree import ROOT, TokenTree
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.session_length import SessionLength
 

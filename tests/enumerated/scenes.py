@@ -13,8 +13,8 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 from draftwire.verification.rule import facts_of
 from draftwire_gateway.session.generation import Generation
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.statistics import Statistics
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from tests.enumerated.intervals import all_runs
 from tests.enumerated.network import Ids, Network, run_virtually
 

@@ -16,8 +16,8 @@ from draftwire.cli.__main__ import app
 from draftwire.client import Client, Completion
 from draftwire.requests.parameters import SamplingParams
 from draftwire_gateway.metrics import GatewayMetrics
+from draftwire_gateway.session.policy import PLAIN, Arm
 from draftwire_gateway.session.round_times import RoundTimes
-from draftwire_gateway.speculation.arms import PLAIN, Arm
 from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.windows import Window
 from tests.in_process import InProcessStack

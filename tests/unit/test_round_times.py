@@ -12,7 +12,7 @@ from virtual_time import run
 
 from draftwire.method.rounds import DraftTimings, Fence, Verdict
 from draftwire.method.token_source import TokenSource
-from draftwire_gateway.config import LoopSettings
+from draftwire_gateway.session.loop_settings import LoopSettings
 from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
 
 

@@ -17,6 +17,7 @@ MAY_IMPORT_SERVICES = ("draftwire.cli",)
 LAYERS = (
     ("draftwire.cli",),
     SERVICES,
+    ("draftwire.options",),
     ("draftwire.engine", "draftwire.training", "draftwire.checking", "draftwire.client"),
     ("draftwire.runtime", "draftwire.audit", "draftwire.local_loop"),
     ("draftwire.drafting", "draftwire.verification"),

@@ -22,7 +22,7 @@ from draftwire.errors import (
 )
 from draftwire.method.encoding import Supports
 from draftwire.method.quantization import Encoding
-from draftwire.method.rounds import DraftTree, ReceivedBlock, Verdict
+from draftwire.method.rounds import Calibration, DraftTree, ReceivedBlock, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.method.token_tree import TokenTree
 from draftwire.requests.parameters import SamplingParams
@@ -32,11 +32,15 @@ from draftwire.verification.deciding import Judgement
 from draftwire_drafter.config import DrafterConfig, DraftSettings
 from draftwire_drafter.core import DrafterCore
 from draftwire_gateway.config import GatewayConfig
+from draftwire_gateway.options.tree_drafts import TreeDrafts
+from draftwire_gateway.requested_generation import SpeculationDefaults, complete_request
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict
-from draftwire_gateway.session.generation import Generation, SpeculationDefaults, complete_request
+from draftwire_gateway.session.generation import Generation
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
+from draftwire_gateway.session.session_option import BlockRequest
+from draftwire_gateway.session.session_state import SessionState
 from draftwire_gateway.session.statistics import Statistics
-from draftwire_gateway.session.tree_request import tree_to_draft
 from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_NODES
 from draftwire_verifier.config import TargetEngineSettings, VerifierConfig
 from draftwire_verifier.metrics import VerifierMetrics
@@ -313,18 +317,30 @@ def test_trees_may_be_chosen_where_lengths_are_and_nobody_says_anything() -> Non
         )
 
 
+def requested(generation: Generation, arm: Arm) -> tuple[DraftTree | None, int]:
+    """Returns the tree that a drafter is asked for, and how deep the gateway takes it to be."""
+    session = SessionState(generation)
+    block = BlockRequest(arm, Calibration(session.fence, 0, [], arm.length), arm.length)
+    TreeDrafts(session).request(block)
+    return block.calibration.tree, block.depth
+
+
 def test_shape_is_given_where_distributions_are_sent_alone() -> None:
     """It depends on numbers alone, and is no deeper than what is drafted."""
     drawn = generation(num_draft_nodes=12)
-    assert tree_to_draft(drawn, 0, 4) is None
-    tree = tree_to_draft(drawn, 12, 4)
+    assert requested(drawn, PLAIN) == (None, 0)
+    assert requested(drawn, Arm(DraftSource.DRAFTER, 4)) == (None, 4)
+    tree, depth = requested(drawn, Arm(DraftSource.TREES, 4, 12))
     assert tree is not None
     assert tree.shape is not None
-    assert (len(tree.shape), tree.num_nodes, tree.shape.depth) == (12, 12, 4)
-    flat = tree_to_draft(drawn, 12, 1)
-    assert flat == DraftTree(8, TokenTree((-1,) * 8)), "no more children than have a chance"
+    assert (len(tree.shape), tree.num_nodes, tree.shape.depth, depth) == (12, 12, 4, 4)
+    flat = DraftTree(8, TokenTree((-1,) * 8))
+    assert requested(drawn, Arm(DraftSource.TREES, 1, 12)) == (flat, 1), "no more children than have a chance"
+    deep, depth = requested(drawn, Arm(DraftSource.TREES, 8, 3))
+    assert (deep and deep.num_nodes, depth) == (3, 3), "its nodes run out before it is as deep"
     for changes in ({"rule": "coupled"}, {"sampling": GREEDY}):
-        assert tree_to_draft(generation(num_draft_nodes=12, **changes), 12, 4) == DraftTree(12)
+        chosen = generation(num_draft_nodes=12, **changes)
+        assert requested(chosen, Arm(DraftSource.TREES, 4, 12)) == (DraftTree(12), 4)
 
 
 @pytest.mark.parametrize(

@@ -26,17 +26,14 @@ from draftwire_gateway.config import AUTO_LOCAL_DRAFTS, AUTO_TOOL_SYNTAX, NO_LOC
 from draftwire_gateway.metrics import GatewayMetrics
 from draftwire_gateway.request_queue import QueuePlace, RequestQueue
 from draftwire_gateway.request_record import RequestRecord
+from draftwire_gateway.requested_generation import RequestedGeneration, SpeculationDefaults, complete_request
 from draftwire_gateway.session.choices import ChoiceEvent, ChoiceRunner, PromptEcho
-from draftwire_gateway.session.generation import (
-    Generation,
-    RequestedGeneration,
-    SpeculationDefaults,
-    complete_request,
-)
+from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.loop import GenerationLoop
 from draftwire_gateway.session.ports import Peers
 from draftwire_gateway.session.round_times import RoundTimes, combined
 from draftwire_gateway.session.spans import RequestSpans, RequestTracing
+from draftwire_gateway.session_plugs import plugs_of
 from draftwire_gateway.speculation.pairs import Pairs
 from draftwire_gateway.text.chat import ChatTemplate, check_template
 from draftwire_gateway.text.control_tokens import is_marked
@@ -100,8 +97,8 @@ class GatewayCore:
             adapts_length=config.speculation == "adaptive",
             local_strategies=local_strategies(config.local_drafts),
             drafter_names=self._drafter_names,
-            rounds_ahead=config.loop.draft_ahead_rounds,
-            max_branches=config.loop.draft_ahead_branches,
+            rounds_ahead=config.ahead.draft_ahead_rounds,
+            max_branches=config.ahead.draft_ahead_branches,
             num_draft_nodes=config.num_draft_nodes,
         )
 
@@ -296,7 +293,8 @@ class GatewayCore:
         observer = combined(self.metrics.observe_round, spans.add_round if spans is not None else None)
         if generation.sampling.structured_output is not None:
             observer = combined(observer, partial(self._charge_masks, generation.form_caller))
-        return GenerationLoop(generation, self._peers, text, self.config.loop, self.pairs, observer, spans)
+        plugs = plugs_of(generation, self.pairs, observer, spans)
+        return GenerationLoop(generation, self._peers, text, self.config.loop, plugs)
 
     def _charge_masks(self, caller: str, times: RoundTimes) -> None:
         """Makes a caller pay for masks of a round, as for compiling, if they took longer than is allowed."""

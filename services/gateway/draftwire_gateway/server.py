@@ -40,20 +40,20 @@ from draftwire_gateway.peers.pool import Pool
 from draftwire_gateway.peers.roster import Roster
 from draftwire_gateway.peers.sources import sources_of
 from draftwire_gateway.peers.wire import DrafterLink, VerifierLink
-from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
-from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
-from draftwire_gateway.session.generation import (
+from draftwire_gateway.requested_generation import (
     MAX_CHOICES,
     MAX_DRAFTERS,
     MAX_STOP_STRINGS,
     GeneratedChoice,
-    Generation,
     RequestedGeneration,
     check_num_choices,
 )
+from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
+from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
+from draftwire_gateway.session.generation import Generation
+from draftwire_gateway.session.policy import DraftSource
 from draftwire_gateway.session.spans import RequestTracing
 from draftwire_gateway.session.statistics import Statistics
-from draftwire_gateway.speculation.arms import DraftSource
 from draftwire_gateway.speculation.explanation import Explanation, LoadExplanation
 from draftwire_gateway.speculation.pairs import PairName
 from draftwire_gateway.text.conversation import (

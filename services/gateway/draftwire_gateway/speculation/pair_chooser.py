@@ -11,8 +11,8 @@ All that is measured is of rounds that are over, so an arm depends on the past o
 import math
 from collections.abc import Mapping, Sequence
 
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation
 from draftwire_gateway.speculation.load_probes import LEAST_GAIN, Prospects
 from draftwire_gateway.speculation.pair_acceptance import PairAcceptance

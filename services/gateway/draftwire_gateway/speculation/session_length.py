@@ -4,9 +4,9 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_acceptance import estimates_of
 from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, PairChooser
 from draftwire_gateway.speculation.windows import Window

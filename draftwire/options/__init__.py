@@ -1,0 +1,1 @@
+"""Options: what plugs into the path from outside, each in a folder of its own."""

@@ -1,0 +1,1 @@
+"""Token trees in the place of chains."""
