@@ -236,7 +236,7 @@ def chooser_us() -> float:
     ]
     began = time.perf_counter()
     for times in rounds:
-        session.next_draft(times.round, 100, times.started_at)
+        session.next_draft(times.verdict.fence.round, 100, times.started_at)
         session.observe(times)
     return (time.perf_counter() - began) / TIMED_ROUNDS * 1e6
 

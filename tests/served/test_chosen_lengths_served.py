@@ -119,7 +119,7 @@ def draw_at_rest(client: Client, rounds: list[RoundTimes], seed: int, max_tokens
         token_ids = client.generate("a", seed=seed, max_tokens=max_tokens).token_ids
         lefts = [max_tokens - sum(before.num_tokens for before in rounds[:index]) for index in range(len(rounds))]
         wanted = [0 if times.is_first else min(4, left - 1) for times, left in zip(rounds, lefts, strict=True)]
-        if [times.num_draft_tokens for times in rounds] == wanted:
+        if [times.verdict.num_draft_tokens for times in rounds] == wanted:
             return token_ids
     raise AssertionError(f"drafts have other lengths than the server's: {wanted}, {rounds}")
 

@@ -78,7 +78,7 @@ class Seating:
 
     async def learn(self, seconds: float) -> None:
         """Lets a block take so long."""
-        self.seat.ask_for_block(chain(4))
+        self.seat.drafter.request_block(chain(4))
         await asyncio.sleep(seconds)
         self.end_round(STORY[:1], num_draft_tokens=4)
 
@@ -112,7 +112,7 @@ async def test_requested_block_carries_what_was_committed_since_the_last_one() -
     drafter = await one.seek_until_ready()
     for number in range(3):
         one.end_round(STORY[2 * number : 2 * number + 2])
-        one.seat.ask_for_block(chain(4 - number))
+        one.seat.drafter.request_block(chain(4 - number))
     assert drafter.violations == []
     asked = [(each.base_len, each.token_ids, each.num_draft_tokens) for each in drafter.calibrations]
     prompt_len = len(PROMPT)
@@ -132,7 +132,7 @@ async def test_rounds_are_counted_by_whether_their_block_was_drafted_ahead() -> 
     ends += [{"next_is_held": True}, {}]  # the last one's block is held, and set aside
     counts = []
     for number, told in enumerate(ends):
-        one.seat.ask_for_block(Arm(DraftSource.AHEAD, 2))
+        one.seat.drafter.request_block(Arm(DraftSource.AHEAD, 2))
         one.end_round(STORY[number : number + 1], num_draft_tokens=2, num_wasted_draft_tokens=number, **told)
         statistics = one.session.statistics
         counts.append((statistics.num_ahead_hits, statistics.num_ahead_late, statistics.num_ahead_misses))
@@ -150,7 +150,7 @@ async def test_nothing_is_drafted_after_slow_masks_until_they_are_fast_again() -
     one = seating(sampling=IN_FORM, num_speculative_tokens=4, max_tokens=60)
     await one.seek_until_ready()
     for mask_us, expected in ((FAST_US, chain(4)), (SLOW_US, PLAIN)):
-        one.seat.ask_for_block(one.planner.next_draft())
+        one.seat.drafter.request_block(one.planner.next_draft())
         one.end_round(STORY[:1], num_draft_tokens=4, mask_us=mask_us)
         assert one.planner.next_draft() == expected
     assert one.planner.run(64, 8) == RunRequest(WhyPlain.SLOW_MASKS, 8)
@@ -165,7 +165,7 @@ async def test_chosen_lengths_are_not_blamed_for_masks_that_took_long() -> None:
     one = seating(sampling=IN_FORM, num_speculative_tokens=4, adapts_length=True)
     await one.seek_until_ready()
     assert one.planner.next_draft() == chain(4)
-    one.seat.ask_for_block(one.planner.next_draft())
+    one.seat.drafter.request_block(one.planner.next_draft())
     one.end_round(STORY[:1], num_draft_tokens=4, mask_us=SLOW_US)
     assert one.planner.next_draft() == PLAIN
     assert one.planner.run(64, 8) == RunRequest(WhyPlain.SLOW_MASKS, 8)
@@ -178,12 +178,12 @@ async def test_rounds_that_may_have_begun_are_requested_despite_slow_masks() -> 
     one.target.description = replace(one.target.description, capabilities=frozenset({HELD_BLOCKS}))
     one.drafters[0].description = replace(one.drafters[0].description, capabilities=frozenset({DRAFT_AHEAD}))
     await one.seek_until_ready()
-    one.seat.ask_for_block(one.planner.next_draft())
+    one.seat.drafter.request_block(one.planner.next_draft())
     for number in range(2):
         one.end_round(STORY[number : number + 1], num_draft_tokens=4, mask_us=SLOW_US)
         arm = one.planner.next_draft()
         assert arm == Arm(DraftSource.DRAFTER, 4), "it allows no further round to begin"
-        one.seat.ask_for_block(arm)
+        one.seat.drafter.request_block(arm)
     one.end_round(STORY[2:3], num_draft_tokens=4, mask_us=SLOW_US)
     assert one.planner.next_draft() == PLAIN
 
@@ -193,14 +193,14 @@ async def test_drafter_that_takes_over_is_told_all_and_shows_a_higher_permit() -
     one = seating(num_drafters=2)
     first = await one.seek_until_ready()
     one.end_round(STORY[:3])
-    one.seat.ask_for_block(chain(4))
+    one.seat.drafter.request_block(chain(4))
     assert one.seat.give_up(GONE)
     second = await one.seek_until_ready()
     assert second is not first
     assert second.spec.token_ids == [*PROMPT, *STORY[:3]]
     permits = [drafter.spec.permit for drafter in (first, second)]
     assert permits == [Permit.make(one.session.permit_key, number) for number in (0, 1)]
-    one.seat.ask_for_block(chain(4))
+    one.seat.drafter.request_block(chain(4))
     assert (second.calibrations[0].token_ids, second.violations) == ([], [])
 
 
@@ -217,7 +217,7 @@ async def test_drafter_with_an_identity_gets_its_permit_by_the_first_calibration
         await one.seek_until_ready()
         for number in range(2):
             one.end_round(STORY[number : number + 1])
-            one.seat.ask_for_block(chain(4))
+            one.seat.drafter.request_block(chain(4))
         key = one.session.permit_key
         opened_with, asked_with = drafter.spec.permit, [each.permit for each in drafter.calibrations]
         if of_drafter and of_target:
@@ -232,7 +232,7 @@ async def test_loss_is_counted_once_and_says_whether_a_block_was_awaited() -> No
         one = seating()
         drafter = await one.seek_until_ready()
         if is_asked:
-            one.seat.ask_for_block(chain(4))
+            one.seat.drafter.request_block(chain(4))
         if is_decided:
             one.end_round(STORY[:1])
         assert one.seat.give_up(GONE) == (is_asked and not is_decided)
@@ -309,7 +309,7 @@ async def test_time_of_blocks_is_learned_and_that_of_plain_rounds_is_not() -> No
         await asyncio.sleep(seconds)
         one.end_round(STORY[:1])
     assert one.seat.drafter.timeout_s(4, 5.0) == FIRST_TIMEOUT_S, "nothing is known"
-    one.seat.ask_for_block(chain(4))
+    one.seat.drafter.request_block(chain(4))
     one.end_round(STORY[:1])
     await asyncio.sleep(4.0)
     one.end_round(STORY[:1])
@@ -320,12 +320,12 @@ async def test_time_of_blocks_is_learned_and_that_of_plain_rounds_is_not() -> No
 async def test_hurry_names_the_round_and_the_next_block_is_not_hurried() -> None:
     one = seating()
     drafter = await one.seek_until_ready()
-    one.seat.ask_for_block(chain(4))
+    one.seat.drafter.request_block(chain(4))
     assert one.seat.drafter.can_flush
     one.seat.drafter.request_flush()
     assert (one.seat.drafter.can_flush, drafter.hurried) == (False, [SendDrafted(one.session.session_id, 0, 0)])
     one.end_round(STORY[:1])
-    one.seat.ask_for_block(chain(4))
+    one.seat.drafter.request_block(chain(4))
     assert (one.seat.drafter.can_flush, drafter.violations) == (True, [])
 
 
@@ -357,7 +357,7 @@ async def test_silent_drafter_is_asleep_and_asked_again_when_it_replies() -> Non
     one = seating()
     drafter = await one.seek_until_ready()
     await one.learn(0.01)
-    one.seat.ask_for_block(chain(4))
+    one.seat.drafter.request_block(chain(4))
     one.seat.drafter.request_flush()
     one.seat.fall_asleep()
     assert is_idle(one.seat) == (False, True, False)
@@ -368,7 +368,7 @@ async def test_silent_drafter_is_asleep_and_asked_again_when_it_replies() -> Non
     assert one.seat.is_asleep
     assert not one.reply(1), "its block is stale"
     assert is_idle(one.seat) == (False, False, True)
-    one.seat.ask_for_block(chain(4))
+    one.seat.drafter.request_block(chain(4))
     assert (drafter.calibrations[-1].token_ids, drafter.violations) == (STORY[1:3], [])
     assert (drafter.closed, one.session.statistics.num_drafters_lost) == ([], 0)
 
@@ -381,7 +381,7 @@ async def test_block_that_is_judged_wakes_its_drafter() -> None:
         drafter = await one.seek_until_ready()
         if capabilities is not None:
             drafter.description = replace(drafter.description, capabilities=capabilities)
-        one.seat.ask_for_block(chain(4))
+        one.seat.drafter.request_block(chain(4))
         one.seat.drafter.request_flush()
         one.seat.fall_asleep()
         one.end_round(STORY[:3], num_draft_tokens=4)
@@ -395,7 +395,7 @@ async def test_drafter_that_cannot_reply_is_given_up_with_its_late_block() -> No
     drafter = await one.seek_until_ready()
     drafter.description = replace(drafter.description, capabilities=frozenset({PARTIAL_BLOCKS}))
     assert one.seat.drafter.flush_timeout_s(5.0) == 5.0
-    one.seat.ask_for_block(chain(4))
+    one.seat.drafter.request_block(chain(4))
     one.seat.drafter.request_flush()
     one.seat.fall_asleep()
     one.end_round(STORY[:1])
@@ -407,7 +407,7 @@ async def test_drafter_that_replied_is_given_up_if_its_blocks_keep_missing() -> 
     one = seating()
     await one.seek_until_ready()
     for number in range(MAX_MISSING_BLOCKS + 1):
-        one.seat.ask_for_block(chain(4))
+        one.seat.drafter.request_block(chain(4))
         one.seat.drafter.request_flush()
         assert one.reply(one.session.round), "it is the verifier's turn"
         assert not one.reply(one.session.round), "a reply that is repeated wins no time"
@@ -415,7 +415,7 @@ async def test_drafter_that_replied_is_given_up_if_its_blocks_keep_missing() -> 
         assert is_idle(one.seat) == (False, False, True)
         one.end_round(STORY[:1], num_draft_tokens=4 * (number == 0))
         if number == 0:
-            one.seat.ask_for_block(chain(4))
+            one.seat.drafter.request_block(chain(4))
             one.end_round(STORY[:1])
         assert one.session.statistics.num_drafters_lost == (number == MAX_MISSING_BLOCKS)
 
@@ -425,7 +425,7 @@ async def test_drafter_that_sleeps_for_long_is_given_up_only_for_another_one() -
     for num_drafters, lost in ((1, 0), (2, 1)):
         one = seating(num_drafters=num_drafters)
         await one.seek_until_ready()
-        one.seat.ask_for_block(chain(4))
+        one.seat.drafter.request_block(chain(4))
         one.seat.drafter.request_flush()
         one.seat.fall_asleep()
         one.end_round(STORY[:1])
@@ -446,7 +446,7 @@ async def test_time_of_a_block_ends_when_its_verdict_arrives_not_when_it_is_read
     await one.seek_until_ready()
     await one.learn(0.01)
     before = one.seat.drafter.timeout_s(4, 5.0), one.seat.drafter.flush_timeout_s(5.0)
-    one.seat.ask_for_block(chain(4))
+    one.seat.drafter.request_block(chain(4))
     await asyncio.sleep(60.0)
     one.end_round(STORY[1:2], num_draft_tokens=4, ago_s=59.99)
     assert (
@@ -479,13 +479,13 @@ async def test_slow_drafter_makes_all_sessions_patient_and_one_pause_does_not() 
     for other in others:
         other.drafters[0].round_trip = drafter.round_trip
         await other.seek_until_ready()
-        other.seat.ask_for_block(chain(4), 5.0)
+        other.seat.drafter.request_block(chain(4), 5.0)
     await asyncio.sleep(6.0)
     for other in others:
         other.end_round(STORY[:1], num_draft_tokens=4)
     assert one.seat.drafter.timeout_s(4, 5.0) < 5.0 * MAX_STRETCH * LEAST_TIMEOUT_S
     for _ in range(30):
-        one.seat.ask_for_block(chain(4), 5.0)
+        one.seat.drafter.request_block(chain(4), 5.0)
         await asyncio.sleep(2.0)
         one.end_round(STORY[1:2], num_draft_tokens=4)
     assert one.seat.drafter.timeout_s(4, 5.0) > 4.0
@@ -587,7 +587,7 @@ async def test_round_is_asked_for_in_the_shape_that_is_chosen() -> None:
     assert (name.max_tree_nodes, len(explained)) == (16, 2)
     assert one.planner.next_draft() == chain(4), "as where there are no trees"
     for arm, tree in ((chain(4), None), (Arm(DraftSource.TREES, 3, 8), 8), (chain(2), None)):
-        one.seat.ask_for_block(arm)
+        one.seat.drafter.request_block(arm)
         asked = drafter.calibrations[-1]
         assert asked.num_draft_tokens == arm.length
         assert (asked.tree and asked.tree.num_nodes) == tree

@@ -312,7 +312,7 @@ async def test_each_source_learns_from_its_own_rounds() -> None:
     one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=True)
     await one.seek_until_ready()
     number = one.session.round
-    one.seat.ask_for_block(one.planner.next_draft())
+    one.seat.drafter.request_block(one.planner.next_draft())
     assert one.policy.observer is not None
     one.policy.observer(round_times(number, 0.0, 0.01, 4, 4))
     ((drafter, verifier),) = one.pairs.explain().values()

@@ -40,7 +40,6 @@ from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
 from draftwire_gateway.session.session_option import BlockRequest
 from draftwire_gateway.session.session_state import SessionState
-from draftwire_gateway.session.statistics import Statistics
 from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_NODES
 from draftwire_verifier.config import TargetEngineSettings, VerifierConfig
 from draftwire_verifier.metrics import VerifierMetrics
@@ -95,7 +94,7 @@ def test_verdict_reports_the_depth_of_a_tree_and_how_its_path_ended(path: tuple[
     watch.ask(WhyPlain.NO_ROOM)
     watch.take(verdict, 0.0)
     watch.end()
-    assert [(times.extra, times.draft_depth) for times in told] == [(extra, 3)], "of the round's span"
+    assert [(times.verdict.extra, times.verdict.draft_depth) for times in told] == [(extra, 3)], "of the round's span"
     assert verdict.token_ids == [*(TOKENS[node] for node in path), 20]
 
 
@@ -183,7 +182,9 @@ def test_positions_that_are_counted_are_depths() -> None:
     verdict = verdict_of(scheduler, (0, 3), 20)
     metrics.of_model.model_name = "any"
     metrics.count(verdict)
-    statistics = Statistics()
+    session = SessionState(generation(num_draft_nodes=5))
+    TreeDrafts(session).end_round(verdict, was_held=False)
+    statistics = session.statistics
     statistics.count(verdict)
     families = {sample.name: 0.0 for family in metrics.registry.collect() for sample in family.samples}
     for family in metrics.registry.collect():

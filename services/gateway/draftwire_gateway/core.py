@@ -24,6 +24,7 @@ from draftwire.runtime.served_request import served_request_id
 from draftwire.runtime.watched_files import read_bytes
 from draftwire_gateway.config import AUTO_LOCAL_DRAFTS, AUTO_TOOL_SYNTAX, NO_LOCAL_DRAFTS, GatewayConfig
 from draftwire_gateway.metrics import GatewayMetrics
+from draftwire_gateway.options.mask_allowance import mask_s
 from draftwire_gateway.request_queue import QueuePlace, RequestQueue
 from draftwire_gateway.request_record import RequestRecord
 from draftwire_gateway.requested_generation import RequestedGeneration, SpeculationDefaults, complete_request
@@ -298,7 +299,7 @@ class GatewayCore:
 
     def _charge_masks(self, caller: str, times: RoundTimes) -> None:
         """Makes a caller pay for masks of a round, as for compiling, if they took longer than is allowed."""
-        self._forms.charge(caller, times.mask_s - MASKS_PER_TOKEN_S * times.num_tokens)
+        self._forms.charge(caller, mask_s(times) - MASKS_PER_TOKEN_S * times.num_tokens)
 
     async def _echo(self, prompt_ids: list[int]) -> PromptEcho:
         return PromptEcho(prompt_ids, await asyncio.to_thread(decoded, self._tokenizer, prompt_ids))

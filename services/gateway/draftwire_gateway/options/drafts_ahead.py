@@ -79,10 +79,12 @@ class DraftsAhead(SessionOption):
     @override
     def end_round(self, verdict: Verdict, *, was_held: bool) -> None:
         self._next_is_held = verdict.next_is_held
+        statistics, is_hit = self._session.statistics, was_held and verdict.is_ahead
+        statistics.num_ahead_wasted_tokens += verdict.num_wasted_draft_tokens
+        statistics.max_held_bytes = max(statistics.max_held_bytes, verdict.held_bytes)
         if not self._counts:
             return
         self._counts = False
-        statistics, is_hit = self._session.statistics, was_held and verdict.is_ahead
         statistics.num_ahead_hits += is_hit
         statistics.num_ahead_late += verdict.is_ahead and not is_hit
         statistics.num_ahead_misses += not verdict.is_ahead

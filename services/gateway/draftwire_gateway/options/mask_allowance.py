@@ -5,7 +5,7 @@ from typing_extensions import override
 from draftwire.method.rounds import Verdict
 from draftwire.requests.structured_output import MASKS_PER_TOKEN_S, MAX_PLACE_S
 from draftwire_gateway.session.policy import PLAIN, Arm
-from draftwire_gateway.session.round_times import WhyPlain
+from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.session.session_option import SessionOption
 from draftwire_gateway.session.session_state import SessionState
 
@@ -46,3 +46,8 @@ class MaskAllowance(SessionOption):
         unused_s = MASKS_PER_TOKEN_S * len(verdict.token_ids) - verdict.mask_us / 1e6
         # Not far below zero, or one slow mask would be the end of speculation.
         self._credit_s = max(-CREDIT_S, min(CREDIT_S, self._credit_s + unused_s))
+
+
+def mask_s(times: RoundTimes) -> float:
+    """Returns the CPU time of a round's masks, of the verifier and of a drafter, no more than both can have used."""
+    return min(times.verdict.mask_s, 2.0 * (times.ended_at - times.started_at - times.lost_s))

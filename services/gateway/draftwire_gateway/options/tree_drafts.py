@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from typing_extensions import override
 
-from draftwire.method.rounds import DraftSessionSpec, TargetSessionSpec
+from draftwire.method.rounds import DraftSessionSpec, TargetSessionSpec, Verdict
 from draftwire.models.description import ModelDescription
 from draftwire.options.trees.tree_request import tree_to_draft
 from draftwire_gateway.session.generation import Generation
@@ -49,6 +49,10 @@ class TreeDrafts(SessionOption):
         block.calibration = replace(block.calibration, tree=tree)
         if tree.shape is not None:
             block.depth = tree.shape.depth  # less than was asked for if its nodes ran out
+
+    @override
+    def end_round(self, verdict: Verdict, *, was_held: bool) -> None:
+        self._session.statistics.num_trees += verdict.draft_depth > 0
 
 
 def max_tree_nodes(generation: Generation, drafter: ModelDescription, target: ModelDescription) -> int:

@@ -15,7 +15,7 @@ from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.rounds import BlockSent, DraftSessionSpec, Verdict
 from draftwire.models.description import FEATURES, FLUSH_REPLIES, NEEDS_FEATURES, ModelDescription
 from draftwire_gateway.session.block_wait import BlockFate
-from draftwire_gateway.session.policy import Arm, Policy
+from draftwire_gateway.session.policy import Policy
 from draftwire_gateway.session.ports import (
     DrafterLost,
     DrafterPort,
@@ -144,10 +144,6 @@ class DrafterSeat:
         if self._drafter is not None:
             self._drafter.is_ready = True
             self._session.add_event("drafter ready", epoch=self._session.epoch)
-
-    def ask_for_block(self, arm: Arm, most_s: float = math.inf) -> float:
-        """Requests a block of the drafter; see `SeatedDrafter.request_block`."""
-        return self.drafter.request_block(arm, most_s)
 
     def fall_asleep(self) -> None:
         """Records that the block of the open round did not come in time, which must then be requested in another way.

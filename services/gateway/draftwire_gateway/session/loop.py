@@ -233,7 +233,7 @@ class GenerationLoop:
         if arm.length:
             self._watch.ask(WhyPlain.EMPTY_BLOCK)
             try:
-                self._set_timeout(self._seat.ask_for_block(arm, self._settings.block_timeout_s))
+                self._set_timeout(self._seat.drafter.request_block(arm, self._settings.block_timeout_s))
             except DraftwireError as error:
                 self._give_up_drafter(error)
             return

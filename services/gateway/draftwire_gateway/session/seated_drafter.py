@@ -1,6 +1,7 @@
 """A drafter that a session is open on: its permit, its blocks, and how long they take."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 from draftwire.method.keys import Role
@@ -77,7 +78,7 @@ class SeatedDrafter:
             spec = option.draft_spec(spec, self.port.description, target.description)
         return spec
 
-    def request_block(self, arm: Arm, most_s: float) -> float:
+    def request_block(self, arm: Arm, most_s: float = math.inf) -> float:
         """Requests a block of the open round, and sends the tokens committed since the last one.
 
         Args:

@@ -77,7 +77,7 @@ class WindowSums:
         self.draft_s += times.draft_s
         self.num_tokens += times.num_tokens
         self.expected_tokens += expected_tokens
-        self.num_draft_tokens += times.num_draft_tokens
+        self.num_draft_tokens += times.verdict.num_draft_tokens
         self.text_tokens += text_tokens
 
     def merge(self, other: "WindowSums") -> None:
