@@ -17,24 +17,15 @@ from draftwire_gateway.speculation.pairs import Pairs
 def plugs_of(
     generation: Generation, pairs: Pairs, observer: RoundObserver | None = None, trace: SessionTrace | None = None
 ) -> SessionPlugs:
-    """Returns what plugs into the loop of a generation.
-
-    Args:
-        generation: the choice to generate.
-        pairs: choose the lengths of its drafts, if it adapts them.
-        observer: called for each committed round.
-        trace: of the choice; None traces nothing.
-    """
+    """Returns what plugs into the loop of a generation; `pairs` choose the lengths of its drafts, if it adapts them."""
     return SessionPlugs(policy_of(generation, pairs), options_of, observer, trace)
 
 
 def policy_of(generation: Generation, pairs: Pairs) -> Policy:
     """Returns what chooses the lengths of a generation's drafts."""
-    return (
-        AdaptivePolicy(generation, pairs)
-        if generation.adapts_length
-        else FixedPolicy(generation.num_speculative_tokens)
-    )
+    if generation.adapts_length:
+        return AdaptivePolicy(generation, pairs)
+    return FixedPolicy(generation.num_speculative_tokens)
 
 
 def options_of(session: SessionState) -> tuple[SessionOption, ...]:
