@@ -27,9 +27,10 @@ from draftwire.local_loop import LocalRun, LoopRound, speculate
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import Role, derive_key
 from draftwire.method.randomness import exponentials
-from draftwire.models.cached_model import CachedModel, Reading
-from draftwire.models.decoder import decoder_of
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import load_model
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
 
 DEPTHS = (1, 2, 4, 8)

@@ -30,7 +30,7 @@ from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.distributions import DenseRows, SparseRows
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import load_model
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import BlockBatch

@@ -50,7 +50,7 @@ from draftwire.drafting.strategy import Drafting, DraftStep
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.quantization import Quantization
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import load_model
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.paired import ratio_of
 from benchmarks.report import write_report
-from draftwire.models.cached_model import CachedModel, Reading
-from draftwire.models.decoder import decoder_of
-from draftwire.models.packing import Segment, pack
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoders import decoder_of
+from draftwire.models.packing import pack
+from draftwire.models.sequence_model import Reading, Segment
 from tools.synth.synthesis import SHAPES
 
 DTYPES = ("float32", "bfloat16")

@@ -18,7 +18,7 @@ from benchmarks.decoder import DTYPES, Sessions, fill, milliseconds
 from benchmarks.paired import ratio_of
 from benchmarks.report import write_report
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.huge_pages import use_huge_pages
 from tools.synth.synthesis import SHAPES
 

@@ -50,13 +50,14 @@ from draftwire.cli.up_command import embedded_model, stack_options
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.quantization import Quantization
-from draftwire.models.cached_model import CachedModel, Reading
-from draftwire.models.decoder import decoder_of
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoders import decoder_of
 from draftwire.models.lean_decoder import LeanDecoder, Rotation
 from draftwire.models.loading import load_model
 from draftwire.models.paged_attention import AttentionShape, PackedStep
 from draftwire.models.parallel.layer_groups import LayerGroups, groups_of_size, runs_in_parallel, written
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
 
 PARTS = ("acceptance", "cosine", "steps")

@@ -28,7 +28,7 @@ from benchmarks.paired import Ratio, ratio_of
 from benchmarks.relay import free_port
 from benchmarks.report import progress
 from draftwire.cli.up_command import embedded_model
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import load_model
@@ -36,6 +36,7 @@ from draftwire.models.parallel.layer_groups import LayerGroups, groups_of_size, 
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder, Ranks
 from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
 from draftwire.models.parallel.tensor_parallel import ParallelModel, follow
+from draftwire.models.sequence_model import Reading
 from tools.synth.synthesis import SHAPES, ModelShape, build_target
 
 EIGHT_LAYERS = "drafter-8-layers"

@@ -19,8 +19,9 @@ import torch
 
 from benchmarks.decoder import fill, milliseconds
 from benchmarks.report import progress, write_report
-from draftwire.models.cached_model import CachedModel, Reading
-from draftwire.models.decoder import decoder_of
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoders import decoder_of
+from draftwire.models.sequence_model import Reading
 from tools.embedded_pair.pair import PairShape
 
 BLOCK_LENGTHS = (2, 3, 4, 5, 6, 8)

@@ -23,7 +23,7 @@ from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import stack_options
 from draftwire.client import Client, Completion, StructuredOutput
-from draftwire.requests.automaton import FormCompiler, FormVocabulary
+from draftwire.options.structured_output.grammar_automaton import FormCompiler, FormVocabulary
 
 
 def _object(**properties: Any) -> dict[str, Any]:

@@ -32,13 +32,14 @@ from typing_extensions import override
 
 from benchmarks.report import progress, write_report
 from draftwire.cli.up_command import embedded_model
-from draftwire.models.cached_model import CachedModel, Reading
-from draftwire.models.decoder import decoder_of
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.loading import load_model
 from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
 from draftwire.models.parallel.sharded_loading import ModelSource, load_parallel_target
 from draftwire.models.parallel.tensor_parallel import ParallelModel, follow
+from draftwire.models.sequence_model import Reading
 
 PLAN, SUM, GATHER = "plan", "all-reduce", "gather"
 CACHE_TOKENS = 4096

@@ -29,9 +29,13 @@ from draftwire.method.quantization import Quantization
 from draftwire.method.randomness import exponentials, uniforms
 from draftwire.method.sampling import probabilities
 from draftwire.method.token_tree import ROOT, TokenTree
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification import TREE_RULES, KeyedNoise, TreeBatch, verify_trees
+from draftwire.verification import KeyedNoise
+from draftwire.verification.tree_choice import TREE_RULES
+from draftwire.verification.tree_rule import verify_trees
+from draftwire.verification.trees import TreeBatch
 from examples.rules.multi_round import MultiRoundRule, WithoutReplacementRule
 
 Counts = NDArray[np.float64]

@@ -47,7 +47,7 @@ from draftwire.method.distributions import DenseRows, quantize
 from draftwire.method.encoding import NARROW, Claim, Supports, decode, encode_dense, encode_sparse
 from draftwire.method.quantization import Encoding, Quantization, id_width
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import load_model
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, LawRule

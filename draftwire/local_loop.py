@@ -6,26 +6,23 @@ Source: Sun et al. 2024 (arXiv 2403.10444), Algorithm 3.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TypeVar
 
-from draftwire.drafting.heads.head_drafter import HeadDrafter, HeadDrafting
-from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest
+from draftwire.drafting.strategy import Drafting, DraftingStrategy, DraftRequest
 from draftwire.errors import DraftwireError
 from draftwire.method.distributions import rows_of
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode_one
 from draftwire.method.keys import Role, derive_key
 from draftwire.method.sampling import TokenEdits
-from draftwire.models.cached_model import SequenceModel
-from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.sequence_model import SequenceModel
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.deciding import Judgement
-from draftwire.verification.rule import is_stateful
 from draftwire.verification.rule_loading import load_rule
 from draftwire.verification.target import Judging, judge
 
@@ -41,11 +38,13 @@ class LocalRun:
     block_length: int
     """Draft tokens per round."""
     rule: str
-    """The name of a built-in rule, or the import path of another; see `load_rule`. Blocks of a rule that remembers are
-    all of one length: its last round may be too long."""
+    """The name of a built-in rule, or the import path of another; see `load_rule`."""
     seed: int
     stop_token_ids: frozenset[int] = frozenset()
     """The tokens that `SamplingParams.min_tokens` masks; they do not end the run."""
+    cuts_last_block: bool = True
+    """Whether the last block is no longer than what is left to commit. A rule that remembers what it decided needs
+    blocks of one length; then the last round may be too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +62,13 @@ class LoopRound:
 
 
 def speculate(
-    target: SequenceModel, drafter: DraftingStrategy | HeadDrafter[CachedSequence], prompt_ids: list[int], run: LocalRun
+    target: SequenceModel, drafter: DraftingStrategy, prompt_ids: list[int], run: LocalRun
 ) -> Iterator[LoopRound]:
     """Yields round after round until `run.num_tokens` tokens are committed.
 
     Args:
         target: the model whose law the tokens follow.
-        drafter: proposes the draft tokens; a head reads the features that the target keeps, and drafts as of the second
-            round.
+        drafter: proposes the draft tokens. A round in which it drafts nothing is plain decoding.
         prompt_ids: at least one token.
         run: the settings.
     """
@@ -81,12 +79,8 @@ def speculate(
     with ExitStack() as cleanup:
         judged = target.cache.open(committed)
         cleanup.callback(target.cache.close, judged)
-        is_head = isinstance(drafter, HeadDrafter)
-        drafted = (
-            _drafts_of_head(drafter, judged, committed, cleanup)
-            if isinstance(drafter, HeadDrafter)
-            else _drafts_of_strategy(drafter, committed, cleanup)
-        )
+        drafted, num_known = drafter.open(committed), len(committed)
+        cleanup.callback(drafted.close)
         judging = Judging(
             sequence=judged,
             committed=committed,
@@ -115,52 +109,22 @@ def speculate(
                 return
             judging = replace(judging, draft_tokens=[], draft=None, key=DrawKey(verifying_key, 0, number))
             left = end - len(committed) - 1
-            block_length = run.block_length if is_stateful(rule) else min(run.block_length, left)
+            block_length = min(run.block_length, left) if run.cuts_last_block else run.block_length
             started = time.perf_counter()
-            if block_length and not (is_head and number == 0):
-                draft = drafted(replace(request, num_tokens=block_length, key=DrawKey(drafting_key, 0, number)))
-                decoded = decode_one(Claim(draft.token_ids, draft.distributions), target.vocab_size)
-                judging = replace(judging, draft_tokens=draft.token_ids, draft=rows_of(decoded))
+            if block_length:
+                drafted.calibrate(num_known, committed[num_known:])
+                num_known = len(committed)
+                wanted = replace(request, num_tokens=block_length, key=DrawKey(drafting_key, 0, number))
+                draft = _checked(drafter.step([Drafting(drafted, wanted)]).drafts[0])
+                if draft is not None:
+                    decoded = decode_one(Claim(draft.token_ids, draft.distributions), target.vocab_size)
+                    judging = replace(judging, draft_tokens=draft.token_ids, draft=rows_of(decoded))
             draft_s = time.perf_counter() - started
             step = judge(target, [judging])
             judgement = _checked(step.outcomes[0])
             assert isinstance(judgement, Judgement), "a step without a limit decides"
             committed += judgement.token_ids
             yield LoopRound(judgement.token_ids, judgement.num_accepted, step.decided[0].blocks, draft_s)
-
-
-def _drafts_of_strategy(
-    drafter: DraftingStrategy, committed: list[int], cleanup: ExitStack
-) -> Callable[[DraftRequest], Draft]:
-    """Returns what drafts after the tokens that are in `committed` when it is called."""
-    sequence, num_known = drafter.open(committed), len(committed)
-    cleanup.callback(sequence.close)
-
-    def draft(request: DraftRequest) -> Draft:
-        nonlocal num_known
-        sequence.calibrate(num_known, committed[num_known:])
-        num_known = len(committed)
-        found = _checked(drafter.step([Drafting(sequence, request)]).drafts[0])
-        assert isinstance(found, Draft), "a step without a limit drafts"
-        return found
-
-    return draft
-
-
-def _drafts_of_head(
-    drafter: HeadDrafter[CachedSequence], judged: CachedSequence, committed: list[int], cleanup: ExitStack
-) -> Callable[[DraftRequest], Draft]:
-    """Returns what `_drafts_of_strategy` does; the target has read all that is committed but the last token."""
-    sequence = drafter.open()
-    cleanup.callback(drafter.close, sequence)
-
-    def draft(request: DraftRequest) -> Draft:
-        while True:  # until all that is committed is read
-            found = _checked(drafter.draft([HeadDrafting(sequence, judged, committed, request)])[0])
-            if found is not None:
-                return found
-
-    return draft
 
 
 def _checked(outcome: Result | DraftwireError) -> Result:

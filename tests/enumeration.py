@@ -11,7 +11,7 @@ from draftwire.checking.toy_models import Pair
 from draftwire.errors import UnavailableError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.draw_key import DrawKey
-from draftwire.models.cached_model import SequenceModel
+from draftwire.models.sequence_model import SequenceModel
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import BlockBatch, LawRule
 from draftwire.verification.blocks import cut_impossible

@@ -28,7 +28,7 @@ from draftwire.method.rounds import (
     Verdict,
 )
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.description import ModelDescription
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES

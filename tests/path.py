@@ -2,10 +2,10 @@
 
     python -m tests.path            # the modules, with their lines and who imports each, and the sums
 
-The roots are the gateway's loop and the schedulers and engines of drafter and verifier. What they import counts,
-transitively, also inside functions and for the type checker only. `draftwire.runtime` and `draftwire.v1` do not count:
-they are what every process is made of. Of a package that is imported, what its `__init__` imports is followed, and its
-own lines are not counted.
+The roots are the gateway's loop, the schedulers and engines of drafter and verifier, and the model with our own
+decoder, which engines know by its interface alone. What they import counts, transitively, also inside functions and for
+the type checker only. `draftwire.runtime` and `draftwire.v1` do not count: they are what every process is made of. Of a
+package that is imported, what its `__init__` imports is followed, and its own lines are not counted.
 """
 
 import re
@@ -22,6 +22,8 @@ ROOTS = (
     "draftwire_drafter.engine",
     "draftwire_verifier.scheduler",
     "draftwire_verifier.engine",
+    "draftwire.models.cached_model",
+    "draftwire.models.lean_decoder",
 )
 OPTIONS = {
     "token trees": (

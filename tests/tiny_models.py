@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -28,9 +28,12 @@ from transformers import (
 )
 
 from draftwire.models import kv_storage, packing
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import CachedSequence, KvCache
-from draftwire.requests.automaton import FormCompiler, FormVocabulary
+from draftwire.models.sequence_model import Reading
+
+if TYPE_CHECKING:
+    from draftwire.options.structured_output.grammar_automaton import FormCompiler
 
 ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt2", "qwen2", "qwen3", "granite")
 """What `tiny_network` makes: grouped key heads, sliding windows, bounded or scaled scores, learned positions."""
@@ -298,8 +301,10 @@ class ExtendsByReading:
         )
 
 
-def tiny_compiler(tokens: list[str], vocab_size: int, stops: list[int]) -> FormCompiler:
+def tiny_compiler(tokens: list[str], vocab_size: int, stops: list[int]) -> "FormCompiler":
     """Returns a compiler of forms for a tokenizer that cuts nothing into bytes."""
+    from draftwire.options.structured_output.grammar_automaton import FormCompiler, FormVocabulary
+
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     return FormCompiler(FormVocabulary.of(PreTrainedTokenizerFast(tokenizer_object=tokenizer), vocab_size, stops))

@@ -12,8 +12,9 @@ from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode_one
 from draftwire.method.keys import Role, derive_key
 from draftwire.method.quantization import Quantization
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import rule_named
 from draftwire.verification.deciding import Judgement

@@ -28,8 +28,10 @@ from draftwire.errors import DraftwireError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import Role, derive_key
 from draftwire.method.token_tree import TokenTree
-from draftwire.models.cached_model import CachedModel, Reading
-from draftwire.models.decoder import decoder_of
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoders import decoder_of
+from draftwire.models.sequence_model import Reading
+from draftwire.models.static_steps import StaticSteps, static_if
 from draftwire.requests.parameters import SamplingParams
 from tools.synth.synthesis import build_target
 
@@ -87,7 +89,7 @@ def largest_error(model: LlamaForCausalLM, plan: Plan, is_static: bool) -> dict[
     All steps come before the first comparison: nothing but the steps themselves orders them, and rows that a later
     step overwrote would show.
     """
-    cached = CachedModel(decoder_of(model, "lean"), 16_384, is_static)
+    cached = CachedModel(decoder_of(model, "lean"), 16_384, static_if(is_static))
     generator = random.Random(3)
     texts: list[list[int]] = [[] for _ in range(NUM_TEXTS)]
     sequences = [cached.cache.open() for _ in texts]
@@ -127,7 +129,7 @@ def largest_tree_error(model: LlamaForCausalLM, plan: Plan, is_static: bool) -> 
 
     As in `largest_error`, all steps come before the first comparison.
     """
-    cached = CachedModel(decoder_of(model, "lean"), 16_384, is_static)
+    cached = CachedModel(decoder_of(model, "lean"), 16_384, static_if(is_static))
     generator = random.Random(4)
     texts: list[list[int]] = [[] for _ in range(NUM_TEXTS)]
     sequences = [cached.cache.open() for _ in texts]
@@ -192,7 +194,7 @@ def synchronizations(model: LlamaForCausalLM, plan: Plan) -> dict[str, str]:
     waits: dict[str, str] = {}
     decoder = decoder_of(model, "lean")
     for is_static in (False, True):
-        drafter = LanguageModelDrafter(CachedModel(decoder, 4096, is_static), 1024)
+        drafter = LanguageModelDrafter(CachedModel(decoder, 4096, static_if(is_static)), 1024)
         for name, sampling in SAMPLINGS.items():
             for watches in (False, True):  # the first run records graphs and allocates memory
                 try:
@@ -239,7 +241,7 @@ def draft_differences(model: LlamaForCausalLM, budget: Budget) -> dict[str, Any]
     """
     on_cpu: Any = copy.deepcopy(model)
     reference = LanguageModelDrafter(CachedModel(decoder_of(on_cpu.to("cpu"), "lean"), 8192), 1024)
-    own = LanguageModelDrafter(CachedModel(decoder_of(model, "lean"), 8192, is_static=True), 1024)
+    own = LanguageModelDrafter(CachedModel(decoder_of(model, "lean"), 8192, StaticSteps), 1024)
     found: dict[str, Any] = {"blocks": 0, "differing": 0, "by_sampling": {}}
     for name, sampling in SAMPLINGS.items():
         if budget.is_nearly_spent:

@@ -14,9 +14,11 @@ from benchmarks.gpu_sections.timer import Timer
 from draftwire.drafting.heads.draft_head import DraftHead, PairReading
 from draftwire.drafting.heads.head_formats import TargetFacts, required_shapes, shape_of
 from draftwire.drafting.heads.head_loading import build_head
-from draftwire.models.cached_model import CachedModel, FeatureSpan, Reading
-from draftwire.models.decoder import decoder_of
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.sequence_model import FeatureSpan, Reading
+from draftwire.models.static_steps import static_if
 from draftwire.models.taps import FeatureSource
 from tools.synth.synthesis import ModelShape, build_target
 
@@ -49,7 +51,7 @@ def heads(plan: Plan, pair: Pair, findings: Findings, _: Budget) -> None:
     for is_static in (False, True):
         name = "static" if is_static else "packed"
         with_features, without = (
-            verify_ms(plan, CachedModel(pair.target, CACHE_TOKENS, is_static, features=each), timer)
+            verify_ms(plan, CachedModel(pair.target, CACHE_TOKENS, static_if(is_static), features=each), timer)
             for each in (source, None)
         )
         findings.results[f"verify_{name}"] = {"with_features_ms": with_features, "without_ms": without}
@@ -73,7 +75,10 @@ def largest_feature_error(model: LlamaForCausalLM, plan: Plan, is_static: bool) 
     num_layers = plan.exact_shape.num_layers
     taps = (0, num_layers // 2, num_layers - 1)
     cached = CachedModel(
-        decoder_of(model, "lean"), CACHE_TOKENS, is_static, features=FeatureSource(taps, lambda features: features)
+        decoder_of(model, "lean"),
+        CACHE_TOKENS,
+        static_if(is_static),
+        features=FeatureSource(taps, lambda features: features),
     )
     generator = random.Random(5)
     texts: list[list[int]] = [[] for _ in range(NUM_TEXTS)]

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from draftwire.method.distributions import DenseRows
-from draftwire.verification.blocks import BlockBatch
-from draftwire.verification.trees import TreeBatch
+from draftwire.verification.blocks import BlockBatch, ShapedBatch
 
 SMALLEST_PROB = 2.0**-16
 """Probabilities are clamped to this in the surprise and in its mean alike, so their difference keeps mean zero. It is
@@ -104,7 +103,7 @@ def audit_sums(blocks: BlockBatch) -> list[AuditSums]:
     ]
 
 
-def audit_sums_of_trees(trees: TreeBatch) -> list[AuditSums]:
+def audit_sums_of_trees(trees: ShapedBatch) -> list[AuditSums]:
     """Returns the audit sums of each token tree of a batch, as `audit_sums` those of blocks.
 
     Each draft token counts with the distribution that it was drawn from: that of its parent without the siblings before

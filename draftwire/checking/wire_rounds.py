@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from draftwire.checking.toy_models import Pair
-from draftwire.checking.whole_round import Round
-from draftwire.method.distributions import DraftRows, SparseRows, joined, quantize, rows_of
+from draftwire.method.distributions import SparseRows, joined, quantize, rows_of
 from draftwire.method.encoding import TOTAL_WEIGHT, Claim, Supports, decode_one, encode_sparse
 from draftwire.method.quantization import Quantization
 
@@ -40,19 +38,3 @@ def through_bytes(probs: Tensor) -> SparseRows:
     sparse = joined([rows_of(decode_one(claim, probs.shape[1])) for claim in claims])
     assert isinstance(sparse, SparseRows), "sent sparsely"
     return SparseRows(sparse.token_ids[which], sparse.probs[which], sparse.vocab_size)
-
-
-class WireRound(Round):
-    """A round whose draft tokens are drawn from integer weights, which the rule receives as bytes."""
-
-    quantization = COARSE
-
-    @override
-    def drawn(self, rows: Tensor, uniforms: Tensor) -> Tensor:
-        return quantize(rows, self.quantization).draw(uniforms)
-
-    @override
-    def stated_law(self, rows: Tensor) -> DraftRows:
-        stated = quantize(rows, self.quantization)
-        weights = torch.zeros_like(rows).scatter_add_(1, stated.token_ids, stated.weights.to(rows.dtype))
-        return through_bytes(weights / TOTAL_WEIGHT)

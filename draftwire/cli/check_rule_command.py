@@ -39,8 +39,9 @@ def check_rule(
         import torch
 
         from draftwire.checking import check, check_trees
-        from draftwire.verification import RULES, TREE_RULES
-        from draftwire.verification.rule_loading import load_rules
+        from draftwire.checking.rules_to_check import load_rules
+        from draftwire.verification import RULES
+        from draftwire.verification.tree_choice import TREE_RULES
     except ImportError as error:
         end(MISUSED, f"checking rules needs torch: pip install 'draftwire[services]' ({error})")
     torch.set_num_threads(1)  # many small tensors

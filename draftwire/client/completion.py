@@ -5,7 +5,8 @@ from itertools import accumulate
 
 from draftwire.errors import InvalidRequestError, ProtocolViolationError
 from draftwire.method.token_source import TokenSource
-from draftwire.requests.logprobs import PackedTop, TokenLogprob, unpack_top
+from draftwire.requests.logprobs import TokenLogprob
+from draftwire.requests.packed_logprobs import PackedTop, unpack_top
 from draftwire.v1 import gateway_pb2
 
 _SOURCES = {

@@ -17,13 +17,15 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
+import numpy as np
+
 from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
 from draftwire.drafting.model_free.text_drafter import READ_AT_ONCE, Guess, TextDrafter
 from draftwire.drafting.model_free_drafter import ModelFreeSequence
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
-from draftwire.method.encoding import DraftDistributions, with_certain
-from draftwire.method.quantization import Encoding
+from draftwire.method.encoding import DENSE_FORMATS, DraftDistributions
+from draftwire.method.quantization import Encoding, id_width
 
 LEAST_MATCH = 8
 """Tokens that have to match before a guess takes over: then half of eight guessed tokens and more are accepted, as
@@ -138,3 +140,33 @@ class CascadeDrafter:
 
     def _vocab_size(self, request: DraftRequest) -> int:
         return min(request.vocab_size, self._model.model.vocab_size)
+
+
+def with_certain(distributions: DraftDistributions, token_ids: Sequence[int]) -> DraftDistributions:
+    """Returns the distributions of a block with rows added behind, in each of which one token is certain.
+
+    Args:
+        distributions: of the tokens before.
+        token_ids: the certain ones, below the vocabulary's size.
+    """
+    size = distributions.vocab_size
+    match distributions.encoding:
+        case Encoding.NONE | Encoding.ONE_HOT:
+            return distributions
+        case Encoding.SPARSE_UINT16:
+            num_entries, num_added = sum(distributions.support_sizes), len(token_ids)
+            ids_end = num_entries * id_width(size)
+            low_end = ids_end + num_entries
+            data = distributions.data
+            added = np.array(token_ids, "<u4").view(np.uint8).reshape(-1, 4)[:, : id_width(size)].tobytes()
+            whole = b"\xff" * num_added  # of weight TOTAL_WEIGHT, less one
+            return DraftDistributions(
+                distributions.encoding,
+                size,
+                data[:ids_end] + added + data[ids_end:low_end] + whole + data[low_end:] + whole,
+                (*distributions.support_sizes, *[1] * num_added),
+                (*distributions.wide_sizes, *[1] * num_added),
+            )
+    rows = np.zeros((len(token_ids), size), DENSE_FORMATS[distributions.encoding])
+    rows[np.arange(len(token_ids)), token_ids] = 1.0
+    return DraftDistributions(distributions.encoding, size, distributions.data + rows.tobytes())

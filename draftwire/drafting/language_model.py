@@ -19,7 +19,7 @@ from draftwire.errors import DraftwireError
 from draftwire.method.devices import upload
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.sampling import TokenEdits, probabilities_of_spans
-from draftwire.models.cached_model import DraftModel, ForkingModel, Reading
+from draftwire.models.sequence_model import DraftModel, ForkingModel, Reading
 
 PROMPT_TOKENS = 32
 """A step that reads more tokens than this for one sequence counts as prefill."""

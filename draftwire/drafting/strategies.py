@@ -23,7 +23,7 @@ from draftwire.models.script import Script, is_scripted
 if TYPE_CHECKING:
     from draftwire.drafting.heads.draft_head import DraftHead
     from draftwire.drafting.language_model import LanguageModelDrafter
-    from draftwire.models.cached_model import DraftModel
+    from draftwire.models.sequence_model import DraftModel
 
 MODEL = "model"
 AUTO = "auto"

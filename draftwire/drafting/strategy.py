@@ -6,10 +6,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from draftwire.drafting.growth_plan import GrowthPlan
 from draftwire.errors import DraftwireError
+from draftwire.method.block_shape import CHAIN
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import DraftDistributions
 from draftwire.method.features import FeatureNeed, SessionFeatures
-from draftwire.method.token_tree import CHAIN, TokenTree
+from draftwire.method.token_tree import TokenTree
 from draftwire.requests.automaton import Automaton
 from draftwire.requests.parameters import SamplingParams
 

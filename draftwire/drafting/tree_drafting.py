@@ -16,8 +16,8 @@ from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.errors import DraftwireError
 from draftwire.method.sampling import Span, TokenEdits, first_penalized, is_distribution, probabilities_of_spans
 from draftwire.method.token_tree import ROOT, TokenTree
-from draftwire.models.cached_model import DraftModel
 from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.sequence_model import DraftModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import structlog
 
@@ -23,16 +23,35 @@ from draftwire.engine.traced_sessions import TracedSessions
 from draftwire.errors import DraftwireError, GroupLostError, UnavailableError
 from draftwire.models.card import ModelCard
 from draftwire.models.description import ModelDescription
-from draftwire.requests.automaton import Automaton, FormCompiler
+from draftwire.requests.automaton import Automaton
+from draftwire.requests.parameters import TextForm
 from draftwire.requests.session_parameters import SessionParameters
 from draftwire.runtime.call_limits import StreamUse
-from draftwire.runtime.form_compiler_pool import FormCompilerPool
-from draftwire.runtime.form_sandbox import FormSandbox
 from draftwire.runtime.outbox import Outbox
 
 log = structlog.get_logger()
 
 Event = TypeVar("Event")
+
+
+class FormCompilation(Protocol):
+    """Compiles forms of texts for one model. Used on the event loop."""
+
+    async def compile(self, form: TextForm, generated_ids: Sequence[int] = (), memory_bytes: int = 0) -> Automaton:
+        """Returns the automaton of a form, advanced over the text so far.
+
+        Args:
+            form: what the text has to match.
+            generated_ids: the text so far.
+            memory_bytes: what a peer has measured that compiling the form takes; 0 if none has.
+
+        Raises:
+            InvalidRequestError: the form is not supported, or the text so far violates it.
+            NoRoomError: too many forms are being compiled, or are open.
+        """
+
+    def stop(self) -> None:
+        """Ends it. Nothing waits for a form that is being compiled."""
 
 
 class EngineService(ABC, Generic[Step, Result, Event]):
@@ -45,13 +64,19 @@ class EngineService(ABC, Generic[Step, Result, Event]):
     """Message that gateways receive when a step fails unexpectedly: a library's own message might quote a prompt."""
 
     def __init__(
-        self, config: ServiceConfig, metrics: EngineMetrics, place: Place | None, followers: Followers | None
+        self,
+        config: ServiceConfig,
+        metrics: EngineMetrics,
+        place: Place | None,
+        followers: Followers | None,
+        make_forms: Callable[[ModelCard], FormCompilation],
     ) -> None:
         """Prepares; `start` loads the model.
 
         Args:
             config: of the service.
             metrics: of the service.
+            make_forms: returns what compiles the forms of a model's texts; called on a thread.
             place: see `GroupGuard`.
             followers: see `GroupGuard`.
         """
@@ -59,12 +84,13 @@ class EngineService(ABC, Generic[Step, Result, Event]):
         self.kv_cache_tokens = 0
         """Size of the KV cache, which is known once the model is loaded, tokens."""
         self.metrics = metrics
+        self._make_forms = make_forms
         self.spans: TracedSessions | None = None
         """Records the traced sessions; None records none. Set before the first session."""
         self.card: ModelCard
         self._scheduler: SessionBook[Any, Step]
         self._engine: StepEngine[Step, Result]
-        self._forms: FormCompilerPool | None = None
+        self._forms: FormCompilation | None = None
         self._torch = TorchThread()
         self.group = GroupGuard(config.wanted_group, self._torch, place, followers)
         self._leases = Leases[Event | SessionFailed]()
@@ -111,8 +137,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
     async def _load(self) -> None:
         settings = self.config.engine
         self.card, self._engine = await self._torch.run(self._load_engine)
-        compiler = await asyncio.to_thread(lambda: FormCompiler(self.card.form_vocabulary()))
-        self._forms = FormCompilerPool(compiler, FormSandbox(self.card.form_vocabulary))
+        self._forms = await asyncio.to_thread(self._make_forms, self.card)
         pacer = PrefillPacer(settings.max_added_latency_ms / 1e3)
         self._scheduler = self._make_scheduler(self._engine.room(settings.max_sessions, self.kv_cache_tokens), pacer)
         for num_tokens, seconds in await self._torch.run(self._engine.warm_up):

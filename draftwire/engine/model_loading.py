@@ -12,9 +12,10 @@ from draftwire.engine.cache_sizing import count_of, fitter_of, size_while_loadin
 from draftwire.engine.model_settings import refuse_settings_of_weights, size_without_memory
 from draftwire.errors import InvalidRequestError
 from draftwire.method.devices import prepare
-from draftwire.models.cached_model import CachedModel, DraftModel, SequenceModel
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.card import ModelCard
-from draftwire.models.decoder import Decoder, check_decoder, decoder_of
+from draftwire.models.decoder import Decoder
+from draftwire.models.decoders import check_decoder, decoder_of
 from draftwire.models.huge_pages import LEAST_TOTAL_BYTES, resident_bytes, use_huge_pages
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import LoadedModel, load_lean_model, load_model
@@ -22,6 +23,8 @@ from draftwire.models.parallel.layer_groups import LayerParallelism, written
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.script import Script, is_scripted
 from draftwire.models.scripted import ScriptedTarget
+from draftwire.models.sequence_model import DraftModel, SequenceModel
+from draftwire.models.static_steps import static_if
 from draftwire.models.taps import FeatureSource
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 
@@ -122,7 +125,7 @@ def _load(
     if layers is not None and layers.is_parallel:
         drafting = _layer_parallel(decoder, layers.parallelism, reason)
     features = None if head is None else FeatureSource(head.config.taps, head.fuse)
-    model = CachedModel(decoder, size_while_loading(engine), is_static, drafting, features)
+    model = CachedModel(decoder, size_while_loading(engine), static_if(is_static), drafting, features)
     count = count_of(fitter, loaded.card, head)
     return _Loaded(loaded.card, model, None if count is None else partial(model.fit, count), head)
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftwire.errors import BlockViolationError, Violation
+from draftwire.method.block_shape import BlockShape
 from draftwire.method.quantization import MAX_SUPPORT, Encoding, id_width, position_bytes
-from draftwire.method.token_tree import TokenTree
 
 TOTAL_WEIGHT = 2**16
 """Sum of the integer weights of a sparse distribution: a token is drawn with 16 random bits."""
@@ -149,62 +149,32 @@ def encode_sparse(supports: Supports, lengths: Iterable[int]) -> list[DraftDistr
     return blocks
 
 
-def with_certain(distributions: DraftDistributions, token_ids: Sequence[int]) -> DraftDistributions:
-    """Returns the distributions of a block with rows added behind, in each of which one token is certain.
-
-    Args:
-        distributions: of the tokens before.
-        token_ids: the certain ones, below the vocabulary's size.
-    """
-    size = distributions.vocab_size
-    match distributions.encoding:
-        case Encoding.NONE | Encoding.ONE_HOT:
-            return distributions
-        case Encoding.SPARSE_UINT16:
-            num_entries, num_added = sum(distributions.support_sizes), len(token_ids)
-            ids_end = num_entries * id_width(size)
-            low_end = ids_end + num_entries
-            data = distributions.data
-            added = np.array(token_ids, "<u4").view(np.uint8).reshape(-1, 4)[:, : id_width(size)].tobytes()
-            whole = b"\xff" * num_added  # of weight TOTAL_WEIGHT, less one
-            return DraftDistributions(
-                distributions.encoding,
-                size,
-                data[:ids_end] + added + data[ids_end:low_end] + whole + data[low_end:] + whole,
-                (*distributions.support_sizes, *[1] * num_added),
-                (*distributions.wide_sizes, *[1] * num_added),
-            )
-    rows = np.zeros((len(token_ids), size), DENSE_FORMATS[distributions.encoding])
-    rows[np.arange(len(token_ids)), token_ids] = 1.0
-    return DraftDistributions(distributions.encoding, size, distributions.data + rows.tobytes())
-
-
 @dataclass(frozen=True, slots=True)
 class Claim:
     """Draft tokens with the distributions that the drafter declares for them."""
 
     token_ids: list[int]
     distributions: DraftDistributions
-    tree: TokenTree | None = None
+    tree: BlockShape | None = None
     """The shape of the block, if it is no chain."""
 
     @property
     def num_rows(self) -> int:
         """How many distributions it has to declare."""
-        return len(self.token_ids) if self.tree is None else len(self.tree.inner_nodes)
+        return len(self.token_ids) if self.tree is None else self.tree.num_distributions
 
     @property
     def rows(self) -> list[int]:
         """Row that each token was drawn from: that of its parent."""
         if self.tree is None:
             return list(range(len(self.token_ids)))
-        row_of = {node: row for row, node in enumerate(self.tree.inner_nodes)}
-        return [row_of[parent] for parent in self.tree.parents]
+        return self.tree.drawn_from
 
     @property
     def has_twins(self) -> bool:
         """Whether a token of a tree has two children that are the same token."""
-        return self.tree is not None and len({*zip(self.tree.parents, self.token_ids, strict=True)}) < len(self.tree)
+        parents = None if self.tree is None else self.tree.parents
+        return parents is not None and len({*zip(parents, self.token_ids, strict=True)}) < len(parents)
 
 
 def decode(claims: Sequence[Claim], target_vocab_size: int) -> list[Decoded | BlockViolationError]:

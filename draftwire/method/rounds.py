@@ -9,10 +9,10 @@ from enum import Enum
 import numpy as np
 
 from draftwire.errors import BlockViolationError
+from draftwire.method.block_shape import CHAIN, BlockShape
 from draftwire.method.encoding import Decoded, DraftDistributions
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.token_source import TokenSource
-from draftwire.method.token_tree import CHAIN, TokenTree
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.session_parameters import SessionParameters
 
@@ -161,7 +161,7 @@ class ReceivedBlock:
     """Strategy of the verifier that drafted it; empty if a drafter did."""
     is_ahead: bool = False
     """Whether its drafter began to draft it before it knew the text, as the drafter says."""
-    tree: TokenTree | None = None
+    tree: BlockShape | None = None
     """Its shape, if it is no chain."""
 
     @property
@@ -283,7 +283,7 @@ class DraftTree:
 
     num_nodes: int
     """Draft tokens at most, 1 or more."""
-    shape: TokenTree | None = None
+    shape: BlockShape | None = None
     """Shape of so many nodes, depth by depth; None where the drafter looks for the best nodes."""
 
 

@@ -8,30 +8,20 @@ which they were drafted. No entries at all mean a chain, where each token follow
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftwire.errors import BlockViolationError, Violation
+from draftwire.method.block_shape import CHAIN
 
 ROOT = -1
 """Parent of the nodes that follow the last committed token."""
 
-CHAIN: tuple[int, ...] = ()
-"""The `parents` of a chain of any length."""
-
-
-@dataclass(frozen=True, slots=True)
-class TreeLimits:
-    """The largest tree that a session accepts."""
-
-    num_nodes: int
-    """Draft tokens."""
-    depth: int
-    """Draft tokens on a path."""
-    width: int
-    """Children of a node, or of the last committed token."""
+DECIDER = "draftwire.options.trees.tree_decider"
+"""Module that decides about trees: loaded with the first, since it needs torch."""
 
 
 @dataclass(frozen=True)  # no slots: cached_property needs __dict__
@@ -98,11 +88,6 @@ class TokenTree:
         """Draft tokens on the longest path; 0 without nodes."""
         return max(self.depths, default=0)
 
-    @property
-    def width(self) -> int:
-        """Most children of a node or of the root; 0 without nodes."""
-        return max(map(len, self._children), default=0)
-
     def children(self, node: int) -> tuple[int, ...]:
         """Returns the nodes that follow a node, or `ROOT`, in draft order."""
         return self._children[node + 1]
@@ -114,20 +99,6 @@ class TokenTree:
         for node, parent in enumerate(self.parents):
             children[parent + 1].append(node)
         return tuple(map(tuple, children))
-
-    @cached_property
-    def first_children(self) -> tuple[int, ...]:
-        """The first child of the root, then of each node; -1 where there is none."""
-        return tuple(own[0] if own else -1 for own in self._children)
-
-    @cached_property
-    def next_siblings(self) -> tuple[int, ...]:
-        """The sibling that was drafted after each node; -1 after the last."""
-        following = [-1] * len(self.parents)
-        for own in self._children:
-            for node, sibling in pairwise(own):
-                following[node] = sibling
-        return tuple(following)
 
     @cached_property
     def inner_nodes(self) -> tuple[int, ...]:
@@ -180,17 +151,39 @@ class TokenTree:
         number = {ROOT: ROOT} | {node: index for index, node in enumerate(kept)}
         return TokenTree(tuple(number[self.parents[node]] for node in kept))
 
-    def check(self, limits: TreeLimits) -> None:
+    # As a `BlockShape`
+
+    @property
+    def num_distributions(self) -> int:
+        """As many as nodes with children, the root included."""
+        return len(self.inner_nodes)
+
+    @property
+    def drawn_from(self) -> list[int]:
+        """For each node the place of its parent among `inner_nodes`."""
+        return self.distributions_along(self.parents)[1:]
+
+    @property
+    def decider(self) -> Any:
+        """The `ShapeDecider` of trees."""
+        return import_module(DECIDER).TREE_DECIDER
+
+    def texts(self, token_ids: Sequence[int]) -> list[list[int]]:
+        """Returns the tokens on the way to the root, then to each node."""
+        return [[token_ids[each] for each in self.path_to(node)] for node in range(ROOT, len(self))]
+
+    def distributions_along(self, path: Sequence[int]) -> list[int]:
+        """Returns the places of the root and of the nodes of a path among `inner_nodes`, for those that are there."""
+        place_of = {node: place for place, node in enumerate(self.inner_nodes)}
+        return [place_of[node] for node in (ROOT, *path) if node in place_of]
+
+    def check(self, most_tokens: int, most_depth: int) -> None:
         """Checks the size.
 
         Raises:
-            BlockViolationError: the tree is larger than the limits.
+            BlockViolationError: the tree is larger.
         """
-        sizes = (
-            ("draft tokens", len(self.parents), limits.num_nodes),
-            ("draft tokens on a path", self.depth, limits.depth),
-            ("children of one token", self.width, limits.width),
-        )
+        sizes = (("draft tokens", len(self), most_tokens), ("draft tokens on a path", self.depth, most_depth))
         for what, size, most in sizes:
             if size > most:
                 raise BlockViolationError(Violation.LENGTH, f"{size} {what}, at most {most} are accepted")

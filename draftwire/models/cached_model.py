@@ -5,8 +5,7 @@ Everything here uses tensors and must run on the process's one torch thread.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,148 +13,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwire.method.devices import upload
-from draftwire.models.decoder import Decoder
+from draftwire.models.decoder import Decoder, DraftingDecoder
 from draftwire.models.kv_cache import CachedSequence, KvCache, slots_between
-from draftwire.models.kv_storage import KvStorage
-from draftwire.models.packing import Segment, pack
-from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
-from draftwire.models.static_steps import StaticSteps
-from draftwire.models.taps import FeatureSource, SlotFeatures
+from draftwire.models.kv_storage import KvStorage, StoredFeatures
+from draftwire.models.packing import pack
+from draftwire.models.sequence_model import FeatureSpan, Reading, Segment
 
 IdRows = Sequence[int] | Tensor
 """Token ids of a step: on the host, or `[num_tokens] int64` on the model's device."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Tokens to read for one sequence."""
+class PreparedSteps(Protocol):
+    """Runs those steps that fit it, over one KV cache."""
 
-    sequence: CachedSequence
-    token_ids: list[int]
-    """Tokens to read, at least one."""
-    keep: int
-    """How many of the last tokens to return logits after, 0 to `len(token_ids)`."""
-    parents: tuple[int, ...] = ()
-    """Parents of the last of these tokens, if they are nodes of the sequence's token tree: an index among all nodes,
-    those that were read earlier included, or -1 for the token before the tree. Until a path is kept, the sequence reads
-    nodes only."""
+    def fit(self, segments: Sequence[Segment]) -> bool:
+        """Whether a step of these segments, whose blocks are allocated, can be run."""
 
-    @property
-    def segment(self) -> Segment:
-        """The new tokens as a segment of a packed step."""
-        return Segment(self.sequence, len(self.token_ids), self.parents)
+    def logits(self, segments: Sequence[Segment], token_ids: Tensor, kept: Sequence[int]) -> Tensor:
+        """Returns the logits of the kept tokens, as `Decoder.logits`; `kept` indexes the tokens of all segments."""
 
 
-Text = TypeVar("Text")
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureSpan(Generic[Text]):
-    """Consecutive tokens of a text whose features are wanted."""
-
-    sequence: Text
-    """The text, as whoever has its features knows it: a sequence of the target's cache, where that is."""
-    start: int
-    stop: int
-    """End, at most as many as it has: of a sequence its length, of tokens that are in the cache, read or shared."""
-
-
-class SequenceModel(Protocol):
-    """A model that reads tokens and returns logits. `cache` manages the blocks of its KV cache."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the output."""
-
-    @property
-    def cache(self) -> KvCache:
-        """The block manager of the KV cache."""
-
-    def read(self, readings: Sequence[Reading]) -> Tensor:
-        """Reads tokens of some sequences, each at most once in a call, and appends them to the KV cache.
-
-        Returns:
-            `[sum of keep, vocab]` logits on the model's device: for each reading in order, the rows of its last `keep`
-            tokens. The row of a node is that of the text up to the tree and the path to the node.
-
-        Raises:
-            NoRoomError: the cache is full. On any error the sequences are unchanged.
-        """
-
-    def keep_path(self, sequence: CachedSequence, path: Sequence[int]) -> None:
-        """Keeps of a sequence's token tree only a path, after which its text goes on. Does not wait for the device.
-
-        Only then may the path's tokens be published. On any error the sequence has none of the tree's tokens.
-
-        Args:
-            sequence: ends in a tree, or else `path` is empty.
-            path: indices of the nodes to keep, each the parent of the next.
-        """
-
-
-class DraftModel(SequenceModel, Protocol):
-    """A model that can also read tokens which are only on the device, and may read approximately."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the logits."""
-
-    @property
-    def extends_exactly(self) -> bool:
-        """Whether `extend` returns the logits and stores the keys and values that `read` would."""
-
-    def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
-        """Reads like every `SequenceModel`, or approximately.
-
-        Args:
-            readings: as for `SequenceModel`.
-            fuzzily: whether to read approximately, like `extend`.
-        """
-
-    def extend(
-        self, sequences: Sequence[CachedSequence], token_ids: Tensor, parents: Sequence[tuple[int, ...]] = ()
-    ) -> Tensor:
-        """Reads one more token of each sequence, or several nodes of each one's tree. Does not wait for the device.
-
-        Args:
-            sequences: different sequences.
-            token_ids: `[num_tokens] int64` on the model's device, of one sequence after the other.
-            parents: of each sequence's new nodes, as `Reading.parents`; none for one more token of its text.
-
-        Returns:
-            `[num_tokens, vocab]` logits, as `read`.
-
-        Raises:
-            NoRoomError: as `read`.
-        """
-
-
-@runtime_checkable
-class ForkingModel(DraftModel, Protocol):
-    """A model that can continue a text in several ways at once."""
-
-    def fork(self, sequence: CachedSequence, length: int) -> CachedSequence:
-        """Opens another sequence that has read the first `length` tokens of this one; see `KvCache.fork`.
-
-        Raises:
-            NoRoomError: the cache is full.
-        """
-
-
-class FeatureReader(Protocol[Text]):
-    """A holder of the features of texts' tokens; see `draftwire.models.taps`."""
-
-    def features(self, spans: Sequence[FeatureSpan[Text]]) -> Tensor:
-        """Returns what is kept of some tokens' hidden states.
-
-        Returns:
-            `[sum of stop - start, kept]` on the device of who reads them, for each span in order.
-        """
-
-
-@runtime_checkable
-class FeatureModel(SequenceModel, FeatureReader[CachedSequence], Protocol):
-    """A model that keeps features of the tokens that it has read."""
+MakeSteps = Callable[[Decoder, KvStorage], PreparedSteps]
 
 
 class CachedModel:
@@ -165,27 +43,28 @@ class CachedModel:
         self,
         decoder: Decoder,
         cache_tokens: int,
-        is_static: bool = False,
-        drafting: LayerParallelDecoder | None = None,
-        features: FeatureSource | None = None,
+        make_steps: MakeSteps | None = None,
+        drafting: DraftingDecoder | None = None,
+        features: Callable[[int], StoredFeatures] | None = None,
     ) -> None:
         """Starts with an empty cache.
 
         Args:
             decoder: computes the forward passes.
             cache_tokens: capacity of the KV cache, tokens of all sequences together.
-            is_static: whether steps of a few tokens per sequence are padded to recurring shapes, and replayed by CUDA
-                graphs if the decoder is on a GPU.
+            make_steps: returns what runs some of the steps of a decoder faster, as `StaticSteps` does; by default all
+                are run alike.
             drafting: computes `extend` with the same weights, approximately; by default `decoder` does.
-            features: what is kept of each token's hidden states; None keeps nothing. Not with `drafting`, which has no
-                exact ones.
+            features: returns room for what is kept of the hidden states of so many tokens, as `FeatureSource` does;
+                None keeps nothing. Not with `drafting`, which has no exact ones.
         """
         assert drafting is None or features is None, "approximate passes have no features"
         self.vocab_size = decoder.vocab_size
         self.device = decoder.device
         self.extends_exactly = drafting is None or not drafting.is_approximate
-        self.is_static = is_static
-        self._decoder, self._drafting, self._source = decoder, drafting, features
+        self.is_static = make_steps is not None
+        self._decoder, self._drafting = decoder, drafting
+        self._make_steps, self._make_features = make_steps, features
         self.resize(cache_tokens)
 
     @property
@@ -202,10 +81,10 @@ class CachedModel:
         """
         drafting = self._drafting
         self.cache = KvCache(cache_tokens)
-        tap = SlotFeatures(self._source, self.cache.num_slots) if self._source else None
-        self._storage = KvStorage(self.cache.num_slots, drafting.stacks if drafting else (), tap)
-        self._exact = _Runner(self._decoder, self._storage, self.is_static)
-        self._fuzzy = _Runner(drafting, self._storage, self.is_static) if drafting else self._exact
+        features = self._make_features(self.cache.num_slots) if self._make_features else None
+        self._storage = KvStorage(self.cache.num_slots, drafting.stacks if drafting else (), features=features)
+        self._exact = _Runner(self._decoder, self._storage, self._make_steps)
+        self._fuzzy = _Runner(drafting, self._storage, self._make_steps) if drafting else self._exact
 
     def fit(self, count: Callable[["CachedModel"], int]) -> int:
         """Gives the KV cache the size that fits, and returns it, tokens.
@@ -277,17 +156,22 @@ class CachedModel:
 
 
 class _Runner:
-    """A decoder over a KV cache, with static steps if enabled."""
+    """A decoder over a KV cache, with prepared steps if there are any."""
 
-    def __init__(self, decoder: Decoder, storage: KvStorage, is_static: bool) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        storage: KvStorage,
+        make_steps: MakeSteps | None,
+    ) -> None:
         self._decoder = decoder
         self._storage = storage
-        self._static = StaticSteps(decoder, storage) if is_static else None
+        self._prepared = make_steps(decoder, storage) if make_steps is not None else None
 
     def logits(self, segments: list[Segment], token_ids: Tensor, kept: Sequence[int]) -> Tensor:
         """Returns `[len(kept), vocab]` logits for token ids on the device."""
-        if self._static is not None and self._static.fit(segments):
-            return self._static.logits(segments, token_ids, kept)
+        if self._prepared is not None and self._prepared.fit(segments):
+            return self._prepared.logits(segments, token_ids, kept)
         device = self._decoder.device
         step = pack(segments, self._storage, device)
         return self._decoder.logits(token_ids, step, upload(kept, device, torch.int64))

@@ -11,7 +11,6 @@ from draftwire.models.configuration import config_of
 from draftwire.models.description import ModelDescription, fingerprint
 from draftwire.models.folder import check_model
 from draftwire.models.tokenizer import tokenizer_of
-from draftwire.requests.automaton import FormVocabulary
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -31,10 +30,6 @@ class ModelCard:
         tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
         vocabulary = [token or "" for token in tokens]
         return cls(ModelDescription(vocabulary_fingerprint=fingerprint(vocabulary), **facts), vocabulary, tokenizer)
-
-    def form_vocabulary(self) -> FormVocabulary:
-        """Returns what structured output is compiled for with this model. Takes a tenth of a second for the largest."""
-        return FormVocabulary.of(self.tokenizer, self.description.vocab_size, self.description.stop_token_ids)
 
 
 def load_card(name: str, revision: str | None = None) -> ModelCard:

@@ -1,14 +1,44 @@
 """The tensors of a KV cache, which its block manager (`KvCache`) knows nothing of."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from draftwire.models.kv_cache import BLOCK_SIZE, NULL_BLOCK
-from draftwire.models.taps import SlotFeatures, Tap
 
 HEADS_FIRST_BYTES = 1024
 """Keys of a token and a layer that take less are gathered faster with all heads at once."""
+
+
+class Tap(Protocol):
+    """Takes the hidden states of a pass. A decoder finds it in the storage of its step; see `draftwire.models.taps`."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The ids, in the order of the features; each once."""
+
+    def take(self, states: Mapping[int, Tensor], slots: Tensor) -> None:
+        """Takes the hidden states of a pass, once all layers have run; on the torch thread.
+
+        Args:
+            states: `[num_tokens, hidden]` by id, those of a pass alone: nobody writes to them any more.
+            slots: `[num_tokens] int64`: slots of the tokens. One that occurs several times has the same states in each.
+        """
+
+
+class StoredFeatures(Tap, Protocol):
+    """A tap whose features of each token are stored by slot, as one more layer."""
+
+    rows: Tensor | None
+    """`[num_slots, kept]`; None before the first pass. Slots that were never written are undefined."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that are kept of a token; 0 before the first pass."""
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies features between slots, `[count] int64` each."""
 
 
 class KvStorage:
@@ -18,16 +48,23 @@ class KvStorage:
     and where they are small, by slots, whose heads are gathered together.
     """
 
-    def __init__(self, num_slots: int, stacks: Sequence[Sequence[int]] = (), tap: Tap | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        stacks: Sequence[Sequence[int]] = (),
+        tap: Tap | None = None,
+        features: StoredFeatures | None = None,
+    ) -> None:
         """Allocates nothing yet: the first step that reaches a layer determines its shape.
 
         Args:
             num_slots: capacity in tokens.
             stacks: layers that are also attended to together; their tensors are contiguous.
-            tap: takes the hidden states of all passes; None if nobody reads them. `SlotFeatures` are part of what is
-                stored of a token.
+            tap: takes the hidden states of all passes; None if nobody reads them.
+            features: a tap that is part of what is stored of a token; None if there is none.
         """
-        self.tap = tap
+        self.tap = tap if features is None else features
+        self.features = features
         self._num_slots = num_slots
         self._stacks = {index: tuple(stack) for stack in stacks for index in stack}
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -42,11 +79,6 @@ class KvStorage:
         """
         of_layers = [sum(tensor.nbytes // self._num_slots for tensor in layer) for layer in self._layers.values()]
         return [*of_layers, self.features.token_bytes] if self.features is not None else of_layers
-
-    @property
-    def features(self) -> SlotFeatures | None:
-        """The features of the tokens; None if they are not stored."""
-        return self.tap if isinstance(self.tap, SlotFeatures) else None
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a layer's keys and values. Slots that were never written are undefined, except the null block: 0.

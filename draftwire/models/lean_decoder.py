@@ -7,7 +7,7 @@ with the same input are fused, no module is called, and layers do no look-ups or
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch.nn.functional import embedding, rms_norm, silu
 from draftwire.models.lean_model import STEADY_ROTATIONS, LeanModel, why_other
 from draftwire.models.linear import Linear, is_streamed, repeated
 from draftwire.models.paged_attention import AttentionShape, PackedStep
-from draftwire.models.parallel.process_group import ProcessGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -122,6 +121,16 @@ class Rotation:
         return torch.addcmul(heads * self.cosines, heads.roll(heads.shape[-1] // 2, -1), self.sines)
 
 
+class Shards(Protocol):
+    """Joins the results of the ranks that share a model, as `ProcessGroup` does."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replaces a contiguous tensor by its sum over all ranks."""
+
+    def gather_columns(self, tensor: Tensor) -> Tensor:
+        """Returns the columns of all ranks on rank 0, `[rows, size * columns]`, and anything on the others."""
+
+
 class LeanDecoder:
     """Decoder for a model of the Llama family."""
 
@@ -129,7 +138,7 @@ class LeanDecoder:
         self,
         model: "PreTrainedModel | LeanModel",
         consumes: bool = False,
-        group: ProcessGroup | None = None,
+        group: Shards | None = None,
         without_attention: Collection[int] = (),
     ) -> None:
         """Wraps a model's weights.

@@ -14,7 +14,8 @@ from draftwire.method.devices import prepare
 from draftwire.models.card import ModelCard, context_length_of, path_of, stop_token_ids_of
 from draftwire.models.configuration import config_of
 from draftwire.models.description import ModelDescription
-from draftwire.models.lean_model import LeanModel, read_weights, why_not_read
+from draftwire.models.lean_model import LeanModel
+from draftwire.models.lean_reading import read_weights, why_not_read
 from draftwire.models.tokenizer import tokenizer_of
 from draftwire.models.unsupported import check_layers, refuse_quantised
 

@@ -9,7 +9,6 @@ as to attend to them, those of longer texts are read where they are, text by tex
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -18,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwire.method.devices import upload
-from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, blocks_for, slots_between, slots_of
+from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for, slots_between, slots_of
 from draftwire.models.kv_storage import KvStorage
 from draftwire.models.paged_attention import LoneSegment, Masks, PackedStep, SegmentGroup, Trees
+from draftwire.models.sequence_model import Segment
 
 LEAST_BYTES = 2**19
 """Segments whose keys and values take less in a layer on a CPU are gathered with others: to copy them takes no longer
@@ -31,22 +31,6 @@ LEAST_RUN = 64
 """Tokens that runs need to have on average."""
 MOST_QUERIES = 32
 """Queries of a segment with more than one run: all their scores are in memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """New tokens of one sequence in a step."""
-
-    sequence: CachedSequence
-    """Sequence whose length already includes the new tokens when the step is laid out, and whose tree the new nodes."""
-    num_tokens: int
-    parents: tuple[int, ...] = ()
-    """Parents of the last new tokens, if they are nodes of the sequence's tree; see `CachedSequence.parents`."""
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of the sequence's tree, those that were read earlier included."""
-        return len(self.sequence.parents)
 
 
 def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> PackedStep:

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwire.models.cached_model import Reading, appended
+from draftwire.models.cached_model import appended
 from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.models.packing import positions_of
 from draftwire.models.script import Script, expected_tokens, recovered_tokens, wait
+from draftwire.models.sequence_model import Reading
 
 
 class ScriptedTarget:

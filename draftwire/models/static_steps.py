@@ -20,8 +20,9 @@ from draftwire.method.devices import upload
 from draftwire.models.decoder import Decoder
 from draftwire.models.kv_cache import slots_of
 from draftwire.models.kv_storage import KvStorage
-from draftwire.models.packing import Segment, laid_out_trees
+from draftwire.models.packing import laid_out_trees
 from draftwire.models.paged_attention import Masks, PackedStep, SegmentGroup, Trees
+from draftwire.models.sequence_model import Segment
 
 MOST_QUERIES = 32
 """Upper bound of new tokens per sequence; prefill does not use static steps."""
@@ -218,6 +219,11 @@ class StaticSteps:
             if len(kept) == len(logits):  # all rows: no index to upload
                 return logits.clone()
             return logits.index_select(0, upload(places[list(kept)], self._decoder.device))
+
+
+def static_if(is_static: bool) -> type[StaticSteps] | None:
+    """Returns what makes static steps of a `CachedModel`, if they are wanted."""
+    return StaticSteps if is_static else None
 
 
 def _power_of_two(number: int) -> int:

@@ -8,7 +8,8 @@ from torch import Tensor
 from draftwire.models.decoder import Decoder
 from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
 from draftwire.models.kv_storage import KvStorage
-from draftwire.models.packing import Segment, pack
+from draftwire.models.packing import pack
+from draftwire.models.sequence_model import Segment
 from draftwire.models.taps import check_taps, joined
 
 

@@ -8,29 +8,12 @@ copies or moves those carries the features too.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.kv_cache import BLOCK_SIZE, NULL_BLOCK
-
-
-class Tap(Protocol):
-    """Takes the hidden states of a pass. A decoder looks for one in the storage of its step."""
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The ids, in the order of the features; each once."""
-
-    def take(self, states: Mapping[int, Tensor], slots: Tensor) -> None:
-        """Takes the hidden states of a pass, once all layers have run; on the torch thread.
-
-        Args:
-            states: `[num_tokens, hidden]` by id, those of a pass alone: nobody writes to them any more.
-            slots: `[num_tokens] int64`: slots of the tokens. One that occurs several times has the same states in each.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +24,10 @@ class FeatureSource:
     """Ids of the taps."""
     fuse: Callable[[Tensor], Tensor]
     """Makes `[num_tokens, kept]`, what is kept of tokens, of their `[num_tokens, len(layers) * hidden]` features."""
+
+    def __call__(self, num_slots: int) -> "SlotFeatures":
+        """Returns room for the features of so many tokens."""
+        return SlotFeatures(self, num_slots)
 
 
 class SlotFeatures:

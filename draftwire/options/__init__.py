@@ -1,1 +1,1 @@
-"""Options: what plugs into the path from outside, each in a folder of its own."""
+"""Capabilities beside the path of a round, each a folder: a service loads what it was configured for."""

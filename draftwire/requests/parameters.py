@@ -1,9 +1,9 @@
 """Sampling parameters of a request. `draftwire.method.sampling` applies them; this module does not import torch."""
 
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 from draftwire.errors import InvalidRequestError
-from draftwire.requests.structured_output import StructuredOutput
 
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
@@ -16,6 +16,14 @@ MAX_TOP_K = 2**32 - 1
 """Largest value of the proto field (uint32)."""
 MAX_ALLOWED_TOKENS = 2**18
 """Size of the largest vocabularies."""
+
+
+class TextForm(Protocol):
+    """What a text has to match, such as a `StructuredOutput`. A round knows only the masks of its `Automaton`."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What prescribes it, as the user wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,7 @@ class SamplingParams:
     """Only these tokens are possible, at most 262,144; None allows all."""
     min_tokens: int = 0
     """No stop token is possible before this many tokens are generated."""
-    structured_output: StructuredOutput | None = None
+    structured_output: TextForm | None = None
     """Only tokens are possible with which the generated text can still match this form. Cannot be combined with
     `allowed_token_ids` or `min_tokens`, because no token might be left."""
 

@@ -1,4 +1,4 @@
-"""Structured output: the form that a request prescribes for its text. `requests.automaton` compiles it."""
+"""Structured output: the form that a request prescribes for its text; an option of that name compiles it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -95,3 +95,14 @@ class StructuredOutput:
             raise InvalidRequestError(f"structured_output: {name} holds characters that UTF-8 cannot encode") from None
         if num_bytes > MAX_FORM_BYTES:
             raise InvalidRequestError(f"structured_output: {name} takes at most {MAX_FORM_BYTES} bytes")
+
+
+def structured(form: object) -> StructuredOutput:
+    """Returns the form of sampling parameters as what it is.
+
+    Raises:
+        InvalidRequestError: it is something else.
+    """
+    if not isinstance(form, StructuredOutput):
+        raise InvalidRequestError("structured_output: not a StructuredOutput, such as StructuredOutput.json(schema)")
+    return form

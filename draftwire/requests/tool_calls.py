@@ -1,6 +1,6 @@
 """How model families write tool calls, and the form of texts in which every call fits its tool.
 
-Of the library's extended grammars, which users cannot send: see `requests.automaton`.
+Of the library's extended grammars, which users cannot send: see `draftwire.options.structured_output`.
 """
 
 import json

@@ -35,16 +35,8 @@ from draftwire.method.token_source import TokenSource
 from draftwire.method.token_tree import TokenTree
 from draftwire.method.tree_limits import MAX_TREE_NODES
 from draftwire.models.description import ModelDescription, check_protocol
-from draftwire.requests.logprobs import (
-    NO_LOGPROBS,
-    LogprobsMode,
-    LogprobsRequest,
-    PackedTop,
-    PromptPart,
-    TokenLogprob,
-    pack_top,
-    unpack_top,
-)
+from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
+from draftwire.requests.packed_logprobs import PackedTop, pack_top, unpack_top
 from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, NUMBERS, SamplingParams
 from draftwire.requests.rules import RuleFacts
 from draftwire.requests.session_parameters import SessionParameters

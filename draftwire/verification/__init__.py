@@ -1,6 +1,7 @@
 """Verification rules by name."""
 
 from collections.abc import Iterable
+from importlib import import_module
 
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.rules import unknown_rule
@@ -18,20 +19,19 @@ from draftwire.verification.rule import (
     verify,
 )
 from draftwire.verification.token import TokenRule
-from draftwire.verification.tree_choice import TRAVERSAL, tree_rule_for
-from draftwire.verification.tree_rule import TreeLaw, TreeLawRule, TreeOutcome, TreeRule, verify_trees
-from draftwire.verification.trees import TreeBatch
 from draftwire.verification.typical import TypicalRule
-from draftwire.verification.walk import TargetOnlyRule
 
 RULES: dict[str, VerificationRule] = {
     rule.name: rule for rule in (BlockRule(), TokenRule(), CoupledRule(), TypicalRule())
 }
 """Built-in rules, the default first."""
 
-
-TREE_RULES: dict[str, TreeRule] = {rule.name: rule for rule in (TRAVERSAL, CoupledRule(), TargetOnlyRule())}
-"""Rules for trees of draft tokens."""
+OF_TREES = {
+    **dict.fromkeys(("TREE_RULES", "tree_rule_for", "tree_rule_named"), "tree_choice"),
+    **dict.fromkeys(("TreeLaw", "TreeLawRule", "TreeOutcome", "TreeRule", "verify_trees"), "tree_rule"),
+    "TreeBatch": "trees",
+}
+"""Names that users import from here, and the modules that they are loaded from when they are asked for."""
 
 MOVED_RULES = {
     "greedy_block": "examples.rules.greedy_block:GreedyBlockRule",
@@ -53,17 +53,6 @@ def rule_named(name: str) -> VerificationRule:
     return RULES[name]
 
 
-def tree_rule_named(name: str) -> TreeRule:
-    """Returns a rule for trees.
-
-    Raises:
-        InvalidRequestError: there is none of that name.
-    """
-    if name not in TREE_RULES:
-        raise no_such_rule(name, TREE_RULES)
-    return TREE_RULES[name]
-
-
 def new_rule(name: str) -> VerificationRule:
     """Returns a built-in rule, as `rule_named` does. The name for runs in one process, kept for users of 0.1.
 
@@ -81,6 +70,8 @@ def no_such_rule(name: str, known: Iterable[str]) -> InvalidRequestError:
 
 
 def __getattr__(name: str) -> object:
+    if name in OF_TREES:
+        return getattr(import_module(f"{__name__}.{OF_TREES[name]}"), name)
     places = [place for place in MOVED_RULES.values() if place.endswith(f":{name}")]
     if places:  # no AttributeError, whose text `from draftwire.verification import` would hide
         raise ImportError(f"{name} is now {places[0]}, in a clone of the repository")
@@ -89,7 +80,6 @@ def __getattr__(name: str) -> object:
 
 __all__ = [
     "RULES",
-    "TREE_RULES",
     "BlockBatch",
     "FixedNoise",
     "KeyedNoise",
@@ -97,16 +87,8 @@ __all__ = [
     "Noise",
     "Outcome",
     "StopLaw",
-    "TreeBatch",
-    "TreeLaw",
-    "TreeLawRule",
-    "TreeOutcome",
-    "TreeRule",
     "VerificationRule",
     "new_rule",
     "rule_named",
-    "tree_rule_for",
-    "tree_rule_named",
     "verify",
-    "verify_trees",
 ]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -201,6 +202,17 @@ class BlockBatch:
         if not self.has_drafts:
             return self.target_probs.new_zeros(self.batch_size, 0, self.target_probs.shape[1])
         return self.draft.dense()[self.draft_rows]
+
+
+class ShapedBatch(Protocol):
+    """Blocks of draft tokens that are no chains, with target and draft distributions."""
+
+    @property
+    def batch_size(self) -> int:
+        """Number of blocks."""
+
+    def drawn_one_by_one(self, block: int) -> BlockBatch:
+        """Returns the tokens of one block, each as a block of its own with the distribution that it was drawn from."""
 
 
 def cut_impossible(blocks: BlockBatch) -> BlockBatch:

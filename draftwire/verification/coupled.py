@@ -19,9 +19,6 @@ from torch import Tensor
 from draftwire.method.distributions import RaceOutcome, race
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import Noise, Outcome
-from draftwire.verification.tree_rule import TreeOutcome
-from draftwire.verification.trees import TreeBatch
-from draftwire.verification.walk import Choice, walk
 
 ENTRIES_AT_ONCE = {"cpu": 2**18}
 """Logits that are raced at once, by device: the noise of this many stays in a processor's cache."""
@@ -48,27 +45,18 @@ class CoupledRule:
         is_row = offsets <= blocks.lengths.unsqueeze(1)
         block_of, offset_of = is_row.nonzero(as_tuple=True)
         rows = blocks.target_rows[is_row]
-        raced = _race(blocks.target_probs, rows, noise, block_of, offset_of)
-        tokens = rows.new_zeros(shape).masked_scatter(is_row, raced.winners)
+        found = raced(blocks.target_probs, rows, noise, block_of, offset_of)
+        tokens = rows.new_zeros(shape).masked_scatter(is_row, found.winners)
         leads_of_all = torch.full(shape, torch.inf, dtype=torch.float64, device=rows.device)
-        leads_of_all = leads_of_all.masked_scatter(is_row, raced.leads)
+        leads_of_all = leads_of_all.masked_scatter(is_row, found.leads)
         matches = (tokens[:, :-1] == blocks.draft_tokens) & blocks.inside
         num_accepted = matches.to(torch.int64).cumprod(dim=1).sum(dim=1)
         extra_tokens = tokens.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
         is_emitted = offsets <= num_accepted.unsqueeze(1)
         return Outcome(num_accepted, extra_tokens, leads_of_all.masked_fill(~is_emitted, torch.inf))
 
-    def decide_trees(self, trees: TreeBatch, noise: Noise) -> TreeOutcome:
-        """Walks each tree with the target's winner at each position. Reads no draft distributions."""
 
-        def choose(rows: Tensor, blocks: Tensor, depth: int) -> Choice:
-            raced = _race(trees.target_probs, rows, noise, blocks, torch.full_like(blocks, depth))
-            return Choice(raced.winners, raced.leads)
-
-        return walk(trees, choose)
-
-
-def _race(target_probs: Tensor, rows: Tensor, noise: Noise, blocks: Tensor, offsets: Tensor) -> RaceOutcome:
+def raced(target_probs: Tensor, rows: Tensor, noise: Noise, blocks: Tensor, offsets: Tensor) -> RaceOutcome:
     """Returns the target's winners with the noise of their positions.
 
     Args:

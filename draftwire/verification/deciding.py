@@ -5,11 +5,13 @@ The one definition of what a verifier decides, whichever engine computed the log
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.errors import DraftwireError, InvalidRequestError, UnavailableError
+from draftwire.method.block_shape import BlockShape
 from draftwire.method.devices import upload
 from draftwire.method.distributions import DenseRows, DraftRows, no_rows
 from draftwire.method.draw_key import DrawKey
@@ -21,17 +23,12 @@ from draftwire.method.sampling import (
     is_distribution,
     probabilities_of_spans,
 )
-from draftwire.method.token_tree import ROOT, TokenTree
-from draftwire.requests.automaton import TreeMasks
+from draftwire.requests.automaton import Automaton, BlockMasks
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification.blocks import BlockBatch
-from draftwire.verification.form_masks import FormMasks
+from draftwire.verification.blocks import BlockBatch, ShapedBatch
 from draftwire.verification.reported_logprobs import EmittedRows, log_softmax_of, of_emitted
 from draftwire.verification.rule import KeyedNoise, VerificationRule, verify
-from draftwire.verification.tree_choice import tree_rule_for
-from draftwire.verification.tree_rule import verify_trees
-from draftwire.verification.trees import TreeBatch
 
 NEAR_TIE = 1e-4
 """Logits that are closer may be ordered differently by a forward pass of another shape: ten times the differences
@@ -42,6 +39,10 @@ NEAR_TIES = {torch.bfloat16: 0.25, torch.float16: 0.03}
 
 NOT_FINITE = "the target gave no finite logits"
 
+MadeMasks = BlockMasks | DraftwireError
+"""Masks of a form at the positions of a block, made in its step or, where they are slow, before it; or why the text
+fails."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -50,8 +51,8 @@ class Case:
     draft_tokens: list[int]
     """The draft block; empty for plain decoding."""
     draft: DraftRows | None
-    """The distributions of the draft tokens, one row each, or of a tree one for each of `TokenTree.inner_nodes`; None
-    for an empty block, and for a tree whose rule reads none."""
+    """The distributions of the draft tokens, one row each, or as many as `tree` says; None for an empty block, and for
+    a `tree` that was sent without."""
     sampling: SamplingParams
     """Sampling parameters of the target's distribution at every position."""
     rule: VerificationRule
@@ -67,12 +68,12 @@ class Case:
     """The tokens that `SamplingParams.min_tokens` masks."""
     logprobs: LogprobsRequest = NO_LOGPROBS
     """The log-probabilities to report; those of the prompt are not reported here."""
-    masks: FormMasks | None = None
+    masks: BlockMasks | None = None
     """Masks of the form of its text, if it has one."""
     edits: TokenEdits | None = None
     """Those of `sampling` and `stop_token_ids`, kept with the session; None makes them for this step."""
-    tree: TokenTree | None = None
-    """The shape of the block, if it is no chain: only where `tree_rule_for` has a rule for trees."""
+    tree: BlockShape | None = None
+    """The shape of the block, if it is no chain: only where its decider has a rule for it."""
     is_used: bool = True
     """Whether its draft tokens may enter the text. If not, they are scored for the audit, and the round is decided as
     if nothing had been drafted."""
@@ -84,13 +85,12 @@ class Case:
 
     @property
     def spans(self) -> list[Span]:
-        """The positions of the rows: those of a chain follow each other; each node of a tree is the end of a path of
-        its own, which matters where the text does.
+        """The positions of the rows: those of a chain follow each other; in another shape each has a text of its own,
+        which matters where the text does.
         """
         if self.tree is None or not (self.sampling.penalizes or self.sampling.min_tokens):
             return [self._span_after(self.draft_tokens)]
-        paths = [[self.draft_tokens[each] for each in self.tree.path_to(node)] for node in range(ROOT, len(self.tree))]
-        return [replace(self._span_after(()), paths=paths)]
+        return [replace(self._span_after(()), paths=self.tree.texts(self.draft_tokens))]
 
     def _span_after(self, drafted: Sequence[int]) -> Span:
         """Returns the positions of the rows, the last one after the committed tokens and `drafted`."""
@@ -115,7 +115,12 @@ class Judgement:
     prompt: PromptPart | None = None
     """Log-probabilities of the prompt tokens that were read, if requested."""
     path: tuple[int, ...] = ()
-    """The nodes of the accepted draft tokens, if the block was a tree."""
+    """Indices of the accepted draft tokens, if the block was no chain."""
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The row of the block that each token follows: 0 is after the committed tokens, n + 1 after draft token n."""
+        return [0, *(node + 1 for node in self.path)] if self.path else range(len(self.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +152,13 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class DecidedTrees:
-    """A batch of trees that a rule which reads draft distributions decided in a step."""
+class DecidedShapes:
+    """A batch of blocks that are no chains, which a rule that reads draft distributions decided in a step."""
 
     members: list[int]
     """Indices, as in `Decided`."""
-    trees: TreeBatch
-    """Trees without what follows nodes after which the target has no distribution. With their draft tokens, also of
+    blocks: ShapedBatch
+    """Blocks without what follows tokens after which the target has no distribution. With their draft tokens, also of
     cases whose tokens are not used."""
 
 
@@ -165,13 +170,13 @@ class Decisions:
     """One for each case; None for those that were not to be decided."""
     batches: list[Decided]
     """One for each rule among the cases, more if it had both dense and sparse draft distributions, or draft tokens that
-    are used and others that are not. Not of trees."""
-    tree_batches: list[DecidedTrees] = field(default_factory=list)
-    """The same for trees; those whose rule reads no distributions are in none."""
+    are used and others that are not. Of chains."""
+    shaped: list[DecidedShapes] = field(default_factory=list)
+    """The same for other shapes; those whose rule reads no distributions are in none."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Scored:
+class ScoredBlock:
     """A case with its rows of the target's distributions."""
 
     index: int
@@ -206,12 +211,60 @@ class _Scored:
         """Whether the row after the last token that is judged is not a distribution."""
         return self.num_good <= len(self.case.draft_tokens)
 
-    def with_rows(self, is_good: list[bool]) -> "_Scored":
+    def with_rows(self, is_good: list[bool]) -> "ScoredBlock":
         """Returns this with `bad_rows`, from whether each row over the vocabulary is a distribution."""
         own = is_good[self.first_row : self.end_row]
         if False not in own:
             return self
         return replace(self, bad_rows=tuple(row for row, good in enumerate(own) if not good))
+
+
+class ShapeDecider(Protocol):
+    """Decides about blocks of one kind of shape: `BlockShape.decider`."""
+
+    def rule_for(self, rule: VerificationRule, sampling: SamplingParams) -> object:
+        """Returns what decides in the place of a session's rule. Blocks that have the same are decided together.
+
+        Raises:
+            InvalidRequestError: the rule is for chains alone.
+        """
+
+    def decide(
+        self, members: Sequence[ScoredBlock], target_probs: Tensor, near_tie: float, decided: list[DecidedShapes]
+    ) -> dict[int, Judgement]:
+        """Decides about blocks that can be verified together; returns the judgements by `ScoredBlock.index`.
+
+        Args:
+            members: the blocks. If their draft tokens are not used, it decides about empty ones.
+            target_probs: `[any, vocab]`.
+            near_tie: logits that are closer are near-ties.
+            decided: receives the batch, if the rule reads draft distributions.
+        """
+
+    def masks(
+        self, automaton: Automaton, generated_ids: Sequence[int], draft_tokens: Sequence[int], shape: BlockShape
+    ) -> BlockMasks:
+        """Returns the masks of a block of this shape; see `Automaton.along`."""
+
+
+def make_masks(
+    automaton: Automaton, generated_ids: Sequence[int], draft_tokens: Sequence[int], tree: BlockShape | None = None
+) -> MadeMasks:
+    """Returns the masks after the generated tokens and after each draft token, or the error that ends the text.
+
+    Args:
+        automaton: of the form. Used on one thread at a time.
+        generated_ids: the committed tokens without the prompt.
+        draft_tokens: of the block; none for plain decoding.
+        tree: the shape of the block, if it is no chain.
+    """
+    try:
+        if tree is None:
+            return automaton.along(generated_ids, draft_tokens)
+        decider: ShapeDecider = tree.decider
+        return decider.masks(automaton, generated_ids, draft_tokens, tree)
+    except InvalidRequestError as error:
+        return error
 
 
 @torch.inference_mode()
@@ -231,7 +284,7 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
         return Decisions([], [])
     scored, num_rows = [], 0
     for index, case in enumerate(cases):
-        scored.append(_Scored(index, case, case.draft or no_rows(logits.shape[1]), num_rows))
+        scored.append(ScoredBlock(index, case, case.draft or no_rows(logits.shape[1]), num_rows))
         num_rows += case.num_rows
     near_tie = NEAR_TIES.get(logits.dtype, NEAR_TIE)
     raw = _RawRows.of(logits, scored)  # before the probabilities overwrite the logits
@@ -242,11 +295,12 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
     scored = [one.with_rows(is_good) for one in scored]
     is_bad = {one.index for one in scored if one.num_good == 0}
     batches: list[Decided] = []
-    tree_batches: list[DecidedTrees] = []
+    shaped: list[DecidedShapes] = []
     decided: dict[int, Judgement] = {}
     for members in _groups([one for one in scored if one.index not in is_bad and one.index not in not_decided]):
-        if members[0].case.tree is not None:
-            decided.update(_decide_trees(members, target_probs, near_tie, tree_batches))
+        shape = members[0].case.tree
+        if shape is not None:
+            decided.update(shape.decider.decide(members, target_probs, near_tie, shaped))
             continue
         batches.append(_batch(members, target_probs))
         decided.update(_decide(members, batches[-1].blocks, near_tie))
@@ -256,17 +310,14 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
         outcomes[index] = UnavailableError(NOT_FINITE)
     for index, judgement in decided.items():
         outcomes[index] = _fault(cases[index].masks, judgement) or judgement
-    return Decisions(outcomes, batches, tree_batches)
+    return Decisions(outcomes, batches, shaped)
 
 
-def _fault(masks: FormMasks | None, judgement: Judgement) -> DraftwireError | None:
+def _fault(masks: BlockMasks | None, judgement: Judgement) -> DraftwireError | None:
     """Returns the error of a sequence whose extra token was drawn where its form cannot be followed. Plain decoding
     reaches such a position with the same probability and fails there too.
     """
-    if isinstance(masks, TreeMasks):
-        return masks.faults.get(judgement.path[-1] if judgement.path else ROOT)
-    is_reached = masks is not None and judgement.num_accepted >= masks.num_places
-    return masks.fault if masks is not None and is_reached else None
+    return None if masks is None else masks.faults.get(judgement.rows[-1])
 
 
 def _hold_places(target_probs: Tensor, is_good: list[bool]) -> None:
@@ -285,7 +336,7 @@ class _RawRows:
     """First row of each such case."""
 
     @classmethod
-    def of(cls, logits: Tensor, scored: list[_Scored]) -> "_RawRows | None":
+    def of(cls, logits: Tensor, scored: list[ScoredBlock]) -> "_RawRows | None":
         """Computes the rows; None if no sequence requests them."""
         starts: dict[int, int] = {}
         rows: list[int] = []
@@ -297,20 +348,18 @@ class _RawRows:
         return cls(log_softmax_of(logits, rows), starts) if rows else None
 
 
-def _report(scored: list[_Scored], decided: dict[int, Judgement], raw: _RawRows | None, target_probs: Tensor) -> None:
-    """Adds requested log-probabilities to the judgements. Row n of a chain is for the token after n draft tokens, that
-    of a tree for the token after node n - 1.
-    """
+def _report(
+    scored: list[ScoredBlock], decided: dict[int, Judgement], raw: _RawRows | None, target_probs: Tensor
+) -> None:
+    """Adds requested log-probabilities to the judgements."""
     emitted: dict[int, EmittedRows] = {}
     for one in scored:
         num_top, mode = one.case.logprobs.logprobs, one.case.logprobs.mode
         if num_top is not None and one.index in decided:
             token_ids = decided[one.index].token_ids
             first = raw.starts[one.index] if raw is not None and mode is LogprobsMode.RAW else one.first_row
-            before: Sequence[int] = range(len(token_ids))
-            if one.case.tree is not None:
-                before = [0, *(node + 1 for node in decided[one.index].path)]
-            emitted[one.index] = EmittedRows([first + row for row in before], token_ids, num_top, mode)
+            rows = [first + row for row in decided[one.index].rows]
+            emitted[one.index] = EmittedRows(rows, token_ids, num_top, mode)
     if not emitted:
         return
     reported = of_emitted(raw.log_probs if raw is not None else None, target_probs, list(emitted.values()))
@@ -318,7 +367,7 @@ def _report(scored: list[_Scored], decided: dict[int, Judgement], raw: _RawRows 
         decided[index] = replace(decided[index], logprobs=tokens)
 
 
-def _decide(members: list[_Scored], blocks: BlockBatch, bound: float) -> dict[int, Judgement]:
+def _decide(members: list[ScoredBlock], blocks: BlockBatch, bound: float) -> dict[int, Judgement]:
     """Applies the members' rule; `bound` is for near-ties. If the draft tokens are not used, it decides about empty
     blocks.
     """
@@ -326,7 +375,7 @@ def _decide(members: list[_Scored], blocks: BlockBatch, bound: float) -> dict[in
     judged = blocks if cases[0].is_used else blocks.cut(torch.zeros_like(blocks.lengths))
     noise = KeyedNoise([case.key for case in cases], [case.num_committed for case in cases], blocks.target_probs.device)
     verified = verify(cases[0].rule, judged, noise)
-    near_ties = verified.num_near_ties(_near_tie_bounds(cases, bound, blocks.target_probs.device))
+    near_ties = verified.num_near_ties(near_tie_bounds(cases, bound, blocks.target_probs.device))
     decisions = torch.stack([verified.num_accepted, verified.extra_tokens, near_ties]).tolist()  # one transfer
     judgements: dict[int, Judgement] = {}
     for one, num_accepted, extra, num_near_ties in zip(members, *decisions, strict=True):
@@ -338,65 +387,27 @@ def _decide(members: list[_Scored], blocks: BlockBatch, bound: float) -> dict[in
     return judgements
 
 
-def _decide_trees(
-    members: list[_Scored], target_probs: Tensor, bound: float, batches: list[DecidedTrees]
-) -> dict[int, Judgement]:
-    """Applies the members' rule for trees, and adds the batch if it reads distributions; `bound` is for near-ties. If
-    the draft tokens are not used, it decides about trees without nodes.
-    """
-    cases, device = [one.case for one in members], target_probs.device
-    shapes = [case.tree for case in cases if case.tree is not None]
-    noise = KeyedNoise([case.key for case in cases], [case.num_committed for case in cases], device)
-    trees = TreeBatch.packed(
-        target_probs,
-        [one.draft for one in members],
-        [case.draft_tokens for case in cases],
-        shapes,
-        [one.first_row for one in members],
-    )
-    ends = [{row - 1 for row in one.bad_rows} for one in members]
-    rule = tree_rule_for(cases[0].rule, cases[0].sampling)
-    if rule.needs_draft_probs:
-        kept = [shape.ended_at(end) for shape, end in zip(shapes, ends, strict=True)]
-        batches.append(DecidedTrees([one.index for one in members], trees.cut(kept) if any(ends) else trees))
-    if cases[0].is_used:
-        outcome = verify_trees(rule, trees, noise, ends)
-    else:
-        outcome = verify_trees(rule, trees.cut([()] * len(cases)), noise)
-    near_ties = torch.zeros_like(outcome.last_nodes)
-    if outcome.leads is not None:
-        near_ties = (outcome.leads < _near_tie_bounds(cases, bound, device)).sum(dim=1)
-    decisions = torch.stack([outcome.last_nodes, outcome.extra_tokens, near_ties]).tolist()  # one transfer
-    judgements: dict[int, Judgement] = {}
-    for one, shape, end, last_node, extra, num_near_ties in zip(members, shapes, ends, *decisions, strict=True):
-        path, tokens = shape.path_to(last_node), one.case.draft_tokens
-        if last_node in end:  # nothing can follow. The next round fails on that row, as plain decoding does.
-            path, extra = path[:-1], tokens[last_node]
-        token_ids = [*(tokens[node] for node in path), extra]
-        judgements[one.index] = Judgement(token_ids, len(path), num_near_ties, path=path)
-    return judgements
-
-
-def _near_tie_bounds(cases: Sequence[Case], bound: float, device: torch.device) -> Tensor:
+def near_tie_bounds(cases: Sequence[Case], bound: float, device: torch.device) -> Tensor:
     """Returns the leads below which a token of each case is a near-tie, `[cases, 1]`; `bound` is for logits."""
     bounds = [[bound / max(case.sampling.temperature, SMALLEST)] for case in cases]
     return upload(bounds, device, torch.float32)
 
 
-def _groups(scored: list[_Scored]) -> list[list[_Scored]]:
+def _groups(scored: list[ScoredBlock]) -> list[list[ScoredBlock]]:
     """Groups blocks that can be verified together: of one rule, all used or none, with all dense or all sparse
-    distributions; and trees in the same way.
+    distributions; and those that are no chains in the same way.
     """
-    groups: dict[tuple[int, bool, bool, bool], list[_Scored]] = {}
+    groups: dict[tuple[int, bool, bool, bool], list[ScoredBlock]] = {}
     for one in scored:
-        is_tree = one.case.tree is not None
-        rule = tree_rule_for(one.case.rule, one.case.sampling) if is_tree else one.case.rule
-        key = id(rule), one.case.is_used, isinstance(one.draft, DenseRows), is_tree
+        shape, rule = one.case.tree, one.case.rule
+        if shape is not None:
+            rule = shape.decider.rule_for(rule, one.case.sampling)
+        key = id(rule), one.case.is_used, isinstance(one.draft, DenseRows), shape is None
         groups.setdefault(key, []).append(one)
     return list(groups.values())
 
 
-def _batch(members: list[_Scored], target_probs: Tensor) -> Decided:
+def _batch(members: list[ScoredBlock], target_probs: Tensor) -> Decided:
     """Returns the members' blocks, as far as they are judged, as a batch; the target's rows are not copied."""
     blocks = BlockBatch.packed(
         target_probs,

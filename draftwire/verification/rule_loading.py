@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from typing import cast
 
 from draftwire.errors import InvalidRequestError
-from draftwire.verification import MOVED_RULES, RULES, TREE_RULES, no_such_rule
+from draftwire.verification import MOVED_RULES, RULES, no_such_rule
 from draftwire.verification.rule import VerificationRule, facts_of, is_stateful
-from draftwire.verification.tree_rule import TreeRule
 
 ATTRIBUTES = {"name": str, "is_lossless": bool, "needs_draft_probs": bool, "is_coupled": bool}
 """Attributes that a rule has to declare."""
@@ -31,36 +30,10 @@ def load_rule(name: str) -> VerificationRule:
     Raises:
         InvalidRequestError: there is no such rule; the message is one line.
     """
-    return RULES[name] if name in RULES else _as_rule(name, _imported(name, RULES))
+    return RULES[name] if name in RULES else as_rule(name, imported(name, RULES))
 
 
-def load_rules(names: Iterable[str]) -> tuple[list[VerificationRule], list[TreeRule]]:
-    """Returns rules for chains, and rules for trees; one that decides about both is in both lists.
-
-    Args:
-        names: of `known_rules` and `TREE_RULES`, or import paths; see `load_rule`.
-
-    Raises:
-        InvalidRequestError: there is no such rule; the message is one line.
-    """
-    rules: list[VerificationRule] = []
-    tree_rules: list[TreeRule] = []
-    known = {**RULES, **TREE_RULES}
-    for name in dict.fromkeys(names):
-        if name in known:
-            rules += [RULES[name]] if name in RULES else []
-            tree_rules += [TREE_RULES[name]] if name in TREE_RULES else []
-            continue
-        found = _imported(name, known)
-        is_of_trees = callable(getattr(found, "decide_trees", None))
-        if is_of_trees:
-            tree_rules.append(_as_tree_rule(name, found))
-        if not is_of_trees or callable(getattr(found, "decide", None)):
-            rules.append(_as_rule(name, found))
-    return rules, tree_rules
-
-
-def _imported(name: str, known: Iterable[str]) -> object:
+def imported(name: str, known: Iterable[str]) -> object:
     """Returns what an import path names; of a class or function, what it makes."""
     module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     if name in MOVED_RULES:
@@ -121,19 +94,24 @@ def served_rules(own: Sequence[str]) -> dict[str, VerificationRule]:
     return rules
 
 
-def _as_rule(name: str, found: object) -> VerificationRule:
+def as_rule(name: str, found: object) -> VerificationRule:
+    """Returns what an import path named as a rule for chains.
+
+    Raises:
+        InvalidRequestError: it is none.
+    """
     if not callable(getattr(found, "decide", None)):
         raise InvalidRequestError(f"{name!r} is no verification rule: it has no method decide(blocks, noise)")
-    _check_attributes(name, found)
+    check_attributes(name, found)
     return cast(VerificationRule, found)
 
 
-def _as_tree_rule(name: str, found: object) -> TreeRule:
-    _check_attributes(name, found)
-    return cast(TreeRule, found)
+def check_attributes(name: str, found: object) -> None:
+    """Checks that a rule declares what it has to.
 
-
-def _check_attributes(name: str, found: object) -> None:
+    Raises:
+        InvalidRequestError: it does not.
+    """
     for attribute, kind in ATTRIBUTES.items():
         if not isinstance(getattr(found, attribute, None), kind):
             raise InvalidRequestError(f"{name!r} is no verification rule: it has no {attribute} ({kind.__name__})")

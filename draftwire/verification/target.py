@@ -12,27 +12,28 @@ import torch
 from torch import Tensor
 
 from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.method.block_shape import BlockShape
 from draftwire.method.devices import upload
 from draftwire.method.distributions import DraftRows
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.sampling import TokenEdits
-from draftwire.method.token_tree import TokenTree
-from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.requests.automaton import Automaton
+from draftwire.models.sequence_model import Reading, SequenceModel
+from draftwire.requests.automaton import Automaton, BlockMasks
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import (
     NOT_FINITE,
     Case,
     Decided,
-    DecidedTrees,
+    DecidedShapes,
     Judgement,
     JudgingOutcome,
+    MadeMasks,
     StillReading,
     decide,
+    make_masks,
 )
-from draftwire.verification.form_masks import FormMasks, MadeMasks, make_masks
 from draftwire.verification.reported_logprobs import PromptRows, of_prompt
 from draftwire.verification.rule import VerificationRule
 
@@ -68,7 +69,7 @@ class Judging:
     """The masks of the block, if they were made before the step."""
     edits: TokenEdits | None = None
     """Those of `sampling` and `stop_token_ids`, kept with the session; None makes them for this step."""
-    tree: TokenTree | None = None
+    tree: BlockShape | None = None
     """The shape of the block, if it is no chain; see `Case.tree`."""
     is_used: bool = True
     """Whether its draft tokens may enter the text; see `Case.is_used`."""
@@ -79,7 +80,7 @@ class Judging:
             return self.made_masks
         return make_masks(self.automaton, self.committed[self.prompt_len :], self.draft_tokens, self.tree)
 
-    def case(self, masks: FormMasks | None = None) -> Case:
+    def case(self, masks: BlockMasks | None = None) -> Case:
         """Returns what is decided about the block."""
         return Case(
             draft_tokens=self.draft_tokens,
@@ -119,8 +120,8 @@ class StepOutcome:
     """Batches of the step; see `Decisions.batches`."""
     num_tokens: int = 0
     """Tokens that the forward pass read."""
-    decided_trees: list[DecidedTrees] = field(default_factory=list)
-    """The same as `decided` for trees whose rule reads draft distributions."""
+    shaped: list[DecidedShapes] = field(default_factory=list)
+    """The same as `decided` for blocks that are no chains; see `Decisions.shaped`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +205,8 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
         _settle(model, judging, length, outcome)
     num_tokens = sum(len(reading.token_ids) for reading in plan.readings)
     batches = [replace(one, members=[plan.scored[place] for place in one.members]) for one in decisions.batches]
-    of_trees = [replace(one, members=[plan.scored[place] for place in one.members]) for one in decisions.tree_batches]
-    return StepOutcome(outcomes, batches, num_tokens, of_trees)
+    shaped = [replace(one, members=[plan.scored[place] for place in one.members]) for one in decisions.shaped]
+    return StepOutcome(outcomes, batches, num_tokens, shaped)
 
 
 def _settle(model: SequenceModel, judging: Judging, length: int, outcome: JudgingOutcome) -> None:
@@ -221,9 +222,9 @@ def _settle(model: SequenceModel, judging: Judging, length: int, outcome: Judgin
         model.cache.truncate(judging.sequence, length)
 
 
-def _masks(judgings: Sequence[Judging], scored: list[int]) -> tuple[dict[int, FormMasks], dict[int, DraftwireError]]:
+def _masks(judgings: Sequence[Judging], scored: list[int]) -> tuple[dict[int, BlockMasks], dict[int, DraftwireError]]:
     """Returns the masks of the sequences with a form, and the errors of those whose form cannot be followed."""
-    masks: dict[int, FormMasks] = {}
+    masks: dict[int, BlockMasks] = {}
     failures: dict[int, DraftwireError] = {}
     for index in scored:
         own = judgings[index].masks()

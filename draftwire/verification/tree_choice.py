@@ -2,14 +2,30 @@
 
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.parameters import SamplingParams
+from draftwire.verification import no_such_rule
 from draftwire.verification.block import BlockRule
 from draftwire.verification.rule import VerificationRule
 from draftwire.verification.traversal import TraversalRule
 from draftwire.verification.tree_rule import TreeRule
-from draftwire.verification.walk import walking_rule
+from draftwire.verification.walk import COUPLED_WALK, GREEDY_WALK, walking_rule
 
 TRAVERSAL = TraversalRule()
 """Decides where chains are decided by `block`."""
+
+
+TREE_RULES: dict[str, TreeRule] = {rule.name: rule for rule in (TRAVERSAL, COUPLED_WALK, GREEDY_WALK)}
+"""Rules for trees of draft tokens."""
+
+
+def tree_rule_named(name: str) -> TreeRule:
+    """Returns a rule for trees.
+
+    Raises:
+        InvalidRequestError: there is none of that name.
+    """
+    if name not in TREE_RULES:
+        raise no_such_rule(name, TREE_RULES)
+    return TREE_RULES[name]
 
 
 def tree_rule_for(rule: VerificationRule, sampling: SamplingParams) -> TreeRule:

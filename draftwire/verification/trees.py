@@ -83,11 +83,10 @@ class TreeBatch:
         draft_start = 0
         for block, (tokens, shape, start) in enumerate(zip(draft_tokens, shapes, target_starts, strict=True)):
             count = len(shape)
-            row_of = {node: draft_start + row for row, node in enumerate(shape.inner_nodes)}
             numbers[block, :count] = tokens
             numbers[block, max_nodes : 2 * max_nodes + 1] = start + np.minimum(np.arange(max_nodes + 1), count)
-            numbers[block, 2 * max_nodes + 1 : 2 * max_nodes + 1 + count] = [row_of[parent] for parent in shape.parents]
-            draft_start += len(row_of)
+            numbers[block, 2 * max_nodes + 1 : 2 * max_nodes + 1 + count] = draft_start + np.array(shape.drawn_from)
+            draft_start += shape.num_distributions
         device = target_probs.device
         tokens_of, target_rows, draft_rows = upload(numbers, device).split((max_nodes, max_nodes + 1, max_nodes), dim=1)
         rows = joined(drafts).to(device)
@@ -220,15 +219,15 @@ class TreeBatch:
         rows = self.target_rows, self.draft_rows
         return BlockBatch(self.target_probs, self.draft, self.draft_tokens, lengths, *rows)
 
-    def drawn_one_by_one(self, tree: int) -> BlockBatch:
+    def drawn_one_by_one(self, block: int) -> BlockBatch:
         """Returns the nodes of one tree, each as a block of one token with the distribution that it was drawn from:
         that of its parent without the tokens of its earlier siblings, normalised.
 
         Args:
-            tree: a tree of the batch, whose draft distributions were given.
+            block: a tree of the batch, whose draft distributions were given.
         """
-        shape, count = self.shapes[tree], len(self.shapes[tree])
-        tokens, rows = self.draft_tokens[tree, :count], self.draft_rows[tree, :count]
+        shape, count = self.shapes[block], len(self.shapes[block])
+        tokens, rows = self.draft_tokens[block, :count], self.draft_rows[block, :count]
         sparse = self.draft if isinstance(self.draft, SparseRows) else None
         probs = (self.draft.probs if sparse is None else sparse.probs)[rows]
         ids = None if sparse is None else sparse.token_ids[rows]
@@ -239,8 +238,8 @@ class TreeBatch:
                 probs[nodes] = torch.where(ids[nodes] == tokens[earlier].unsqueeze(1), 0.0, probs[nodes])
         probs /= probs.sum(dim=1, keepdim=True)
         own = DenseRows(probs) if sparse is None or ids is None else SparseRows(ids, probs, sparse.vocab_size)
-        parents = self.parents[tree, :count] + 1
-        target_rows = self.target_rows[tree, parents].unsqueeze(1).expand(-1, 2)
+        parents = self.parents[block, :count] + 1
+        target_rows = self.target_rows[block, parents].unsqueeze(1).expand(-1, 2)
         numbers = torch.arange(count, device=probs.device).unsqueeze(1)
         return BlockBatch(self.target_probs, own, tokens.unsqueeze(1), torch.ones_like(rows), target_rows, numbers)
 

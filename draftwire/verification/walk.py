@@ -19,6 +19,7 @@ from draftwire.method.distributions import draw
 from draftwire.method.token_tree import ROOT
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.blocks import BlockBatch
+from draftwire.verification.coupled import CoupledRule, raced
 from draftwire.verification.rule import Noise, Outcome, VerificationRule
 from draftwire.verification.tree_rule import TreeOutcome, TreeRule
 from draftwire.verification.trees import TreeBatch
@@ -70,7 +71,22 @@ def walking_rule(rule: VerificationRule, sampling: SamplingParams) -> TreeRule |
     """
     if not rule.needs_draft_probs and callable(getattr(rule, "decide_trees", None)):
         return cast(TreeRule, rule)
+    if isinstance(rule, CoupledRule):
+        return COUPLED_WALK
     return GREEDY_WALK if sampling.greedy else None
+
+
+class CoupledWalkRule(CoupledRule):
+    """Accept the nodes that are the target's draws with the noise of each position: `coupled` on trees."""
+
+    def decide_trees(self, trees: TreeBatch, noise: Noise) -> TreeOutcome:
+        """Walks each tree with the target's winner at each position. Reads no draft distributions."""
+
+        def choose(rows: Tensor, blocks: Tensor, depth: int) -> Choice:
+            found = raced(trees.target_probs, rows, noise, blocks, torch.full_like(blocks, depth))
+            return Choice(found.winners, found.leads)
+
+        return walk(trees, choose)
 
 
 class TargetOnlyRule:
@@ -95,6 +111,9 @@ class TargetOnlyRule:
         outcome = self.decide_trees(TreeBatch.of_chains(blocks), noise)
         return Outcome(outcome.last_nodes + 1, outcome.extra_tokens)
 
+
+COUPLED_WALK = CoupledWalkRule()
+"""Decides where chains are decided by `coupled`."""
 
 GREEDY_WALK = TargetOnlyRule()
 """Decides about trees of greedy sessions: one-hot distributions leave nothing to chance."""

@@ -48,7 +48,7 @@ from draftwire.method.token_tree import TokenTree
 from draftwire.method.tree_limits import MAX_TREE_NODES
 from draftwire.models.description import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, ModelDescription
 from draftwire.requests.logprobs import MAX_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
-from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, PARAMETERS, SamplingParams
+from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, PARAMETERS, SamplingParams, TextForm
 from draftwire.requests.rules import RuleFacts
 from draftwire.requests.session_parameters import SessionParameters
 from draftwire.requests.structured_output import StructuredOutput
@@ -107,7 +107,7 @@ OF_TYPE: dict[Any, st.SearchStrategy[Any]] = {
         lambda bias: tuple(sorted(bias.items()))
     ),
     int | None: st.none() | st.integers(0, MAX_LOGPROBS),
-    StructuredOutput | None: st.none(),
+    TextForm | None: st.none(),
     LogprobsMode: st.sampled_from(LogprobsMode),
     TokenSource: st.sampled_from(EXTRAS),
     Encoding: st.sampled_from(Encoding),

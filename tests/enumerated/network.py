@@ -42,7 +42,7 @@ from draftwire.method.rounds import (
     Verdict,
 )
 from draftwire.models.description import ModelDescription
-from draftwire.requests.automaton import FormCompiler
+from draftwire.options.structured_output.grammar_automaton import FormCompiler
 from draftwire.runtime import messages
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire.v1 import drafter_pb2, session_pb2, verifier_pb2

@@ -10,9 +10,10 @@ import torch
 from tiny_models import ExtendsByReading
 from torch import Tensor
 
-from draftwire.models.cached_model import FeatureSpan, Reading, appended
+from draftwire.models.cached_model import appended
 from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.models.packing import positions_of
+from draftwire.models.sequence_model import FeatureSpan, Reading
 
 POSITIONS = 16
 CACHE_TOKENS = 4096

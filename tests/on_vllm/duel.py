@@ -28,7 +28,7 @@ from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import exponentials
 from draftwire.method.rounds import CommittedTokens, PlainRun, ReceivedBlock
-from draftwire.models.cached_model import Reading
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import Judgement, StillReading
 from draftwire_verifier import scheduler as verifying

@@ -10,7 +10,7 @@ import torch
 from draftwire.errors import NoRoomError, UnavailableError
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import Verdict
-from draftwire.requests.automaton import FormCompiler
+from draftwire.options.structured_output.grammar_automaton import FormCompiler, FormVocabulary
 from draftwire.requests.logprobs import LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
@@ -329,7 +329,10 @@ def test_step_that_fails_leaves_the_engine_usable(vllm, own, monkeypatch: pytest
 
 def test_forms_are_followed(vllm, own) -> None:
     form = StructuredOutput.regex("[ab]{60}")
-    compiler = FormCompiler(vllm.card.form_vocabulary())
+    card = vllm.card
+    compiler = FormCompiler(
+        FormVocabulary.of(card.tokenizer, card.description.vocab_size, card.description.stop_token_ids)
+    )
     duel = duel_of(own, vllm)
     for number in range(1, 9):
         session = duel.open(

@@ -18,16 +18,17 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from draftwire.errors import InvalidRequestError
-from draftwire.requests.automaton import (
+from draftwire.options.structured_output.grammar_automaton import (
     MAX_TEXT_MASKS_PER_TOKEN_S,
     TEXT_MASKS_CREDIT_S,
     TRIAL_TOKENS,
-    Automaton,
     FormCompiler,
     FormVocabulary,
+    GrammarAutomaton,
     check_mask_costs,
     num_alike,
 )
+from draftwire.options.trees.tree_decider import masks_along_paths
 from draftwire.requests.structured_output import MASKS_PER_TOKEN_S, Form, StructuredOutput
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "target"
@@ -69,7 +70,7 @@ def ids_of(mask: NDArray[np.uint8]) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
 
 
-def texts_of(automaton: Automaton, tokens: list[str], stops: list[int]) -> set[str]:
+def texts_of(automaton: GrammarAutomaton, tokens: list[str], stops: list[int]) -> set[str]:
     """Returns all texts that the masks lead to."""
     texts: set[str] = set()
     growing: list[list[int]] = [[]]
@@ -84,7 +85,7 @@ def texts_of(automaton: Automaton, tokens: list[str], stops: list[int]) -> set[s
     return texts
 
 
-def random_text(automaton: Automaton, generator: random.Random, length: int) -> list[int]:
+def random_text(automaton: GrammarAutomaton, generator: random.Random, length: int) -> list[int]:
     """Returns a text of the form, or a beginning of one."""
     ids: list[int] = []
     while len(ids) < length and STOP not in ids:
@@ -128,7 +129,7 @@ def test_tree_without_nodes_has_the_mask_of_the_first_place(compiler: FormCompil
     name = next(iter(FORMS))
     automaton = compiler.compile(FORMS[name])
     committed = random_text(compiler.compile(FORMS[name]), random.Random(2), 5)
-    of_tree = automaton.along_paths(committed, [], [])
+    of_tree = masks_along_paths(automaton, committed, [], [])
     assert of_tree.rows.tolist() == automaton.masks(committed).tolist()
     assert not of_tree.faults
 
@@ -140,11 +141,11 @@ def test_each_mask_of_a_tree_is_computed_once(compiler: FormCompiler, monkeypatc
     committed, spine = text[:3], [token for token in text[3:] if token != STOP]
     tokens, paths = [*spine, *spine], [tuple(range(len(spine)))]
     paths += [(*range(depth), len(spine) + depth) for depth in reversed(range(len(spine)))]
-    filled, fill = [], Automaton._fill
-    monkeypatch.setattr(Automaton, "_fill", lambda self, row: (filled.append(0), fill(self, row))[1])
+    filled, fill = [], GrammarAutomaton._fill
+    monkeypatch.setattr(GrammarAutomaton, "_fill", lambda self, row: (filled.append(0), fill(self, row))[1])
     automaton = compiler.compile(FORMS[name], committed)
     filled.clear()
-    of_tree = automaton.along_paths(committed, tokens, paths)
+    of_tree = masks_along_paths(automaton, committed, tokens, paths)
     assert len(filled) == 1 + len(tokens)
     expected = compiler.compile(FORMS[name]).masks(committed, spine)
     assert (of_tree.rows[: len(spine) + 1] == expected).all()
@@ -290,7 +291,7 @@ def test_form_that_takes_longer_at_its_first_place_than_one_may_is_refused(
     compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of CPU time, of which this form takes a quarter of a second, and a hundredth on any machine."""
-    monkeypatch.setattr("draftwire.requests.automaton.MAX_PLACE_S", 0.01)
+    monkeypatch.setattr("draftwire.options.structured_output.grammar_automaton.MAX_PLACE_S", 0.01)
     with pytest.raises(InvalidRequestError, match="costs too much to follow"):
         compiler.compile(StructuredOutput(Form.REGEX, ("(a{1000}){1000}",)))
 
@@ -347,7 +348,7 @@ def test_honest_forms_are_followed_for_a_fraction_of_what_they_may_cost(
     compiler: FormCompiler, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of CPU time. The large ones need thousands of the parser's items at a place, and would need none of the time."""
-    monkeypatch.setattr("draftwire.requests.automaton.TRIAL_S", 0.1)
+    monkeypatch.setattr("draftwire.options.structured_output.grammar_automaton.TRIAL_S", 0.1)
     automaton = compiler.compile({**FORMS, **LARGE_FORMS}[name])
     check_mask_costs(automaton)
     assert len(random_text(automaton, random.Random(3), 40)) > 0
@@ -366,9 +367,9 @@ def test_trial_texts_of_a_form_are_the_same_each_time_and_some_end_early(
     compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[list[list[int]]] = []
-    masks = Automaton.masks
+    masks = GrammarAutomaton.masks
 
-    def recorded(self: Automaton, ids: list[int]) -> NDArray[np.uint8]:
+    def recorded(self: GrammarAutomaton, ids: list[int]) -> NDArray[np.uint8]:
         tried[-1].append(list(ids))
         return masks(self, ids)
 
@@ -376,7 +377,7 @@ def test_trial_texts_of_a_form_are_the_same_each_time_and_some_end_early(
         automaton = compiler.compile(FORMS["any JSON"])
         tried.append([])
         with monkeypatch.context() as patched:
-            patched.setattr(Automaton, "masks", recorded)
+            patched.setattr(GrammarAutomaton, "masks", recorded)
             check_mask_costs(automaton)
     assert tried[0] == tried[1]
     assert len(tried[0]) == TRIAL_TOKENS
@@ -389,7 +390,7 @@ class Ticking:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.tick_s = 0.0, 0.0
-        monkeypatch.setattr("draftwire.requests.automaton.time", self)
+        monkeypatch.setattr("draftwire.options.structured_output.grammar_automaton.time", self)
 
     def thread_time(self) -> float:
         self.now += self.tick_s
@@ -412,8 +413,8 @@ def test_text_ends_if_its_masks_cost_too_much_whatever_was_rejected(
                 masks = automaton.along([accepted] * length, draft)
             except InvalidRequestError:
                 return length
-            if draft == [accepted] and masks.fault is not None:
-                assert masks.num_places == 1
+            if draft == [accepted] and masks.faults:
+                assert set(masks.faults) == {1}
                 return length + 1
         return 150
 
@@ -464,30 +465,28 @@ def test_draft_into_a_costly_form_is_no_fault_before_that_place(
     compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the parser's own limits, which do not depend on the machine."""
-    monkeypatch.setattr("draftwire.requests.automaton.TEXT_MASKS_CREDIT_S", 100.0)
+    monkeypatch.setattr("draftwire.options.structured_output.grammar_automaton.TEXT_MASKS_CREDIT_S", 100.0)
     automaton = compiler.compile(StructuredOutput.grammar('start: s\ns: "a" s s | "a" | '))
     letter = next(token for token in ids_of(automaton.masks(())[0]) if token != STOP)
     for length in range(400):
         masks = automaton.along([letter] * length, [letter, letter])
         assert letter in ids_of(masks.rows[0])
-        if masks.fault is not None:
+        if masks.faults:
             break
         assert all(len(ids_of(row)) < 100 for row in masks.rows)
-    assert masks.num_places == 2, "the last place alone cannot be followed"
+    assert set(masks.faults) == {2}, "the last place alone cannot be followed"
     assert masks.rows[2].min() == 255
     assert len(ids_of(automaton.masks([letter] * length)[0])) < 100, "it is of use after that"
     with pytest.raises(InvalidRequestError, match="structured_output"):
         automaton.along([letter] * (length + 2), [letter])
 
 
-@every(("draft", "num_places", "has_fault"), [([1], 1, True), ([2], 2, False), ([1, 2], 1, True)])
-def test_draft_into_a_dead_end_of_the_form_is_a_fault_from_there_on(
-    draft: list[int], num_places: int, has_fault: bool
-) -> None:
+@every(("draft", "faulty"), [([1], {1}), ([2], set()), ([1, 2], {1, 2})])
+def test_draft_into_a_dead_end_of_the_form_is_a_fault_from_there_on(draft: list[int], faulty: set[int]) -> None:
     automaton = tiny_compiler(["<stop>", "a", "b"], 3, [0]).compile(StructuredOutput.regex("ax|b"))
     for _ in range(2):
         masks = automaton.along((), draft)
-        assert (masks.num_places, masks.fault is not None) == (num_places if has_fault else len(draft) + 1, has_fault)
+        assert set(masks.faults) == faulty
         assert ids_of(masks.rows[0]) == [1, 2]
 
 

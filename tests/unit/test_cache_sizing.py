@@ -24,9 +24,10 @@ from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.place import Place
 from draftwire.errors import InvalidRequestError
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.script import Script
+from draftwire.models.sequence_model import Reading
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.draft_session import DraftSession

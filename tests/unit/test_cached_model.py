@@ -16,12 +16,13 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.models import packing
-from draftwire.models.cached_model import CachedModel, Reading
-from draftwire.models.decoder import decoder_of
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, blocks_for, slots_of
 from draftwire.models.kv_storage import KvStorage
-from draftwire.models.packing import Segment, pack
+from draftwire.models.packing import pack
 from draftwire.models.paged_attention import AttentionShape, PackedStep
+from draftwire.models.sequence_model import Reading, Segment
 
 torch.set_num_threads(1)
 
@@ -141,9 +142,7 @@ def play(subject: Subject, generator: random.Random, num_steps: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_any_schedule_gives_the_logits_of_a_fresh_pass(subject: Subject, seed: int) -> None:
-    subject.model = CachedModel(
-        subject.model._exact._decoder, 18 * BLOCK_SIZE, subject.model._exact._static is not None
-    )
+    subject.model = CachedModel(subject.model._exact._decoder, 18 * BLOCK_SIZE, subject.model._make_steps)
     play(subject, random.Random(seed), 25)
 
 

@@ -9,7 +9,7 @@ import torch
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from draftwire.drafting.cascade_drafter import LEAST_MATCH, LEAST_READ_AHEAD, CascadeDrafter
+from draftwire.drafting.cascade_drafter import LEAST_MATCH, LEAST_READ_AHEAD, CascadeDrafter, with_certain
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.model_free.suffix import SuffixDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
@@ -22,12 +22,11 @@ from draftwire.method.encoding import (
     encode_dense,
     encode_sparse,
     log_probs,
-    with_certain,
 )
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.requests.parameters import SamplingParams
 
 torch.set_num_threads(1)

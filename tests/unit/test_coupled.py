@@ -20,8 +20,9 @@ from draftwire.method.keys import Role, derive_key
 from draftwire.method.quantization import Encoding
 from draftwire.method.randomness import exponentials
 from draftwire.method.sampling import Span, probabilities_of_spans
-from draftwire.models.cached_model import CachedModel, SequenceModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoders import decoder_of
+from draftwire.models.sequence_model import SequenceModel
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, BlockBatch, FixedNoise, KeyedNoise, coupled, verify
 from draftwire.verification.deciding import NEAR_TIE

@@ -25,8 +25,9 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.method.distributions import joined, rows_of
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode
-from draftwire.models.cached_model import Reading, appended
+from draftwire.models.cached_model import appended
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, KvCache
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 from draftwire.verification.blocks import BlockBatch

@@ -32,8 +32,9 @@ from draftwire.method.rounds import (
     RoundOutcome,
     SendDrafted,
 )
-from draftwire.models.cached_model import Reading, appended
+from draftwire.models.cached_model import appended
 from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.lookahead import Lookahead

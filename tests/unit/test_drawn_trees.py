@@ -17,7 +17,8 @@ from draftwire.method.encoding import Claim, Supports, decode_one
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import uniforms
 from draftwire.method.token_tree import ROOT, TokenTree
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement

@@ -38,10 +38,10 @@ from draftwire.method.rounds import (
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.models import scripted as scripted_models
-from draftwire.models.cached_model import Reading
 from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
 from draftwire.models.script import Script, expected_tokens
 from draftwire.models.scripted import ScriptedTarget
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import StillReading

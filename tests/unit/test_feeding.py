@@ -21,10 +21,10 @@ from draftwire.method.feature_format import FeatureEncoding
 from draftwire.method.features import FeatureRequest, SessionFeatures
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import Permit, PlainRun
-from draftwire.models.cached_model import FeatureSpan
 from draftwire.models.description import FEATURES
 from draftwire.models.feature_encoding import decode_rows, encode_rows
 from draftwire.models.kv_cache import BLOCK_SIZE
+from draftwire.models.sequence_model import FeatureSpan
 from draftwire.runtime import messages
 from draftwire.runtime.interceptor import ServiceGate
 from draftwire.runtime.settings import EngineSettings, ModelSettings

@@ -15,11 +15,11 @@ from observing import is_alive, until, wait_until
 from tokenizers import Tokenizer, decoders, models
 
 from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.requests.automaton import TRIAL_S, FormVocabulary
+from draftwire.options.structured_output import form_budget, form_sandbox
+from draftwire.options.structured_output.form_budget import FULL_S, MAX_CALLERS, REFILL_S, FormBudget
+from draftwire.options.structured_output.form_sandbox import MAX_RUNNING, FormSandbox
+from draftwire.options.structured_output.grammar_automaton import TRIAL_S, FormVocabulary
 from draftwire.requests.structured_output import StructuredOutput
-from draftwire.runtime import form_budget, form_sandbox
-from draftwire.runtime.form_budget import FULL_S, MAX_CALLERS, REFILL_S, FormBudget
-from draftwire.runtime.form_sandbox import MAX_RUNNING, FormSandbox
 
 TOKENS = [*'"0123456789abcdef', "<end>"]
 GOOD = StructuredOutput.regex("[ab]{2}")
@@ -282,7 +282,7 @@ def test_caller_whose_budget_is_nearest_to_full_is_forgotten_first(monkeypatch: 
 
 def test_process_loads_neither_torch_nor_grpc() -> None:
     code = (
-        "import json, sys, draftwire.runtime.form_sandbox_process\n"
+        "import json, sys, draftwire.options.structured_output.form_sandbox_process\n"
         "print(json.dumps([name for name in ('torch', 'grpc', 'transformers') if name in sys.modules]))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -9,11 +9,12 @@ from typing import Any, cast
 import pytest
 
 from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.requests.automaton import Automaton, FormCompiler
+from draftwire.options.structured_output import form_compiler_pool
+from draftwire.options.structured_output.form_compiler_pool import FormCompilerPool
+from draftwire.options.structured_output.form_sandbox import FormSandbox
+from draftwire.options.structured_output.grammar_automaton import FormCompiler
+from draftwire.requests.automaton import Automaton
 from draftwire.requests.structured_output import StructuredOutput
-from draftwire.runtime import form_compiler_pool
-from draftwire.runtime.form_compiler_pool import FormCompilerPool
-from draftwire.runtime.form_sandbox import FormSandbox
 
 FORM = StructuredOutput.regex("a")
 

@@ -16,10 +16,10 @@ from tiny_models import save_spelling_model
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import TargetSessionSpec, Verdict
-from draftwire.requests.automaton import Automaton
+from draftwire.options.structured_output import form_compiler_pool, form_sandbox
+from draftwire.options.structured_output.grammar_automaton import GrammarAutomaton
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
-from draftwire.runtime import form_compiler_pool, form_sandbox
 from draftwire.runtime.settings import ModelSettings
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.core import VerifierCore
@@ -110,7 +110,7 @@ NUM_ROUNDS = 6
 class SlowForm:
     """Has the masks of one session made apart, from its second round on, and has them wait."""
 
-    def __init__(self, automaton: Automaton) -> None:
+    def __init__(self, automaton: GrammarAutomaton) -> None:
         self.may_go_on = threading.Event()
         self.threads: list[str] = []
         self.error: Exception | None = None
@@ -127,7 +127,7 @@ class SlowForm:
         return self._along(*arguments)
 
 
-async def run_two(core: VerifierCore, slow: SlowForm | None, automata: list[Automaton]) -> dict[int, list[int]]:
+async def run_two(core: VerifierCore, slow: SlowForm | None, automata: list[GrammarAutomaton]) -> dict[int, list[int]]:
     """Runs two texts in plain rounds, and returns the tokens of each once both are over; `slow` waits for the other."""
     lease_id, outbox = core.open_lease()
     for choice, automaton in enumerate(automata):

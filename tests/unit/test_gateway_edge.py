@@ -13,9 +13,9 @@ from gateway_fakes import FakePeers, describe, make_generation
 
 from benchmarks.pair_simulation import round_times
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError
+from draftwire.options.structured_output.form_sandbox import FormCost
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import MASKS_PER_TOKEN_S, StructuredOutput
-from draftwire.runtime.form_sandbox import FormCost
 from draftwire.v1 import gateway_pb2
 from draftwire_gateway import core as core_module
 from draftwire_gateway.auth.access import Access, Caller

@@ -16,7 +16,7 @@ from draftwire.method.keys import Role, derive_key
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.sampling import probabilities
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import BlockBatch, FixedNoise, KeyedNoise, Outcome, verify
 from examples.rules.greedy_block import GreedyBlockRule
@@ -152,7 +152,7 @@ def test_loop_shows_the_rule_the_models_rows_and_carries_its_state(
     counts, num_forgetful = set(), 0
     for seed in range(4):
         sampling, committed, rule = SamplingParams(1.2), list(PROMPT), GreedyBlockRule()
-        run = LocalRun(sampling, 40, 4, GREEDY_BLOCK, seed)
+        run = LocalRun(sampling, 40, 4, GREEDY_BLOCK, seed, cuts_last_block=False)
         for number, done in enumerate(speculate(target, drafter, PROMPT, run)):
             tokens = done.blocks.draft_tokens[0].tolist()
             assert len(tokens) == 4, "also in the last round"
@@ -175,7 +175,8 @@ def test_last_round_may_be_too_long_for_its_blocks_are_of_one_length(
 ) -> None:
     surplus = set()
     for seed in range(12):
-        rounds = list(speculate(target, drafter, PROMPT, LocalRun(SamplingParams(), 10, 4, GREEDY_BLOCK, seed)))
+        run = LocalRun(SamplingParams(), 10, 4, GREEDY_BLOCK, seed, cuts_last_block=False)
+        rounds = list(speculate(target, drafter, PROMPT, run))
         counts = [len(done.token_ids) for done in rounds]
         assert sum(counts[:-1]) < 10 <= sum(counts)
         surplus.add(sum(counts) - 10)
@@ -184,6 +185,6 @@ def test_last_round_may_be_too_long_for_its_blocks_are_of_one_length(
 
 
 def test_each_run_forgets_the_one_before(target: CachedModel, drafter: LanguageModelDrafter) -> None:
-    runs = [LocalRun(SamplingParams(), 20, 3, GREEDY_BLOCK, seed) for seed in (1, 2, 1)]
+    runs = [LocalRun(SamplingParams(), 20, 3, GREEDY_BLOCK, seed, cuts_last_block=False) for seed in (1, 2, 1)]
     texts = [[token for done in speculate(target, drafter, PROMPT, run) for token in done.token_ids] for run in runs]
     assert texts[0] == texts[2] != texts[1]

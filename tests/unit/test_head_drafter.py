@@ -20,9 +20,10 @@ from draftwire.method.encoding import Claim, decode_one
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import exponentials, uniforms
 from draftwire.method.sampling import Span, probabilities_of_spans
-from draftwire.models.cached_model import CachedModel, FeatureSpan, Reading
-from draftwire.models.decoder import decoder_of
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
+from draftwire.models.sequence_model import FeatureSpan, Reading
 from draftwire.models.taps import FeatureSource
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES

@@ -16,10 +16,11 @@ from draftwire.drafting.heads.head_shape import HeadShape
 from draftwire.errors import InvalidRequestError
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import load_lean_model
 from draftwire.models.tapped_pass import features_and_logits
 from draftwire.models.taps import FeatureSource
+from draftwire.options.heads.head_strategy import HeadStrategy
 from draftwire.requests.parameters import SamplingParams
 from draftwire.training.batches import TrainingTexts
 from draftwire.training.heads.eagle_trainee import EagleTrainee
@@ -239,7 +240,8 @@ def test_head_speculates_in_one_process_without_changing_the_greedy_text(target:
     prompt, written = ids[:6].tolist(), []
     features = FeatureSource(head.config.taps, head.fuse)
     model = CachedModel(decoder_of(loaded.model), 256, features=features)
-    rounds = list(speculate(model, HeadDrafter(head, model), prompt, LocalRun(SamplingParams(0.0), 40, 3, "token", 1)))
+    drafter = HeadStrategy(HeadDrafter(head, model), model, 256)
+    rounds = list(speculate(model, drafter, prompt, LocalRun(SamplingParams(0.0), 40, 3, "token", 1)))
     for done in rounds:
         written += done.token_ids
     assert written == greedy_after(loaded.model, prompt, len(written))

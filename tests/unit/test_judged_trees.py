@@ -15,17 +15,18 @@ from draftwire.method.distributions import DenseRows
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.method.token_tree import TokenTree
-from draftwire.models.cached_model import CachedModel, Reading
-from draftwire.models.decoder import decoder_of
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.requests.automaton import Automaton, BlockMasks
+from draftwire.models.sequence_model import Reading
+from draftwire.requests.automaton import BlockMasks
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
 from draftwire.verification.rule import VerificationRule
 from draftwire.verification.target import Judging, judge
-from draftwire.verification.walk import TargetOnlyRule, walking_rule
+from draftwire.verification.walk import COUPLED_WALK, TargetOnlyRule, walking_rule
 from draftwire_verifier.auditing import audits_of
 
 torch.set_num_threads(1)
@@ -63,12 +64,10 @@ class Parity:
         rows = np.full((len(drafted) + 1, 1), 255, dtype=np.uint8)
         for place in range(len(drafted) + 1):
             if place and drafted[place - 1] in self.faults:
-                return BlockMasks(rows, place, InvalidRequestError("cannot be followed"))
+                fault = InvalidRequestError("cannot be followed")
+                return BlockMasks(rows, dict.fromkeys(range(place, len(rows)), fault))
             rows[place] = self.row([*generated, *drafted[:place]])
-        return BlockMasks(rows, len(rows))
-
-    along_paths = Automaton.along_paths
-    _possible = b"?"
+        return BlockMasks(rows)
 
 
 def random_tree(generator: random.Random, num_nodes: int, right: list[int]) -> tuple[list[int], TokenTree]:
@@ -208,7 +207,7 @@ def test_unused_tree_is_decided_as_no_draft_and_audited_as_a_used_one(
         assert (own.token_ids, own.num_accepted, own.path) == (other.token_ids, 0, ())
         assert own.num_near_ties == other.num_near_ties
         assert [one.logprob for one in own.logprobs] == pytest.approx([one.logprob for one in other.logprobs])
-        of_used_tree, of_tree, nothing = audits_of(step.decided, [rule] * 3, step.decided_trees)
+        of_used_tree, of_tree, nothing = audits_of(step.decided, [rule] * 3, step.shaped)
         assert (of_tree is not None) is (of_used_tree is not None) is is_drawn
         assert nothing is None
         if of_tree is not None and of_used_tree is not None:
@@ -315,7 +314,7 @@ def test_path_that_ends_where_a_form_cannot_be_followed_fails() -> None:
 
 def test_trees_are_walked_by_rules_without_distributions_or_when_greedy() -> None:
     greedy, drawn = SamplingParams(0.0), SamplingParams()
-    assert walking_rule(COUPLED, drawn) is COUPLED
+    assert walking_rule(COUPLED, drawn) is COUPLED_WALK
     assert walking_rule(TARGET_ONLY, drawn) is TARGET_ONLY
     for rule in (BLOCK, RULES["token"]):
         assert walking_rule(rule, drawn) is None

@@ -23,9 +23,10 @@ from draftwire.method.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, d
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import exponentials, uniforms
 from draftwire.method.sampling import Span, probabilities_of_spans
-from draftwire.models.cached_model import CachedModel, Reading
-from draftwire.models.decoder import decoder_of
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 

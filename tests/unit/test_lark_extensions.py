@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from cases import every
 
-from draftwire.requests import lark_extensions
-from draftwire.requests.lark_extensions import find_extension
+from draftwire.options.structured_output import lark_extensions
+from draftwire.options.structured_output.lark_extensions import find_extension
 from draftwire.requests.structured_output import MAX_FORM_BYTES
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from draftwire.errors import UnavailableError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.draw_key import DrawKey
-from draftwire.models.cached_model import CachedModel, Reading
-from draftwire.models.decoder import decoder_of
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import KvCache
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.logprobs import LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, LawRule

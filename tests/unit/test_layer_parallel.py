@@ -29,7 +29,7 @@ from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode_one
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding, Quantization
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import CachedSequence, slots_of
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import load_model
@@ -42,6 +42,8 @@ from draftwire.models.parallel.layer_groups import (
     written,
 )
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
+from draftwire.models.sequence_model import Reading
+from draftwire.models.static_steps import static_if
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 from draftwire_drafter.config import DraftSettings
@@ -99,7 +101,7 @@ def by_definition(model: PreTrainedModel, groups: LayerGroups, ids: list[int]) -
 
 def cached(model: PreTrainedModel, groups: LayerGroups, is_static: bool = False) -> CachedModel:
     base = LeanDecoder(model)
-    return CachedModel(base, 4096, is_static, LayerParallelDecoder(base, groups))
+    return CachedModel(base, 4096, static_if(is_static), LayerParallelDecoder(base, groups))
 
 
 @pytest.mark.slow

@@ -42,10 +42,11 @@ from transformers import (
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models import loading
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.card import load_card
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import LoadedModel, load_lean_model, load_model
+from draftwire.models.sequence_model import Reading
 from draftwire.models.tokenizer import load_tokenizer, tokenizer_files
 
 torch.set_num_threads(1)

@@ -23,7 +23,7 @@ from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import exponentials
 from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, LawRule
 
@@ -137,7 +137,9 @@ def test_greedy_text_is_the_targets_own_and_a_seed_decides_another(pair: Pair, r
 def text(
     pair: Pair, seed: int, prompt: list[int] = PROMPT, rule: str = "block", sampling: SamplingParams = SAMPLINGS[0]
 ) -> list[int]:
-    rounds = speculate(pair.target, pair.strategy, prompt, LocalRun(sampling, 18, 4, rule, seed))
+    rounds = speculate(
+        pair.target, pair.strategy, prompt, LocalRun(sampling, 18, 4, rule, seed, cuts_last_block=rule in RULES)
+    )
     return [token for judgement in rounds for token in judgement.token_ids]
 
 

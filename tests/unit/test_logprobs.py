@@ -33,16 +33,8 @@ from draftwire.method.rounds import (
     Verdict,
 )
 from draftwire.method.token_source import TokenSource
-from draftwire.requests.logprobs import (
-    MAX_LOGPROBS,
-    LogprobsMode,
-    LogprobsRequest,
-    PackedTop,
-    PromptPart,
-    TokenLogprob,
-    pack_top,
-    unpack_top,
-)
+from draftwire.requests.logprobs import MAX_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
+from draftwire.requests.packed_logprobs import PackedTop, pack_top, unpack_top
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime import messages
 from draftwire.v1 import session_pb2

@@ -44,7 +44,7 @@ from draftwire.method.rounds import (
 )
 from draftwire.method.sampling import SMALLEST, Span, probabilities_of_spans
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, BlockBatch, KeyedNoise, rule_named, verify

@@ -27,12 +27,11 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
 from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
-from draftwire.models.cached_model import CachedModel, FeatureSpan, Reading
-from draftwire.models.decoder import decoder_of
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import load_model
-from draftwire.models.packing import Segment
 from draftwire.models.parallel import sharded_loading
 from draftwire.models.parallel.layer_groups import LayerParallelism
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
@@ -52,6 +51,8 @@ from draftwire.models.parallel.step_plan import (
     encode,
 )
 from draftwire.models.parallel.tensor_parallel import ParallelModel, check_divides, follow
+from draftwire.models.sequence_model import FeatureSpan, Reading, Segment
+from draftwire.models.static_steps import static_if
 from draftwire.models.taps import FeatureSource
 
 torch.set_num_threads(1)
@@ -153,7 +154,7 @@ def logits(group: ProcessGroup, path: str, dtype: str = "float32") -> list[Tenso
     decoder = load_parallel_target(ModelSource(path, dtype), group).decoder
     results: list[Tensor] = []
     for is_static in (False, True):
-        model = ParallelModel(decoder, CACHE_TOKENS, is_static, group=group)
+        model = ParallelModel(decoder, CACHE_TOKENS, static_if(is_static), group=group)
         if group.rank:
             follow(model)
         else:
@@ -166,7 +167,9 @@ def logits(group: ProcessGroup, path: str, dtype: str = "float32") -> list[Tenso
 def expected(path: str, dtype: str = "float32") -> list[Tensor]:
     """Returns what rank 0 is to return."""
     decoder = decoder_of(load_model(path, dtype).model)
-    return [row for is_static in (False, True) for row in driven(CachedModel(decoder, CACHE_TOKENS, is_static))]
+    return [
+        row for is_static in (False, True) for row in driven(CachedModel(decoder, CACHE_TOKENS, static_if(is_static)))
+    ]
 
 
 QUICK = [("llama 3.1, tied, one key", 2)]

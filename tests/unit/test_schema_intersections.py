@@ -8,7 +8,12 @@ from cases import every
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwire.requests.schema_intersections import FORMAT_LENGTH, MAX_INTERSECTION, _Sizes, intersection_size
+from draftwire.options.structured_output.schema_intersections import (
+    FORMAT_LENGTH,
+    MAX_INTERSECTION,
+    _Sizes,
+    intersection_size,
+)
 
 P = {"pattern": "12345"}
 Q = {"pattern": "123"}

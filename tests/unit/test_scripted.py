@@ -24,9 +24,9 @@ from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode_one
 from draftwire.method.quantization import Encoding
 from draftwire.method.token_tree import TokenTree
-from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.script import PREFIX, Script, expected_tokens, is_scripted
 from draftwire.models.scripted import ScriptedTarget
+from draftwire.models.sequence_model import Reading, SequenceModel
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 from draftwire.verification import RULES

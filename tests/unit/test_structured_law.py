@@ -21,7 +21,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.draw_key import DrawKey
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.requests.automaton import Automaton, BlockMasks
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
@@ -201,7 +201,7 @@ class Mistaken:
         masks = right_masks(self._right, generated_ids, draft_tokens)
         before, self._before = self._before, masks.copy()
         masks = self._mistake(masks, masks if before is None else before)
-        return BlockMasks(masks, len(masks))
+        return BlockMasks(masks)
 
 
 FREE = np.full((1, 4), 255, dtype=np.uint8)

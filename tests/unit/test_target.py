@@ -20,9 +20,10 @@ from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, decode_one
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.sampling import Span, probabilities_of_spans
-from draftwire.models.cached_model import CachedModel, Reading
-from draftwire.models.decoder import decoder_of
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, KvCache
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, BlockBatch, KeyedNoise, TypicalRule, verify
 from draftwire.verification.deciding import NEAR_TIE, Decided, Judgement, StillReading

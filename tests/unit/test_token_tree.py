@@ -6,7 +6,8 @@ import pytest
 from cases import every
 
 from draftwire.errors import BlockViolationError, Violation
-from draftwire.method.token_tree import CHAIN, ROOT, TokenTree, TreeLimits
+from draftwire.method.block_shape import CHAIN
+from draftwire.method.token_tree import ROOT, TokenTree
 
 EXAMPLE = TokenTree((-1, -1, 0, 1, 0, 2, 2, 1))
 
@@ -22,10 +23,8 @@ def every_shape(most: int) -> list[TokenTree]:
 
 def test_tree_is_read_off_its_parents() -> None:
     assert EXAMPLE.depths == (1, 1, 2, 2, 2, 3, 3, 2)
-    assert (len(EXAMPLE), EXAMPLE.depth, EXAMPLE.width) == (8, 3, 2)
+    assert (len(EXAMPLE), EXAMPLE.depth) == (8, 3)
     assert [EXAMPLE.children(node) for node in range(ROOT, 8)] == [(0, 1), (2, 4), (3, 7), (5, 6), *[()] * 5]
-    assert EXAMPLE.first_children == (0, 2, 3, 5, -1, -1, -1, -1, -1)
-    assert EXAMPLE.next_siblings == (1, -1, 4, 7, -1, 6, -1, -1)
     assert EXAMPLE.inner_nodes == (ROOT, 0, 1, 2)
     assert EXAMPLE.path_to(6) == (0, 2, 6)
     assert EXAMPLE.path_to(ROOT) == ()
@@ -44,13 +43,11 @@ def test_nodes_of_every_small_tree_fit_together() -> None:
             assert len(tree.path_to(node)) == tree.depths[node]
             assert set(tree.is_ancestor[node].nonzero()[0].tolist()) == set(tree.path_to(node))
         for node in (ROOT, *nodes):
-            walked, child = [], tree.first_children[node + 1]
-            while child >= 0:
-                walked.append(child)
-                child = tree.next_siblings[child]
-            assert tuple(walked) == tree.children(node)
-            assert all(tree.parents[child] == node for child in walked)
-            assert bool(walked) == (node in tree.inner_nodes)
+            assert tree.children(node) == tuple(child for child in nodes if tree.parents[child] == node)
+            assert bool(tree.children(node)) == (node in tree.inner_nodes)
+            stated = [tree.inner_nodes[place] for place in tree.distributions_along(tree.path_to(node))]
+            assert stated == [each for each in (ROOT, *tree.path_to(node)) if tree.children(each)]
+        assert [tree.inner_nodes[place] for place in tree.drawn_from] == list(tree.parents)
         place = {node: index for index, node in enumerate(tree.post_order)}
         assert sorted(place) == list(nodes)
         assert all(place[node] < place[parent] for node, parent in enumerate(tree.parents) if parent != ROOT)
@@ -64,7 +61,7 @@ def test_no_parents_mean_a_chain_and_a_chain_travels_without_them() -> None:
         assert chain == TokenTree.chain(count) == TokenTree.of(tuple(range(-1, count - 1)), count)
         assert chain.is_chain
         assert chain.compact_parents == CHAIN
-        assert (len(chain), chain.depth, chain.width) == (count, count, min(count, 1))
+        assert (len(chain), chain.depth) == (count, count)
     assert not EXAMPLE.is_chain
     assert EXAMPLE.compact_parents == EXAMPLE.parents
     assert TokenTree.of(list(EXAMPLE.parents), 8) == EXAMPLE
@@ -84,15 +81,14 @@ def test_parents_have_to_be_as_many_as_the_tokens() -> None:
 
 
 def test_larger_trees_than_the_limits_are_refused() -> None:
-    EXAMPLE.check(TreeLimits(8, 3, 2))
-    TokenTree(()).check(TreeLimits(0, 0, 0))
+    EXAMPLE.check(8, 3)
+    TokenTree(()).check(0, 0)
     for limits, message in (
-        (TreeLimits(7, 3, 2), "8 draft tokens, at most 7 are accepted"),
-        (TreeLimits(8, 2, 2), "3 draft tokens on a path, at most 2"),
-        (TreeLimits(8, 3, 1), "2 children of one token, at most 1"),
+        ((7, 3), "8 draft tokens, at most 7 are accepted"),
+        ((8, 2), "3 draft tokens on a path, at most 2"),
     ):
         with pytest.raises(BlockViolationError, match=message) as raised:
-            EXAMPLE.check(limits)
+            EXAMPLE.check(*limits)
         assert raised.value.violation is Violation.LENGTH
 
 

@@ -13,11 +13,12 @@ from tiny_models import FAMILY_SHAPE, FAMILY_WINDOW, family_network, read_in_pla
 from torch import Tensor
 
 from draftwire.models import static_steps
-from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
 from draftwire.models.lean_decoder import LeanDecoder
-from draftwire.models.packing import Segment, positions_of
+from draftwire.models.packing import positions_of
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
+from draftwire.models.sequence_model import Reading, Segment
 from draftwire.models.static_steps import StaticSteps, StepShape
 
 torch.set_num_threads(1)

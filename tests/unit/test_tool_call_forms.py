@@ -12,7 +12,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from draftwire.errors import InvalidRequestError
-from draftwire.requests.automaton import Automaton, FormCompiler, FormVocabulary
+from draftwire.options.structured_output.grammar_automaton import FormCompiler, FormVocabulary
+from draftwire.requests.automaton import Automaton
 from draftwire.requests.structured_output import Form, StructuredOutput
 from draftwire.requests.tool_calls import SYNTAXES, ToolCallForm
 from draftwire_gateway.text.tool_call_reader import ToolCallReader

@@ -13,10 +13,12 @@ from draftwire.drafting.language_model import LanguageModelDrafter, LanguageMode
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.drafting.tree_shapes import shape_by_acceptance, shape_of_widths
 from draftwire.errors import UnavailableError
+from draftwire.method.block_shape import CHAIN
 from draftwire.method.draw_key import DrawKey
-from draftwire.method.token_tree import CHAIN, TokenTree
+from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
+from draftwire.models.static_steps import static_if
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
@@ -45,7 +47,7 @@ SAMPLINGS = {
 
 
 def drafter_of(decoder: Any, is_static: bool = False) -> LanguageModelDrafter:
-    return LanguageModelDrafter(CachedModel(decoder, 2048, is_static), 512)
+    return LanguageModelDrafter(CachedModel(decoder, 2048, static_if(is_static)), 512)
 
 
 def request(sampling: SamplingParams, shape: TokenTree | None, num_tokens: int = 0, **options: Any) -> DraftRequest:

@@ -17,7 +17,7 @@ from draftwire.method.randomness import exponentials
 from draftwire.method.sampling import probabilities
 from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.requests.parameters import SamplingParams
 
 torch.set_num_threads(1)

@@ -34,11 +34,10 @@ from draftwire.verification import (
     tree_rule_named,
     verify,
 )
-from draftwire.verification.coupled import CoupledRule
 from draftwire.verification.traversal import TraversalRule
 from draftwire.verification.tree_rule import TreeLawRule, TreeRule, verify_trees
 from draftwire.verification.trees import NOTHING, TreeBatch, cut_undrawable
-from draftwire.verification.walk import TargetOnlyRule
+from draftwire.verification.walk import CoupledWalkRule, TargetOnlyRule
 from examples.rules.k_seq import KSeqRule
 from examples.rules.multi_round import MultiRoundRule, WithoutReplacementRule
 
@@ -49,7 +48,7 @@ VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "tree.json").read_
 STATED: dict[str, TreeLawRule] = {
     rule.name: rule for rule in (TraversalRule(), MultiRoundRule(), WithoutReplacementRule())
 }
-WALKS: dict[str, TreeRule] = {rule.name: rule for rule in (TargetOnlyRule(), CoupledRule())}
+WALKS: dict[str, TreeRule] = {rule.name: rule for rule in (TargetOnlyRule(), CoupledWalkRule())}
 ALL_RULES: dict[str, TreeRule] = {**STATED, **WALKS}
 SHAPES = [
     TokenTree(parents)
@@ -240,7 +239,7 @@ def test_session_with_trees_uses_the_tree_rule_that_fits_its_own() -> None:
     block, token, coupled, typical = (RULES[name] for name in ("block", "token", "coupled", "typical"))
     drawn, greedy = SamplingParams(1.0), SamplingParams(0.0)
     assert tree_rule_for(block, drawn) is TREE_RULES["traversal"]
-    assert tree_rule_for(coupled, drawn) is coupled
+    assert tree_rule_for(coupled, drawn) is TREE_RULES["coupled"]
     for rule in (block, token, typical):
         assert tree_rule_for(rule, greedy).name == "target_only"
     for rule in (token, typical):

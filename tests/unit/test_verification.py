@@ -13,6 +13,7 @@ from enumeration import outcome_law, single_block
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from draftwire.checking.rules_to_check import load_rules
 from draftwire.checking.toy_models import random_table
 from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import DenseRows, DraftRows, SparseRows
@@ -37,7 +38,8 @@ from draftwire.verification import (
 from draftwire.verification.block import block_weights
 from draftwire.verification.blocks import cut_impossible
 from draftwire.verification.rule import facts_of
-from draftwire.verification.rule_loading import load_rule, load_rules, served_rules
+from draftwire.verification.rule_loading import load_rule, served_rules
+from draftwire.verification.walk import CoupledWalkRule
 from examples.rules.greedy_block import GreedyBlockRule
 
 torch.set_num_threads(1)
@@ -591,7 +593,7 @@ class Coupled(CoupledRule):
     needs_draft_probs = True
 
 
-class Walks(CoupledRule):
+class Walks(CoupledWalkRule):
     name = "walks"
 
 

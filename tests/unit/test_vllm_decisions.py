@@ -12,7 +12,7 @@ from test_target import KEY, VOCAB_SIZE, fresh_model, random_ids
 from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.draw_key import DrawKey
-from draftwire.models.cached_model import Reading
+from draftwire.models.sequence_model import Reading
 from draftwire.requests.automaton import BlockMasks
 from draftwire.requests.logprobs import LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
@@ -146,7 +146,7 @@ def test_prompt_that_is_not_finite_fails_alone() -> None:
 def test_fault_of_a_form_reaches_the_session() -> None:
     generator = random.Random(1)
     rows = torch.full((1, 1), 255, dtype=torch.uint8).numpy()
-    masks = BlockMasks(rows, 0, InvalidRequestError("no form"))
+    masks = BlockMasks(rows, {0: InvalidRequestError("no form")})
     item = make_item(generator, 1, "block", [1, 2, 3], draft_tokens=[], draft=None, masks=masks)
     logits, starts = logits_of({"one": item}, ["one"])
     report = RankDecisions(RULES).decide(StepItems({"one": item}, frozenset({"one"})), starts, logits, {})

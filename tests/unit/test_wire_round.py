@@ -5,11 +5,14 @@ from itertools import product
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from draftwire.checking import check_round
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
-from draftwire.checking.wire_rounds import COARSE, FINE, WireRound, quantized, through_bytes
+from draftwire.checking.whole_round import Round
+from draftwire.checking.wire_rounds import COARSE, FINE, quantized, through_bytes
 from draftwire.method.distributions import DraftRows, draw, quantize
+from draftwire.method.encoding import TOTAL_WEIGHT
 from draftwire.method.quantization import Quantization
 from draftwire.verification import RULES
 
@@ -29,6 +32,22 @@ CASES = [
     )
     for case in cases
 ]
+
+
+class WireRound(Round):
+    """A round whose draft tokens are drawn from integer weights, which the rule receives as bytes."""
+
+    quantization = COARSE
+
+    @override
+    def drawn(self, rows: Tensor, uniforms: Tensor) -> Tensor:
+        return quantize(rows, self.quantization).draw(uniforms)
+
+    @override
+    def stated_law(self, rows: Tensor) -> DraftRows:
+        stated = quantize(rows, self.quantization)
+        weights = torch.zeros_like(rows).scatter_add_(1, stated.token_ids, stated.weights.to(rows.dtype))
+        return through_bytes(weights / TOTAL_WEIGHT)
 
 
 @pytest.mark.parametrize(("rule", "quantization", "pair"), CASES)

@@ -15,9 +15,9 @@ from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
-from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.decoders import decoder_of
 from draftwire.models.taps import FeatureSource
+from draftwire.options.heads.head_strategy import HeadStrategy
 from draftwire.requests.parameters import SamplingParams
 
 
@@ -96,14 +96,14 @@ def measure_acceptance(
         block_length: draft tokens per round.
     """
     context_length = int(target.config.max_position_embeddings)
-    strategy: DraftingStrategy | HeadDrafter[CachedSequence]
+    strategy: DraftingStrategy
     if isinstance(drafter, LlamaForCausalLM):
         cached_target = CachedModel(decoder_of(target), context_length)
         strategy = LanguageModelDrafter(CachedModel(decoder_of(drafter), context_length), context_length)
     else:
         features = FeatureSource(drafter.config.taps, drafter.fuse)
         cached_target = CachedModel(decoder_of(target), context_length, features=features)
-        strategy = HeadDrafter(drafter, cached_target)
+        strategy = HeadStrategy(HeadDrafter(drafter, cached_target), cached_target, context_length)
     drafted, accepted = [0] * block_length, [0] * block_length
     rounds = emitted = 0
     by_prompt: list[float] = []

@@ -38,8 +38,9 @@ from draftwire.models.kv_storage import KvStorage
 from draftwire.models.lean_decoder import Norm, Rotation, split_heads
 from draftwire.models.lean_model import head_size, rotation_of
 from draftwire.models.linear import STREAMED_BYTES, Linear
-from draftwire.models.packing import Segment, pack
+from draftwire.models.packing import pack
 from draftwire.models.paged_attention import AttentionShape, PackedStep
+from draftwire.models.sequence_model import Segment
 
 
 class RotationTable:

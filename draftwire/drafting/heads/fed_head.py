@@ -17,8 +17,8 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.method.features import FeatureNeed, SessionFeatures
 from draftwire.method.quantization import Quantization
-from draftwire.models.cached_model import FeatureSpan
 from draftwire.models.feature_encoding import decode_rows
+from draftwire.models.sequence_model import FeatureSpan
 
 
 class ReceivedFeatures:

@@ -15,8 +15,8 @@ from draftwire.errors import DraftwireError, NoRoomError
 from draftwire.method.devices import upload
 from draftwire.method.quantization import Quantization
 from draftwire.method.sampling import probabilities_of_spans
-from draftwire.models.cached_model import FeatureReader, FeatureSpan, Text
 from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.sequence_model import FeatureReader, FeatureSpan, Text
 
 READ_AT_ONCE = 512
 """Pairs that a head reads in a step, of all sequences together, and one more of each. A sequence for which that is not

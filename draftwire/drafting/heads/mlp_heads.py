@@ -23,7 +23,7 @@ from draftwire.method.devices import upload
 from draftwire.models.cached_model import appended
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.linear import STREAMED_BYTES, Linear
-from draftwire.models.packing import Segment
+from draftwire.models.sequence_model import Segment
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from draftwire.engine.cache_sizing import count_of, fitter_of, size_while_loadin
 from draftwire.engine.model_loading import MakeHead, move_weights
 from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.errors import DraftwireError, GroupLostError, InvalidRequestError, NoRoomError
-from draftwire.models.cached_model import CachedModel, FeatureSpan, Reading
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.card import ModelCard
-from draftwire.models.decoder import check_decoder
+from draftwire.models.decoders import check_decoder
 from draftwire.models.huge_pages import resident_bytes
 from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.models.lean_decoder import LeanDecoder
@@ -33,6 +33,7 @@ from draftwire.models.parallel.sharded_loading import (
 )
 from draftwire.models.parallel.tensor_parallel import ParallelModel
 from draftwire.models.script import is_scripted
+from draftwire.models.sequence_model import FeatureSpan, Reading
 from draftwire.models.taps import FeatureSource
 from draftwire.runtime.settings import require
 

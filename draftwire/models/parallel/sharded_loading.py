@@ -26,7 +26,8 @@ from transformers.utils.logging import disable_progress_bar
 from draftwire.errors import InvalidRequestError
 from draftwire.models.card import ModelCard, context_length_of, path_of, stop_token_ids_of
 from draftwire.models.configuration import config_of
-from draftwire.models.decoder import Decoder, check_decoder
+from draftwire.models.decoder import Decoder
+from draftwire.models.decoders import check_decoder
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import FINGERPRINT_ENTRIES, dtype_on_cpu, on_meta
 from draftwire.models.parallel.process_group import ProcessGroup

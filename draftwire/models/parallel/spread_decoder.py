@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftwire.models.decoder import TransformersDecoder
+from draftwire.models.decoders import TransformersDecoder
 from draftwire.models.parallel.process_group import ProcessGroup
 
 BY_QUERY_HEAD, BY_KEY_HEAD = ("q_proj",), ("k_proj", "v_proj")

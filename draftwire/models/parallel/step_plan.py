@@ -16,8 +16,8 @@ from torch import Tensor
 
 from draftwire.errors import UnavailableError
 from draftwire.models.kv_cache import CachedSequence, blocks_for
-from draftwire.models.packing import Segment
 from draftwire.models.parallel.process_group import ProcessGroup
+from draftwire.models.sequence_model import Segment
 
 PLAN_SIZE = 1024
 """Numbers in the first message."""

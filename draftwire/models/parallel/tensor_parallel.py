@@ -16,9 +16,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from draftwire.errors import InvalidRequestError
-from draftwire.models.cached_model import CachedModel, IdRows
+from draftwire.models.cached_model import CachedModel, IdRows, MakeSteps
 from draftwire.models.decoder import Decoder
-from draftwire.models.packing import Segment
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.parallel.process_group import ProcessGroup
 from draftwire.models.parallel.step_plan import (
@@ -31,6 +30,7 @@ from draftwire.models.parallel.step_plan import (
     Stop,
     host_ids,
 )
+from draftwire.models.sequence_model import Segment
 from draftwire.models.taps import FeatureSource
 
 
@@ -73,7 +73,7 @@ class ParallelModel(CachedModel):
         self,
         decoder: Decoder,
         cache_tokens: int,
-        is_static: bool = False,
+        make_steps: MakeSteps | None = None,
         drafting: LayerParallelDecoder | None = None,
         features: FeatureSource | None = None,
         *,
@@ -85,13 +85,13 @@ class ParallelModel(CachedModel):
         Args:
             decoder: this rank's shard of the model.
             cache_tokens: as for `CachedModel`.
-            is_static: as for `CachedModel`.
+            make_steps: as for `CachedModel`.
             drafting: as for `CachedModel`, this rank's shard.
             features: as for `CachedModel`, on rank 0 alone: hidden states are whole on every rank.
             group: the process group of the decoders.
             count: as for `fit`, on this rank; None if the size of the cache is not to be found.
         """
-        super().__init__(decoder, cache_tokens, is_static, drafting, features)
+        super().__init__(decoder, cache_tokens, make_steps, drafting, features)
         self.group = group
         self._count = count
         self._plans = PlanChannel(group)

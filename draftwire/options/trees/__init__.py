@@ -1,1 +1,1 @@
-"""Token trees in the place of chains."""
+"""Token trees: several continuations of one text, in one block."""

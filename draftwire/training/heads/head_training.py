@@ -18,7 +18,7 @@ from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.drafting.heads.head_shape import HeadShape
 from draftwire.errors import InvalidRequestError
 from draftwire.method.devices import prepare
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoders import decoder_of
 from draftwire.models.lean_model import STEADY_ROTATIONS, LeanModel, head_size
 from draftwire.models.loading import load_lean_model
 from draftwire.models.taps import check_taps

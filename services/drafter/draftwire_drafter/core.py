@@ -38,6 +38,7 @@ from draftwire.models.description import (
     NEEDS_FEATURES,
     PARTIAL_BLOCKS,
 )
+from draftwire.options.structured_output.form_compiler_pool import FormCompilerPool
 from draftwire.requests.automaton import Automaton
 from draftwire.runtime.settings import require
 from draftwire_drafter.config import DrafterConfig
@@ -107,7 +108,7 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
             place: see `GroupGuard`.
             followers: see `GroupGuard`.
         """
-        super().__init__(config, DrafterMetrics(), place, followers)
+        super().__init__(config, DrafterMetrics(), place, followers, FormCompilerPool.of)
         self._connect = connect
         self._links: dict[str, BlockLink] = {}
         self._connecting: dict[str, asyncio.Task[BlockLink]] = {}

@@ -6,6 +6,7 @@ from draftwire.drafting.growth_plan import GrowthPlan
 from draftwire.drafting.strategy import DraftRequest
 from draftwire.errors import InvalidRequestError, ProtocolViolationError
 from draftwire.method.rounds import Calibration, DraftSessionSpec, DraftTree
+from draftwire.method.token_tree import TokenTree
 
 
 def check_trees(spec: DraftSessionSpec, most_nodes: int) -> None:
@@ -59,4 +60,5 @@ def tree_request(request: DraftRequest, tree: DraftTree, *, can_draw: bool = Tru
         return replace(request, growth=GrowthPlan.eagle2(tree.num_nodes, request.num_tokens), num_tokens=tree.num_nodes)
     if not request.is_walked and not can_draw:
         return replace(request, num_tokens=tree.shape.depth)
+    assert isinstance(tree.shape, TokenTree), "no other shape comes"
     return replace(request, shape=tree.shape, num_tokens=tree.num_nodes)

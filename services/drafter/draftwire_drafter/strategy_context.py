@@ -22,7 +22,7 @@ from draftwire_drafter.engine import DraftEngine
 
 if TYPE_CHECKING:
     from draftwire.drafting.heads.draft_head import DraftHead
-    from draftwire.models.cached_model import DraftModel
+    from draftwire.models.sequence_model import DraftModel
 
 LAST_ONLY = 32
 """`feature_window` of heads that read the features of the last token alone: more than a round commits."""

@@ -15,11 +15,11 @@ from draftwire.drafting.model_free.names import RETRIEVAL, SUFFIX, parts_of
 from draftwire.errors import ContextLengthError, InvalidRequestError
 from draftwire.models.description import ModelDescription
 from draftwire.models.tokenizer import load_tokenizer
-from draftwire.requests.automaton import FormVocabulary
+from draftwire.options.structured_output.form_sandbox import FormSandbox
+from draftwire.options.structured_output.grammar_automaton import FormVocabulary
 from draftwire.requests.rules import RuleFacts
-from draftwire.requests.structured_output import MASKS_PER_TOKEN_S
+from draftwire.requests.structured_output import MASKS_PER_TOKEN_S, structured
 from draftwire.requests.tool_calls import SYNTAXES, ToolSyntax, syntax_of_template
-from draftwire.runtime.form_sandbox import FormSandbox
 from draftwire.runtime.served_request import served_request_id
 from draftwire.runtime.watched_files import read_bytes
 from draftwire_gateway.config import AUTO_LOCAL_DRAFTS, AUTO_TOOL_SYNTAX, NO_LOCAL_DRAFTS, GatewayConfig
@@ -241,7 +241,7 @@ class GatewayCore:
         form = generations[0].sampling.structured_output if generations else None
         if form is None:
             return list(generations)
-        cost = await self._forms.measure(form, caller)
+        cost = await self._forms.measure(structured(form), caller)
         return [replace(one, form_memory_bytes=cost.memory_bytes, form_caller=caller) for one in generations]
 
     async def generate(

@@ -2,8 +2,8 @@
 
 from draftwire.errors import BlockViolationError, InvalidRequestError, Violation
 from draftwire.method.rounds import ReceivedBlock, TargetSessionSpec
-from draftwire.method.token_tree import TreeLimits
-from draftwire.verification import VerificationRule, tree_rule_for
+from draftwire.verification import VerificationRule
+from draftwire.verification.tree_choice import tree_rule_for
 
 
 def check_trees(spec: TargetSessionSpec, rule: VerificationRule, most_nodes: int) -> None:
@@ -43,7 +43,7 @@ def check_block(block: ReceivedBlock, spec: TargetSessionSpec, rule: Verificatio
     if block.tree is not None:
         if not spec.max_tree_nodes:
             raise BlockViolationError(Violation.ENCODING, "token trees are not accepted in this session")
-        block.tree.check(TreeLimits(spec.max_tree_nodes, depth=limit, width=spec.max_tree_nodes))
+        block.tree.check(spec.max_tree_nodes, limit)
     elif len(block.token_ids) > limit:
         raise BlockViolationError(
             Violation.LENGTH, f"block of {len(block.token_ids)} draft tokens, the session's limit is {limit}"

@@ -45,15 +45,16 @@ from draftwire.method.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.models.cached_model import FeatureModel
 from draftwire.models.card import ModelCard, path_of
 from draftwire.models.decoder import Decoder
 from draftwire.models.description import DRAFT_AHEAD, FEATURES, HELD_BLOCKS, ISSUED_IDENTITIES, ModelDescription
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.script import is_scripted
+from draftwire.models.sequence_model import FeatureModel
 from draftwire.models.taps import check_taps
+from draftwire.options.structured_output.form_compiler_pool import FormCompilerPool
 from draftwire.requests.automaton import Automaton
-from draftwire.verification.form_masks import MadeMasks
+from draftwire.verification.deciding import MadeMasks
 from draftwire.verification.rule import VerificationRule, facts_of
 from draftwire.verification.rule_loading import served_rules
 from draftwire_verifier.config import VerifierConfig
@@ -110,7 +111,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             followers: see `GroupGuard`.
         """
         self.drafters = Drafters()
-        super().__init__(config, VerifierMetrics(self.drafters), place, followers)
+        super().__init__(config, VerifierMetrics(self.drafters), place, followers, FormCompilerPool.of)
         self._head_names: tuple[str, ...] = ()
         """Names of the target's head, if there is one."""
         self._head: Drafter | None = None

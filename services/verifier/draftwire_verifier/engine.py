@@ -16,9 +16,9 @@ from draftwire.method.feature_format import FeatureEncoding
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import ReceivedBlock
 from draftwire.method.sampling import TokenEdits
-from draftwire.models.cached_model import FeatureModel, FeatureSpan, SequenceModel
 from draftwire.models.feature_encoding import encode_rows
 from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.sequence_model import FeatureModel, FeatureSpan, SequenceModel
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import rule_named
 from draftwire.verification.deciding import Judgement
@@ -98,7 +98,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
             num_reused=[judging.sequence.num_reused for judging in judgings],
             num_tokens=done.num_tokens,
             verify_us=int((time.perf_counter() - started) * 1e6),
-            audits=audits_of(done.decided, [judging.rule for judging in judgings], done.decided_trees),
+            audits=audits_of(done.decided, [judging.rule for judging in judgings], done.shaped),
             drafted=own.blocks,
             has_head_failed=own.has_failed,
             head_s=own.seconds,

@@ -34,13 +34,11 @@ from draftwire.method.rounds import (
     judge_fence,
 )
 from draftwire.method.token_source import TokenSource
-from draftwire.method.token_tree import ROOT
 from draftwire.requests.automaton import Automaton
 from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
-from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
-from draftwire.verification.form_masks import MadeMasks
+from draftwire.verification.deciding import Judgement, JudgingOutcome, MadeMasks, StillReading
 from draftwire_verifier.block_check import check_block, check_trees
 from draftwire_verifier.drafters import Trust
 from draftwire_verifier.feeding import Feed
@@ -674,7 +672,7 @@ def _extra_kind(block: ReceivedBlock | None, judgement: Judgement) -> TokenSourc
     if block.tree is None:
         is_whole = judgement.num_accepted == len(block.token_ids)
     else:
-        is_whole = bool(judgement.path) and not block.tree.children(judgement.path[-1])
+        is_whole = bool(judgement.path) and judgement.path[-1] not in block.tree.parents
     return TokenSource.BONUS if is_whole else TokenSource.RECOVERED
 
 
@@ -685,7 +683,6 @@ def _draft_logprobs(block: ReceivedBlock | None, judgement: Judgement) -> list[f
         assert not isinstance(block.draft, BlockViolationError), "such a block is refused"
         rows = list(range(min(len(block.token_ids), len(token_ids))))
         if block.tree is not None:  # where nothing follows, the drafter has stated nothing for the last token
-            row_of = {node: row for row, node in enumerate(block.tree.inner_nodes)}
-            rows = [row_of[node] for node in (ROOT, *judgement.path) if node in row_of][: len(token_ids)]
+            rows = block.tree.distributions_along(judgement.path)[: len(token_ids)]
         given = log_probs(block.draft, token_ids[: len(rows)], rows)
     return given + [math.nan] * (len(token_ids) - len(given))

@@ -12,7 +12,7 @@ import structlog
 from typing_extensions import override
 
 from draftwire.errors import UnavailableError
-from draftwire.verification.form_masks import MadeMasks, make_masks
+from draftwire.verification.deciding import MadeMasks, make_masks
 from draftwire_verifier.scheduler import MaskMaker, TargetSession
 
 log = structlog.get_logger()

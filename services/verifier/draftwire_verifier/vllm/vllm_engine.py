@@ -20,12 +20,10 @@ from draftwire.method.distributions import rows_of
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import KEY_BYTES
 from draftwire.models.card import ModelCard, load_card
-from draftwire.requests.automaton import TreeMasks
 from draftwire.requests.logprobs import NO_LOGPROBS
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import EngineSettings, require
-from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
-from draftwire.verification.form_masks import make_masks
+from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading, make_masks
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.scheduler import Step, StepItem, StepResult, TargetSession, mask_us_of
 from draftwire_verifier.vllm.arguments import (
@@ -347,7 +345,6 @@ def _item_of(part: StepItem) -> RoundItem:
         masks = make_masks(session.automaton, committed[parameters.prompt_len :], draft_tokens)
     if isinstance(masks, DraftwireError):
         raise masks
-    assert not isinstance(masks, TreeMasks), "vLLM reads no trees"
     reads_text = parameters.sampling.penalizes or spec.logprobs.prompt_logprobs is not None
     return RoundItem(
         draft_tokens=draft_tokens,

@@ -17,9 +17,9 @@ from hashlib import blake2b
 import structlog
 
 from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.requests.automaton import FormVocabulary
+from draftwire.options.structured_output.form_budget import CHEAP_S, FormBudget
+from draftwire.options.structured_output.grammar_automaton import FormVocabulary
 from draftwire.requests.structured_output import StructuredOutput
-from draftwire.runtime.form_budget import CHEAP_S, FormBudget
 from draftwire.runtime.served_request import context_of_no_request
 
 log = structlog.get_logger()
@@ -48,7 +48,7 @@ _TOO_COSTLY = (
     f"{MAX_MEMORY_BYTES // 2**20} MiB of memory"
 )
 _STOPPED = "the service is stopping and compiles no more forms"
-_COMMAND = (sys.executable, "-m", "draftwire.runtime.form_sandbox_process")
+_COMMAND = (sys.executable, "-m", "draftwire.options.structured_output.form_sandbox_process")
 _ONE_THREAD = dict.fromkeys(("MALLOC_ARENA_MAX", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 """A process that forks has no other threads."""
 

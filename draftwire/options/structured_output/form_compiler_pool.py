@@ -4,12 +4,16 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.requests.automaton import Automaton, FormCompiler
-from draftwire.requests.structured_output import StructuredOutput
+from draftwire.models.card import ModelCard
+from draftwire.options.structured_output.form_sandbox import FormSandbox
+from draftwire.options.structured_output.grammar_automaton import FormCompiler, FormVocabulary
+from draftwire.requests.automaton import Automaton
+from draftwire.requests.parameters import TextForm
+from draftwire.requests.structured_output import StructuredOutput, structured
 from draftwire.runtime.daemon_threads import DaemonThreads
-from draftwire.runtime.form_sandbox import FormSandbox
 from draftwire.runtime.time_limits import Deadline
 
 COMPILE_THREADS = 2
@@ -37,21 +41,22 @@ class FormCompilerPool:
         self._lock = threading.RLock()  # dropping an automaton may happen anywhere, also while it is held
         self._num_open_bytes = 0
 
-    async def compile(
-        self, wanted: StructuredOutput, generated_ids: Sequence[int] = (), memory_bytes: int = 0
-    ) -> Automaton:
-        """Compiles a form and returns its automaton, advanced over `generated_ids`. Runs on the event loop.
+    @classmethod
+    def of(cls, card: ModelCard) -> "FormCompilerPool":
+        """Returns the pool of a model. Takes a second for the largest vocabularies."""
+        described = card.description
+        vocabulary = partial(FormVocabulary.of, card.tokenizer, described.vocab_size, described.stop_token_ids)
+        return cls(FormCompiler(vocabulary()), FormSandbox(vocabulary))
 
-        Args:
-            wanted: the form.
-            generated_ids: the text so far.
-            memory_bytes: what a peer has measured that compiling the form takes; 0 if none has.
+    async def compile(self, form: TextForm, generated_ids: Sequence[int] = (), memory_bytes: int = 0) -> Automaton:
+        """Returns the automaton of a form; see `FormCompilation`.
 
         Raises:
             InvalidRequestError: as `FormCompiler.compile` and `FormSandbox.measure`, or it takes longer than
                 `COMPILE_SECONDS`.
             NoRoomError: too many forms are queued or open, or this one waited for others until its time limit.
         """
+        wanted = structured(form)
         if self._num_waiting >= MAX_WAITING:
             raise NoRoomError(f"{MAX_WAITING} forms wait to be read, which is the limit")
         self._num_waiting += 1

@@ -1,6 +1,6 @@
 """The process of a `FormSandbox`: compiles forms in forks of itself, with limits. Neither torch nor gRPC is loaded.
 
-    python -m draftwire.runtime.form_sandbox_process
+    python -m draftwire.options.structured_output.form_sandbox_process
 
 Standard input and output are lines of JSON. The first line read is a `FormVocabulary`; then {"id", "form", "texts",
 "cpu_seconds", "memory_bytes"} asks for a form, within limits, and {"kill": id} ends it. {"id", "cpu_s", "memory_bytes",
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwire.errors import InvalidRequestError
-from draftwire.requests.automaton import FormCompiler, FormVocabulary, check_mask_costs
+from draftwire.options.structured_output.grammar_automaton import FormCompiler, FormVocabulary, check_mask_costs
 from draftwire.requests.structured_output import Form, StructuredOutput
 
 MAX_LINE_BYTES = 64 * 2**20

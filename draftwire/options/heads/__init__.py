@@ -1,0 +1,1 @@
+"""Trained heads that draft from the hidden states of the target."""

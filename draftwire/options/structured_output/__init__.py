@@ -1,0 +1,1 @@
+"""Structured output: compiles the form of a text to an automaton, within limits, off the event loop."""
