@@ -62,7 +62,7 @@ def load_target(
         torch.set_num_threads(settings.threads)  # verification rules still run on torch
         script = Script.parse(settings.model)
         num_tokens = size_without_memory(engine, script.context_length)
-        return FittedModel[SequenceModel](script.card(), ScriptedTarget(script, num_tokens))
+        return FittedModel(script.card(), ScriptedTarget(script, num_tokens))
     return _load(settings, engine, make_head=make_head)
 
 
