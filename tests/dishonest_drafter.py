@@ -10,9 +10,9 @@ from torch import Tensor
 
 from draftwire.drafting.drawing import Drawer
 from draftwire.drafting.strategy import Draft
+from draftwire.engine.draft_session import DraftSession
 from draftwire.method.distributions import QuantizedRows
 from draftwire.method.rounds import Calibration, DraftSessionSpec, Permit
-from draftwire_drafter.draft_session import DraftSession
 from draftwire_drafter.scheduler import Scheduler
 
 CORRUPTED_TEMPERATURE = 0.875
