@@ -41,7 +41,7 @@ def corrupt(patch: pytest.MonkeyPatch) -> None:
 
     def drafts(self: Drawer) -> list:
         result = []
-        for block, draft in zip(self._blocks, honest(self), strict=True):
+        for block, draft in zip(self.blocks, honest(self), strict=True):
             if isinstance(draft, Draft) and block.request.sampling.temperature == CORRUPTED_TEMPERATURE:
                 stated = draft.distributions
                 data = stated.data[:-2] + bytes([stated.data[-2] ^ 1, stated.data[-1]])

@@ -107,7 +107,7 @@ class Drawer:
             quantization: applied to distributions before drawing.
             device: device of the distributions.
         """
-        self._blocks = blocks
+        self.blocks = blocks
         self._quantization = quantization
         self._device = device
         self._modes = [_mode_of(block.request, quantization) for block in blocks]
@@ -123,23 +123,13 @@ class Drawer:
         self._quantized: list[QuantizedRows] = []
         self._noise: list[_Noise | None] = [None] * len(blocks)
 
-    @property
-    def requests(self) -> list[DraftRequest]:
-        """The request of each block."""
-        return [block.request for block in self._blocks]
-
-    @property
-    def vocab_sizes(self) -> list[int]:
-        """The vocabulary of each block: only ids below it are drawn."""
-        return [block.vocab_size for block in self._blocks]
-
     def num_left(self, block: int) -> int:
         """Returns how many tokens of a block are still to be drawn."""
-        return self._blocks[block].request.num_tokens - self._counts[block]
+        return self.blocks[block].request.num_tokens - self._counts[block]
 
     def goes_on(self, block: int) -> bool:
         """Returns whether another token of a block is to be drawn. Asked after each one, and no more once it is not."""
-        request = self._blocks[block].request
+        request = self.blocks[block].request
         if not self.num_left(block):
             return False
         self._is_cut[block] = request.is_cut()
@@ -149,7 +139,7 @@ class Drawer:
 
     def position(self, block: int) -> int:
         """Returns the position of a block's next token in the text."""
-        return self._blocks[block].position + self._counts[block]
+        return self.blocks[block].position + self._counts[block]
 
     def token_ids(self, block: int) -> list[int]:
         """Returns the tokens drawn so far for a block. Waits for the device."""
@@ -196,7 +186,7 @@ class Drawer:
         lengths = self._lengths()
         sparse = self._encoded_sparse(lengths)
         drafts: list[Draft | DraftwireError] = []
-        for index, (block, length) in enumerate(zip(self._blocks, lengths, strict=True)):
+        for index, (block, length) in enumerate(zip(self.blocks, lengths, strict=True)):
             if not length:
                 drafts.append(UnavailableError("the draft model gave no finite logits"))
                 continue
@@ -218,7 +208,7 @@ class Drawer:
         """Returns the length of each block: its tokens before the first one without a valid distribution."""
         lengths = self._counts.copy()
         if self._drawn:
-            seen = [0] * len(self._blocks)
+            seen = [0] * len(self.blocks)
             is_good = torch.cat([drawn.is_good for drawn in self._drawn]).tolist()
             for block, good in zip(chain.from_iterable(drawn.blocks for drawn in self._drawn), is_good, strict=True):
                 if not good:
@@ -263,7 +253,7 @@ class Drawer:
         """Computes the noise of the next places of blocks, of as many as fit."""
         at_once = NOISE_AT_ONCE.get(self._device.type, MOST_NOISE_AT_ONCE) // (len(blocks) * vocab_size)
         num_places = max(1, min(at_once, max(map(self.num_left, blocks))))
-        words = upload([self._blocks[block].request.key.text_words for block in blocks], self._device)
+        words = upload([self.blocks[block].request.key.text_words for block in blocks], self._device)
         first = upload([self.position(block) for block in blocks], self._device)
         positions = first.unsqueeze(1) + torch.arange(num_places, device=self._device)
         times = exponentials(words.repeat_interleave(num_places, 0), positions.flatten(), vocab_size)
@@ -277,10 +267,10 @@ class Drawer:
         token_ids = torch.cat([part.token_ids for part in self._quantized]).cpu().numpy()
         weights = torch.cat([part.weights for part in self._quantized]).cpu().numpy()
         encoded: dict[int, DraftDistributions] = {}
-        for vocab_size in {block.vocab_size for block in self._blocks}:
+        for vocab_size in {block.vocab_size for block in self.blocks}:
             members = [
                 index
-                for index, block in enumerate(self._blocks)
+                for index, block in enumerate(self.blocks)
                 if self._sparse_rows[index] and lengths[index] and block.vocab_size == vocab_size
             ]
             order = [row for index in members for row in self._sparse_rows[index][: lengths[index]]]

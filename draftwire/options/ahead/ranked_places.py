@@ -23,7 +23,8 @@ class RankedPlaces:
     def __init__(self, drawer: Drawer) -> None:
         """Starts before the first place of a drawer's blocks."""
         self._drawer = drawer
-        self._most = [0 if request.guesses is None else request.guesses.most for request in drawer.requests]
+        wanted = [block.request.guesses for block in drawer.blocks]
+        self._most = [0 if one is None else one.most for one in wanted]
         self._ranked: list[list[Tensor]] = [[] for _ in self._most]  # of each place of each block
         self._rows: list[int] = []  # those of the next places, among all rows of the step
         self._blocks: list[int] = []
@@ -43,8 +44,8 @@ class RankedPlaces:
             return
         own = probs[upload(self._rows, probs.device, torch.int64)]
         scores = torch.where(own > 0.0, own.log() + POSSIBLE_FIRST, self._logits)
-        requests = self._drawer.requests
-        coupled = [place for place, block in enumerate(self._blocks) if requests[block].is_coupled]
+        all_blocks = self._drawer.blocks
+        coupled = [place for place, block in enumerate(self._blocks) if all_blocks[block].request.is_coupled]
         if coupled:
             places = upload(coupled, probs.device, torch.int64)
             times = self._drawer.race_times([self._blocks[place] for place in coupled], probs.shape[1])
@@ -59,8 +60,9 @@ class RankedPlaces:
 
     def _added(self, index: int, draft: Draft | DraftwireError) -> Draft | DraftwireError:
         most, ranked = self._most[index], [row.tolist() for row in self._ranked[index]]
-        if not self._drawer.requests[index].num_tokens:
-            nothing = DraftDistributions(Encoding.NONE, self._drawer.vocab_sizes[index])
+        block = self._drawer.blocks[index]
+        if not block.request.num_tokens:
+            nothing = DraftDistributions(Encoding.NONE, block.vocab_size)
             return Draft([], nothing, [row[:most] for row in ranked])
         if isinstance(draft, DraftwireError):
             return draft
