@@ -55,9 +55,7 @@ class Rounds:
         pacer, shared = FixedPacer(), {"context_length": 512, "max_draft_tokens": 8}
         self.drafts = DraftScheduler(room=Room(2, 160), pacer=pacer, options=options, **shared)
         shared |= {"max_tree_nodes": NODES, "tree_rule_for": tree_rule_for}
-        self.verdicts = TargetScheduler(
-            room=Room(2, 128), pacer=pacer, vocab_size=VOCAB_SIZE, **shared
-        )
+        self.verdicts = TargetScheduler(room=Room(2, 128), pacer=pacer, vocab_size=VOCAB_SIZE, **shared)
         own: dict[str, Any] = {"token_ids": PROMPT, "rule": self.rule, "sampling": self.sampling}
         own |= {"max_draft_tokens": DEPTH, "max_tree_nodes": NODES, "max_len": len(PROMPT) + ROOM}
         self.verdicts.open(target_spec(verifying_key=KEY, plain_rounds=1, permit_key=KEY, **own), 1)
