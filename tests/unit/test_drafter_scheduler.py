@@ -21,8 +21,7 @@ from scheduler_contract import (
 from session_specs import changed, draft_spec
 
 from draftwire.engine.admission import Room
-from draftwire.engine.draft_session import DraftSession
-from draftwire.engine.draft_step import Step, StepItem, StepResult
+from draftwire.engine.draft_session import DraftSession, Step, StepItem, StepResult
 from draftwire.errors import ProtocolViolationError, UnavailableError
 from draftwire.method.encoding import DraftDistributions
 from draftwire.method.keys import KEY_BYTES

@@ -19,8 +19,7 @@ from test_cut_blocks import TableModel
 
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.engine.admission import Room
-from draftwire.engine.draft_session import DraftOption
-from draftwire.engine.draft_step import Step
+from draftwire.engine.draft_session import DraftOption, Step
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.ahead_limits import held_blocks
 from draftwire.method.encoding import Claim, decode

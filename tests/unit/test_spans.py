@@ -16,8 +16,8 @@ from opentelemetry.trace import SpanContext
 from session_specs import draft_spec, target_spec
 from virtual_time import run
 
-from draftwire.engine.draft_step import Step as DraftStep
-from draftwire.engine.draft_step import StepItem as DraftItem
+from draftwire.engine.draft_session import Step as DraftStep
+from draftwire.engine.draft_session import StepItem as DraftItem
 from draftwire.engine.target_session import Step, StepItem
 from draftwire.errors import UnavailableError
 from draftwire.method.encoding import DraftDistributions

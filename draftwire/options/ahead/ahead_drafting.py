@@ -8,8 +8,7 @@ from typing import Protocol
 
 from draftwire.drafting.strategy import Draft, DraftRequest, DraftSequence
 from draftwire.engine.admission import Room
-from draftwire.engine.draft_session import DraftOption, DraftSession
-from draftwire.engine.draft_step import SpareWork, Step, StepResult
+from draftwire.engine.draft_session import DraftOption, DraftSession, SpareWork, Step, StepResult
 from draftwire.engine.leases import SessionKey
 from draftwire.errors import UnavailableError
 from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, DraftTimings, Fence, RoundOutcome

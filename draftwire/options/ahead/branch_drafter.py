@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftSequence
-from draftwire.engine.draft_session import DraftSession
-from draftwire.engine.draft_step import StepResult
+from draftwire.engine.draft_session import DraftSession, StepResult
 from draftwire.engine.leases import SessionKey
 from draftwire.errors import DraftwireError, NoRoomError
 from draftwire.options.ahead.branches import Branch, WantedGuesses

@@ -10,8 +10,7 @@ import structlog
 
 from draftwire.drafting.strategies import load_strategy
 from draftwire.engine.admission import Room
-from draftwire.engine.draft_session import DraftOption, DraftSession
-from draftwire.engine.draft_step import Step, StepResult
+from draftwire.engine.draft_session import DraftOption, DraftSession, Step, StepResult
 from draftwire.engine.engine_service import EngineService
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.prefill import PrefillPacer

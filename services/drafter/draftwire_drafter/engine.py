@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest, DraftSequence
-from draftwire.engine.draft_session import DraftOption
-from draftwire.engine.draft_step import DraftOutcome, Step, StepItem, StepResult
+from draftwire.engine.draft_session import DraftOption, DraftOutcome, Step, StepItem, StepResult
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.engine.step_engine import StepEngine

@@ -1,6 +1,6 @@
 """Prometheus metrics of a drafter."""
 
-from draftwire.engine.draft_step import StepResult
+from draftwire.engine.draft_session import StepResult
 from draftwire.engine.engine_metrics import EngineMetrics
 
 

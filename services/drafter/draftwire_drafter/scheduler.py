@@ -4,8 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from draftwire.engine.draft_session import DraftOption, DraftSession
-from draftwire.engine.draft_step import DraftOutcome, SpareWork, Step, StepItem, StepResult
+from draftwire.engine.draft_session import (
+    DraftOption,
+    DraftOutcome,
+    DraftSession,
+    SpareWork,
+    Step,
+    StepItem,
+    StepResult,
+)
 from draftwire.engine.session_book import SessionBook
 from draftwire.errors import InvalidRequestError, ProtocolViolationError
 from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, Fence, SendDrafted

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from draftwire.engine.draft_step import Step
+from draftwire.engine.draft_session import Step
 from draftwire.engine.traced_sessions import TracedSession, TracedSessions
 from draftwire.method.rounds import DraftBlock
 from draftwire.runtime.tracing import PREFIX
