@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass, replace
 from itertools import product
 
-from draftwire_drafter.branching import PassTime, num_worthwhile
+from draftwire.options.ahead.branching import PassTime, num_worthwhile
 
 GUESSES = 4
 """Guesses of a place's extra token."""

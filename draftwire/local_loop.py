@@ -21,9 +21,10 @@ from draftwire.method.keys import Role, derive_key
 from draftwire.method.sampling import TokenEdits
 from draftwire.models.sequence_model import SequenceModel
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import SessionParameters
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.deciding import Judgement
-from draftwire.verification.rule import VerificationRule
+from draftwire.verification.rule import VerificationRule, facts_of
 from draftwire.verification.target import Judging, judge
 
 Result = TypeVar("Result")
@@ -75,11 +76,12 @@ def speculate(
     rule = run.rule
     roles = (Role.COUPLING, Role.COUPLING) if rule.is_coupled else (Role.DRAFTING, Role.VERIFYING)
     drafting_key, verifying_key = (derive_key(run.seed, role) for role in roles)
-    committed = list(prompt_ids)
+    committed, num_prompt = list(prompt_ids), len(prompt_ids)
+    parameters = SessionParameters(num_prompt, run.sampling, facts_of(rule), run.block_length, run.stop_token_ids)
     with ExitStack() as cleanup:
         judged = target.cache.open(committed)
         cleanup.callback(target.cache.close, judged)
-        drafted, num_known = drafter.open(committed), len(committed)
+        drafted, num_known = drafter.open(committed, parameters), len(committed)
         cleanup.callback(drafted.close)
         judging = Judging(
             sequence=judged,
@@ -89,7 +91,7 @@ def speculate(
             sampling=run.sampling,
             rule=rule,
             key=DrawKey(verifying_key, 0, 0),
-            prompt_len=len(prompt_ids),
+            prompt_len=num_prompt,
             stop_token_ids=run.stop_token_ids,
             edits=TokenEdits(run.sampling, run.stop_token_ids),
         )
@@ -100,10 +102,10 @@ def speculate(
             vocab_size=target.vocab_size,
             is_coupled=rule.is_coupled,
             needs_probs=rule.needs_draft_probs,
-            prompt_len=len(prompt_ids),
+            prompt_len=num_prompt,
             stop_token_ids=run.stop_token_ids,
         )
-        end = len(prompt_ids) + run.num_tokens
+        end = num_prompt + run.num_tokens
         for number in count():
             if len(committed) >= end:
                 return

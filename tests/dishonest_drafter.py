@@ -10,9 +10,9 @@ from torch import Tensor
 
 from draftwire.drafting.drawing import Drawer
 from draftwire.drafting.strategy import Draft
+from draftwire.engine.draft_session import DraftSession
 from draftwire.method.distributions import QuantizedRows
 from draftwire.method.rounds import Calibration, DraftSessionSpec, Permit
-from draftwire_drafter.draft_session import DraftSession
 from draftwire_drafter.scheduler import Scheduler
 
 CORRUPTED_TEMPERATURE = 0.875
@@ -41,7 +41,7 @@ def corrupt(patch: pytest.MonkeyPatch) -> None:
 
     def drafts(self: Drawer) -> list:
         result = []
-        for block, draft in zip(self._blocks, honest(self), strict=True):
+        for block, draft in zip(self.blocks, honest(self), strict=True):
             if isinstance(draft, Draft) and block.request.sampling.temperature == CORRUPTED_TEMPERATURE:
                 stated = draft.distributions
                 data = stated.data[:-2] + bytes([stated.data[-2] ^ 1, stated.data[-1]])

@@ -16,6 +16,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import rule_named
 from draftwire.verification.deciding import Judgement
 from draftwire.verification.target import Judging, judge
@@ -65,7 +66,7 @@ class Batch:
         self.texts = [list(prompt) for prompt in prompts]
         self.tally = Tally()
         self._judged = [models.target.cache.open(text) for text in self.texts]
-        self._drafted = [self._drafter.open(text) for text in self.texts]
+        self._drafted = [self._drafter.open(text, ALONE) for text in self.texts]
         self._known = [len(text) for text in self.texts]
         self._drafts: list[Draft | None] = [None] * len(prompts)
         self._blocks: list[tuple[list[int], DraftRows | None]] = [([], None)] * len(prompts)

@@ -33,6 +33,7 @@ from draftwire.models.decoders import decoder_of
 from draftwire.models.sequence_model import Reading
 from draftwire.models.static_steps import StaticSteps, static_if
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import ALONE
 from tools.synth.synthesis import build_target
 
 LARGEST_ERROR = 1e-4
@@ -218,7 +219,9 @@ def draft_blocks(
 ) -> list[list[int]]:
     """Returns blocks of 4 to 8 tokens that were drafted side by side, after texts of different lengths."""
     vocab_size = drafter.model.vocab_size
-    sequences = [drafter.open(random_ids(prompt_tokens + 7 * index, vocab_size, index)) for index in range(num_blocks)]
+    sequences = [
+        drafter.open(random_ids(prompt_tokens + 7 * index, vocab_size, index), ALONE) for index in range(num_blocks)
+    ]
     draftings = []
     for index, sequence in enumerate(sequences):
         sequence.calibrate(prompt_tokens + 7 * index, [])

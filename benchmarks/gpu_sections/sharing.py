@@ -23,6 +23,7 @@ from draftwire.models.decoders import decoder_of
 from draftwire.models.sequence_model import Reading
 from draftwire.models.static_steps import StaticSteps
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import ALONE
 from tools.synth.synthesis import build_target
 
 BLOCK_LENGTH = 4
@@ -123,7 +124,7 @@ def draft_in_a_loop(connection: Connection, plan: Plan) -> None:
     decoder = decoder_of(build_target(shape, plan.dtype, str(plan.device), seed=0), "lean", consumes=True)
     drafter = LanguageModelDrafter(CachedModel(decoder, CACHE_TOKENS, StaticSteps), CACHE_TOKENS)
     prompt = random_ids(plan.prompt_tokens, shape.vocab_size, 0)
-    sequence = drafter.open(prompt)
+    sequence = drafter.open(prompt, ALONE)
     request = DraftRequest(BLOCK_LENGTH, SamplingParams(), DrawKey(bytes(KEY_BYTES), 0, 0), shape.vocab_size)
     timer = Timer(plan.device)
 

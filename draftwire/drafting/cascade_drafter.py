@@ -13,19 +13,20 @@ Source: the horizontal cascade, and the vertical one, of Chen et al. 2024, "Casc
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 
-from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
+from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence, load_drafter
 from draftwire.drafting.model_free.text_drafter import READ_AT_ONCE, Guess, TextDrafter
-from draftwire.drafting.model_free_drafter import ModelFreeSequence
+from draftwire.drafting.model_free_drafter import ModelFreeSequence, TextContext
+from draftwire.drafting.strategies import JOINT, MODEL, LoadedStrategy
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.method.encoding import DENSE_FORMATS, DraftDistributions
 from draftwire.method.quantization import Encoding, id_width
+from draftwire.requests.session_parameters import SessionParameters
 
 LEAST_MATCH = 8
 """Tokens that have to match before a guess takes over: then half of eight guessed tokens and more are accepted, as
@@ -66,21 +67,33 @@ class CascadeSequence:
         self.model.close()
         self.text.close()
 
-    def guess(self, request: DraftRequest, vocab_size: int, drafted: Sequence[int] = ()) -> list[int]:
-        """Returns the rest of a block if a guess takes over, or nothing."""
-        return self._guess(request, vocab_size, drafted, LEAST_MATCH)
-
-    def ahead(self, request: DraftRequest, vocab_size: int, drafted: list[int]) -> list[int]:
-        """Returns tokens that the model may draw next."""
-        return self._guess(request, vocab_size, drafted, LEAST_READ_AHEAD)
-
-    def _guess(self, request: DraftRequest, vocab_size: int, drafted: Sequence[int], least_match: int) -> list[int]:
+    def guess(
+        self, request: DraftRequest, vocab_size: int, drafted: Sequence[int] = (), least_match: int = LEAST_MATCH
+    ) -> list[int]:
+        """Returns the rest of a block, or nothing if too few tokens match: by default, if no guess takes over."""
         if self.text.num_unread or len(drafted) >= request.num_tokens:
             return []
         if self._last is None or self._last[0] is not request or self._last[1] != len(drafted):
             self._last = request, len(drafted), self.text.guess(request, vocab_size, drafted)
         guess = self._last[2]
         return guess.token_ids if guess.match_len >= least_match else []
+
+
+@dataclass(frozen=True, slots=True)
+class TextBeside:
+    """The `Continuation` of a block that the model draws."""
+
+    sequence: CascadeSequence
+    request: DraftRequest
+    vocab_size: int
+
+    def takes_over(self, drawn: list[int]) -> bool:
+        """Whether a guess takes over."""
+        return bool(self.sequence.guess(self.request, self.vocab_size, drawn))
+
+    def may_follow(self, drawn: list[int]) -> list[int]:
+        """Returns tokens that the model may draw next."""
+        return self.sequence.guess(self.request, self.vocab_size, drawn, LEAST_READ_AHEAD)
 
 
 class CascadeDrafter:
@@ -91,10 +104,10 @@ class CascadeDrafter:
         self.context_length = model.context_length
         self._model, self._texts = model, texts
 
-    def open(self, token_ids: list[int], cache_salt: str = "", *, shares_text: bool = False) -> CascadeSequence:
+    def open(self, token_ids: list[int], parameters: SessionParameters) -> CascadeSequence:
         """Opens a sequence whose committed tokens are `token_ids`, at least one."""
-        text = ModelFreeSequence(self._texts, token_ids, cache_salt if shares_text else None)
-        return CascadeSequence(self._model.open(token_ids, cache_salt), text)
+        text = ModelFreeSequence(self._texts, token_ids, parameters)
+        return CascadeSequence(self._model.open(token_ids, parameters), text)
 
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
         """Drafts for a batch; the model reads the committed tokens of all."""
@@ -111,12 +124,8 @@ class CascadeDrafter:
                     guessed[index] = Draft(token_ids, DraftDistributions(encoding, self._vocab_size(request)))
                     request = None
                 else:
-                    vocab_size = self._vocab_size(request)
-                    request = replace(
-                        request,
-                        ends_after=partial(self._takes_over, sequence, request),
-                        ahead=partial(sequence.ahead, request, vocab_size),
-                    )
+                    beside = TextBeside(sequence, request, self._vocab_size(request))
+                    request = replace(request, continuation=beside)
             inner.append(Drafting(sequence.model, request, drafting.max_read))
         step = self._model.step(inner)
         drafts: list[Draft | DraftwireError | None] = []
@@ -127,9 +136,6 @@ class CascadeDrafter:
                 draft = self._continued(cast(CascadeSequence, drafting.sequence), drafting.request, draft)
             drafts.append(guessed.get(index, draft))
         return replace(step, drafts=drafts)
-
-    def _takes_over(self, sequence: CascadeSequence, request: DraftRequest, drawn: list[int]) -> bool:
-        return bool(sequence.guess(request, self._vocab_size(request), drawn))
 
     def _continued(self, sequence: CascadeSequence, request: DraftRequest, draft: Draft) -> Draft:
         token_ids = sequence.guess(request, draft.distributions.vocab_size, draft.token_ids)
@@ -170,3 +176,12 @@ def with_certain(distributions: DraftDistributions, token_ids: Sequence[int]) ->
     rows = np.zeros((len(token_ids), size), DENSE_FORMATS[distributions.encoding])
     rows[np.arange(len(token_ids)), token_ids] = 1.0
     return DraftDistributions(distributions.encoding, size, distributions.data + rows.tobytes())
+
+
+def load(name: str, context: TextContext) -> LoadedStrategy:
+    """Loads a language model with text drafters, which follow it in the name, as a strategy."""
+    card, model = load_drafter(context, LanguageModelDrafter)
+    texts = name.removeprefix(MODEL + JOINT)
+    strategy = CascadeDrafter(model, context.load_text_drafters(card).named(texts))
+    described = replace(card.description, name=f"{card.description.name}{JOINT}{texts}")
+    return LoadedStrategy(replace(card, description=described), strategy)

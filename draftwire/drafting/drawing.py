@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +27,6 @@ NOISE_AT_ONCE = {"cpu": 1}
 when it is drawn; on a GPU, which takes longer to be told than to compute them, a block's are computed together."""
 MOST_NOISE_AT_ONCE = 2**21
 """The same for other devices: bounds the memory of the noise."""
-POSSIBLE_FIRST = 1e4
-"""Added to the scores of tokens that are possible, so that they come before all others: no logit is that large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +53,26 @@ class _DrawMode(Enum):
     """Draws from all probabilities, which are not sent: the rule does not read them, or they are one-hot."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ranking:
-    """The next places of blocks for which guesses are wanted."""
+class PlaceGuesses(Protocol):
+    """Guesses other tokens for the places of the blocks that are drawn, without influence on what is drawn."""
 
-    blocks: list[int]
-    rows: list[int]
-    """Row of each block, among all rows of the step."""
-    logits: Tensor
-    """`[blocks, vocab] float32`."""
+    def see(self, blocks: Sequence[int], logits: Tensor) -> None:
+        """Keeps what it needs of the next places of some blocks, before the probabilities overwrite it.
+
+        Args:
+            blocks: as in `Drawer.draw`.
+            logits: `[blocks, vocab]`, not changed.
+        """
+
+    def rank(self, probs: Tensor) -> None:
+        """Guesses, before the tokens are drawn.
+
+        Args:
+            probs: `[blocks, vocab] float32`, the distributions of the places seen last. Not changed.
+        """
+
+    def added_to(self, drafts: Sequence[Draft | DraftwireError]) -> list[Draft | DraftwireError]:
+        """Returns all drafts of the drawer with their guesses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +107,7 @@ class Drawer:
             quantization: applied to distributions before drawing.
             device: device of the distributions.
         """
-        self._blocks = blocks
+        self.blocks = blocks
         self._quantization = quantization
         self._device = device
         self._modes = [_mode_of(block.request, quantization) for block in blocks]
@@ -111,26 +121,25 @@ class Drawer:
         self._dense_rows: list[list[Tensor]] = [[] for _ in blocks]
         self._sparse_rows: list[list[int]] = [[] for _ in blocks]  # row numbers in the concatenation of `_quantized`
         self._quantized: list[QuantizedRows] = []
-        self._guesses: list[list[Tensor]] = [[] for _ in blocks]
         self._noise: list[_Noise | None] = [None] * len(blocks)
 
     def num_left(self, block: int) -> int:
         """Returns how many tokens of a block are still to be drawn."""
-        return self._blocks[block].request.num_tokens - self._counts[block]
+        return self.blocks[block].request.num_tokens - self._counts[block]
 
     def goes_on(self, block: int) -> bool:
         """Returns whether another token of a block is to be drawn. Asked after each one, and no more once it is not."""
-        request = self._blocks[block].request
+        request = self.blocks[block].request
         if not self.num_left(block):
             return False
         self._is_cut[block] = request.is_cut()
         if self._is_cut[block]:
             return False
-        return request.ends_after is None or not request.ends_after(self.token_ids(block))
+        return request.continuation is None or not request.continuation.takes_over(self.token_ids(block))
 
     def position(self, block: int) -> int:
         """Returns the position of a block's next token in the text."""
-        return self._blocks[block].position + self._counts[block]
+        return self.blocks[block].position + self._counts[block]
 
     def token_ids(self, block: int) -> list[int]:
         """Returns the tokens drawn so far for a block. Waits for the device."""
@@ -172,49 +181,12 @@ class Drawer:
             self._counts[block] += 1
         return tokens
 
-    def ranking(self, members: Sequence[int], logits: Tensor) -> Ranking | None:
-        """Returns what `guess` needs of the next places of blocks; None if no guesses are wanted.
-
-        Args:
-            members: as in `draw`.
-            logits: `[members, vocab]`, not changed.
-        """
-        rows = [row for row, block in enumerate(members) if self._blocks[block].request.num_guesses]
-        if not rows:
-            return None
-        return Ranking([members[row] for row in rows], rows, logits[upload(rows, logits.device, torch.int64)].float())
-
-    def guess(self, ranking: Ranking | None, probs: Tensor) -> None:
-        """Ranks the tokens of the next places of blocks: possible ones by their probability, under a coupled rule by
-        the race of the place; then the others by their logits, since the target may think otherwise of them.
-
-        Args:
-            ranking: from `ranking`.
-            probs: `[members, vocab] float32`, the distributions of the same places. Not changed.
-        """
-        if ranking is None:
-            return
-        own = probs[upload(ranking.rows, probs.device, torch.int64)]
-        scores = torch.where(own > 0.0, own.log() + POSSIBLE_FIRST, ranking.logits)
-        coupled = [place for place, block in enumerate(ranking.blocks) if self._blocks[block].request.is_coupled]
-        if coupled:
-            places = upload(coupled, probs.device, torch.int64)
-            members = [ranking.blocks[place] for place in coupled]
-            scores[places] -= self._race_times(members, probs.shape[1]).log().float()
-        for place, block in enumerate(ranking.blocks):
-            most = self._blocks[block].request.num_guesses + 1  # the drawn token may be among them
-            self._guesses[block].append(scores[place].topk(min(most, probs.shape[1])).indices)
-
     def drafts(self) -> list[Draft | DraftwireError]:
         """Returns the drafts with their distributions; an error for a block without a valid token."""
         lengths = self._lengths()
         sparse = self._encoded_sparse(lengths)
         drafts: list[Draft | DraftwireError] = []
-        for index, (block, length) in enumerate(zip(self._blocks, lengths, strict=True)):
-            if not block.request.num_tokens:
-                nothing = DraftDistributions(Encoding.NONE, block.vocab_size)
-                drafts.append(Draft([], nothing, self._guesses_of(index, [])))
-                continue
+        for index, (block, length) in enumerate(zip(self.blocks, lengths, strict=True)):
             if not length:
                 drafts.append(UnavailableError("the draft model gave no finite logits"))
                 continue
@@ -229,23 +201,14 @@ class Drawer:
                     stated = DraftDistributions(encoding, block.vocab_size)
             token_ids = self.token_ids(index)[:length]
             is_whole = not self._is_cut[index] or length < self._counts[index]
-            drafts.append(Draft(token_ids, stated, self._guesses_of(index, token_ids), is_whole=is_whole))
+            drafts.append(Draft(token_ids, stated, is_whole=is_whole))
         return drafts
-
-    def _guesses_of(self, index: int, token_ids: list[int]) -> list[list[int]]:
-        """Returns the guesses for each place of a block, without its token there."""
-        request = self._blocks[index].request
-        ranked = [row.tolist() for row in self._guesses[index]]
-        if not request.num_tokens:
-            return [row[: request.num_guesses] for row in ranked]
-        pairs = zip(ranked, token_ids, strict=False)  # a block that was cut short has ranked more places
-        return [[token for token in row if token != drawn][: request.num_guesses] for row, drawn in pairs]
 
     def _lengths(self) -> list[int]:
         """Returns the length of each block: its tokens before the first one without a valid distribution."""
         lengths = self._counts.copy()
         if self._drawn:
-            seen = [0] * len(self._blocks)
+            seen = [0] * len(self.blocks)
             is_good = torch.cat([drawn.is_good for drawn in self._drawn]).tolist()
             for block, good in zip(chain.from_iterable(drawn.blocks for drawn in self._drawn), is_good, strict=True):
                 if not good:
@@ -256,7 +219,7 @@ class Drawer:
     def _tokens(self, mode: _DrawMode, blocks: Sequence[int], probs: Tensor) -> Tensor:
         """Returns the next tokens of blocks that share a mode, `[blocks] int64`."""
         if mode is _DrawMode.COUPLED:
-            return race(probs, self._race_times(blocks, probs.shape[1])).winners
+            return race(probs, self.race_times(blocks, probs.shape[1])).winners
         numbers = upload([self._uniforms[block][self._counts[block]] for block in blocks], self._device, torch.float64)
         if mode is _DrawMode.SPARSE:
             quantized = quantize(probs, self._quantization)
@@ -272,7 +235,7 @@ class Drawer:
                 self._dense_rows[block].append(row)
         return draw(probs.float(), numbers)  # float16 sums have 11 bits
 
-    def _race_times(self, blocks: Sequence[int], vocab_size: int) -> Tensor:
+    def race_times(self, blocks: Sequence[int], vocab_size: int) -> Tensor:
         """Returns the noise of the next places of blocks under a coupled rule, `[blocks, vocab] float64`."""
         missing = [block for block in blocks if self._noise_of_next(block) is None]
         if missing:
@@ -290,7 +253,7 @@ class Drawer:
         """Computes the noise of the next places of blocks, of as many as fit."""
         at_once = NOISE_AT_ONCE.get(self._device.type, MOST_NOISE_AT_ONCE) // (len(blocks) * vocab_size)
         num_places = max(1, min(at_once, max(map(self.num_left, blocks))))
-        words = upload([self._blocks[block].request.key.text_words for block in blocks], self._device)
+        words = upload([self.blocks[block].request.key.text_words for block in blocks], self._device)
         first = upload([self.position(block) for block in blocks], self._device)
         positions = first.unsqueeze(1) + torch.arange(num_places, device=self._device)
         times = exponentials(words.repeat_interleave(num_places, 0), positions.flatten(), vocab_size)
@@ -304,10 +267,10 @@ class Drawer:
         token_ids = torch.cat([part.token_ids for part in self._quantized]).cpu().numpy()
         weights = torch.cat([part.weights for part in self._quantized]).cpu().numpy()
         encoded: dict[int, DraftDistributions] = {}
-        for vocab_size in {block.vocab_size for block in self._blocks}:
+        for vocab_size in {block.vocab_size for block in self.blocks}:
             members = [
                 index
-                for index, block in enumerate(self._blocks)
+                for index, block in enumerate(self.blocks)
                 if self._sparse_rows[index] and lengths[index] and block.vocab_size == vocab_size
             ]
             order = [row for index in members for row in self._sparse_rows[index][: lengths[index]]]

@@ -1,6 +1,9 @@
-"""How token trees are found that have no shape in advance. No torch here."""
+"""Which token tree is drafted, and how one is found that has no shape in advance. No torch here."""
 
 from dataclasses import dataclass
+
+from draftwire.drafting.strategy import DraftRequest
+from draftwire.method.token_tree import TokenTree
 
 PER_PASS = 10
 """Nodes of each depth that get children, as in EAGLE-2."""
@@ -32,6 +35,28 @@ class GrowthPlan:
     def most_read(self) -> int:
         """Nodes that the drafter reads in all, at most."""
         return self.per_pass * max(0, self.num_passes - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTree:
+    """The `TreeRequest` of drafters: a tree of a shape, or one that is looked for."""
+
+    shape: TokenTree | None = None
+    """Its parents are ascending, that is depth by depth."""
+    growth: GrowthPlan | None = None
+    """How to find a tree, where there is no shape; only if `is_walked`."""
+
+    @property
+    def depth(self) -> int:
+        """Draft tokens on a path, at most."""
+        if self.shape is not None:
+            return self.shape.depth
+        return 0 if self.growth is None else self.growth.depth
+
+
+def is_walked(request: DraftRequest) -> bool:
+    """Whether the rule looks the target's own tokens up in a tree: no distribution is sent, and the tree may be any."""
+    return request.is_coupled or request.sampling.greedy or not request.needs_probs
 
 
 def num_read_nodes(max_tree_nodes: int, depth: int) -> int:

@@ -4,22 +4,25 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from draftwire.drafting.drawing import BlockStart, Drawer
+from draftwire.drafting.drawing import BlockStart, Drawer, PlaceGuesses
 from draftwire.drafting.kept_edits import KeptEdits
 from draftwire.drafting.places import span_of_next
-from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep, nothing_ahead
-from draftwire.drafting.tree_drafting import GrowingTree, ReadTree, TreeStart, grow
-from draftwire.drafting.tree_kinds import tree_of
+from draftwire.drafting.strategies import LoadedStrategy, StrategyContext
+from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.method.devices import upload
-from draftwire.method.quantization import Encoding, Quantization
+from draftwire.method.quantization import Quantization
 from draftwire.method.sampling import TokenEdits, probabilities_of_spans
+from draftwire.models.card import ModelCard
 from draftwire.models.sequence_model import DraftModel, ForkingModel, Reading
+from draftwire.requests.session_parameters import SessionParameters
+
+Drafter = TypeVar("Drafter", bound="LanguageModelDrafter")
 
 PROMPT_TOKENS = 32
 """A step that reads more tokens than this for one sequence counts as prefill."""
@@ -49,8 +52,6 @@ class LanguageModelSequence:
         self.cached = model.cache.open(self.ids, cache_salt)
         self._num_read_exactly = self.cached.length
         self.edits = KeptEdits()
-        self.tree: ReadTree | None = None
-        """The tree that ends the cache, until the next tokens are committed."""
 
     @property
     def num_unread(self) -> int:
@@ -74,7 +75,6 @@ class LanguageModelSequence:
 
     def calibrate(self, base_len: int, token_ids: list[int]) -> None:
         """Commits tokens. Cached tokens that are exact and committed are kept; the rest is read again."""
-        self._settle_tree(base_len, token_ids)
         agreeing = self._commit(base_len, token_ids)
         kept = self.num_exact if self._calibrates else self.cached.base
         # The last token is always read again, because the next token is drawn from its logits.
@@ -82,19 +82,9 @@ class LanguageModelSequence:
         self.model.cache.truncate(self.cached, length)
         self._num_read_exactly = min(self._num_read_exactly, length)
 
-    def _settle_tree(self, base_len: int, token_ids: list[int]) -> None:
-        """Keeps of a tree the path that was committed, as if it had been drafted alone."""
-        if self.tree is None:
-            return
-        path = self.tree.path_along(token_ids) if base_len == self._num_committed else []
-        self.model.keep_path(self.cached, path)
-        self.ids += [self.tree.token_ids[self.tree.read[place]] for place in path]
-        self.tree = None
-
     def fork(self, model: ForkingModel, base_len: int, token_ids: list[int]) -> "LanguageModelSequence":
         """Returns another sequence; see `ForkingStrategy.fork`. `model` is this one's."""
         fork = copy(self)
-        fork.tree = None
         fork.ids = self.ids[:base_len]
         fork._commit(base_len, token_ids)
         kept = self.num_exact if self._calibrates else self.cached.base
@@ -135,7 +125,7 @@ class LanguageModelSequence:
 
 
 @dataclass(slots=True)
-class _Member:
+class BatchMember:
     """A sequence in a step that drafts."""
 
     sequence: LanguageModelSequence
@@ -158,9 +148,9 @@ class _Member:
             drawn: all tokens of the block, the last of which is the last of `unread`, if there are any.
         """
         cached = self.sequence.cached
-        most = self.request.num_tokens - len(drawn) - 1
-        can_read = most > 0 and self.sequence.model.extends_exactly and not self.request.is_tree
-        self.ahead = self.request.ahead(drawn)[:most] if can_read else []
+        continuation, most = self.request.continuation, self.request.num_tokens - len(drawn) - 1
+        can_read = most > 0 and self.sequence.model.extends_exactly
+        self.ahead = continuation.may_follow(drawn)[:most] if continuation is not None and can_read else []
         return Reading(cached, [*unread, *self.ahead], 1 + len(self.ahead))
 
     def row_after(self, token: int) -> Tensor | None:
@@ -207,14 +197,10 @@ class LanguageModelDrafter:
         self._quantization = quantization or Quantization()
         self._substitute_id = substitute_id
 
-    def open(self, token_ids: list[int], cache_salt: str = "", *, shares_text: bool = False) -> LanguageModelSequence:
+    def open(self, token_ids: list[int], parameters: SessionParameters) -> LanguageModelSequence:
         """Opens a sequence whose committed tokens are `token_ids`, at least one."""
-        return LanguageModelSequence(self.model, token_ids, cache_salt, self._substitute_id, self._calibrates)
-
-    @property
-    def draws_trees(self) -> bool:
-        """Whether it can draw trees with their distributions: these are rows of integers."""
-        return self._quantization.encoding is Encoding.SPARSE_UINT16
+        salt = parameters.cache_salt
+        return LanguageModelSequence(self.model, token_ids, salt, self._substitute_id, self._calibrates)
 
     @property
     def can_fork(self) -> bool:
@@ -232,7 +218,7 @@ class LanguageModelDrafter:
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
         """Drafts for a batch: one forward pass for the tokens to read, then one for each drafted token."""
         started = time.perf_counter()
-        members: dict[int, _Member] = {}
+        members: dict[int, BatchMember] = {}
         parts: list[tuple[LanguageModelSequence, Reading]] = []
         num_read = 0
         for index, drafting in enumerate(draftings):
@@ -241,7 +227,7 @@ class LanguageModelDrafter:
             num_read += len(unread)
             if drafting.request is not None and len(unread) == sequence.num_unread:
                 assert unread, "calibrate comes first"
-                members[index] = _Member(sequence, drafting.request)
+                members[index] = BatchMember(sequence, drafting.request)
                 parts.append((sequence, members[index].reading(unread, [])))
             elif unread:
                 parts.append((sequence, Reading(sequence.cached, unread, 0)))
@@ -251,13 +237,11 @@ class LanguageModelDrafter:
         if logits.is_cuda and max(len(reading.token_ids) for _, reading in parts) > PROMPT_TOKENS:
             torch.cuda.current_stream(logits.device).synchronize()  # the cost of prefill is measured here
         calibrated = time.perf_counter()
-        drafts_of, num_passes = self._drafted(logits, list(members.values()))
+        drafts_of, num_passes = self._draw(logits, list(members.values()))
         results: list[Draft | DraftwireError | None] = [None] * len(draftings)
         for (index, member), draft in zip(members.items(), drafts_of, strict=True):
             results[index] = draft
             if isinstance(draft, Draft) and draft.token_ids:
-                if not member.request.is_tree:
-                    member.sequence.ids += draft.token_ids
                 member.sequence.publish()
         return DraftStep(results, num_read, calibrated - started, time.perf_counter() - calibrated, num_passes)
 
@@ -277,38 +261,11 @@ class LanguageModelDrafter:
             rows.update(zip(places, logits.split([reading.keep for reading in readings]), strict=True))
         return torch.cat([rows[place] for place in range(len(parts))])
 
-    def _drafted(self, logits: Tensor, members: list[_Member]) -> tuple[list[Draft | DraftwireError], int]:
-        """Drafts chains and trees; as `_draw`."""
-        are_trees = [member.request.is_tree for member in members]
-        if not any(are_trees):
-            return self._draw(logits, members)
-        rows = logits.split([1 + len(member.ahead) for member in members])
-        results: list[Draft | DraftwireError | None] = [None] * len(members)
-        chains = [place for place, is_tree in enumerate(are_trees) if not is_tree]
-        num_passes = 0
-        if chains:
-            own = torch.cat([rows[place] for place in chains])
-            drafts, num_passes = self._draw(own, [members[place] for place in chains])
-            for place, draft in zip(chains, drafts, strict=True):
-                results[place] = draft
-        trees = {place: self._growing(members[place]) for place, is_tree in enumerate(are_trees) if is_tree}
-        num_passes += grow(self.model, list(trees.values()), torch.cat([rows[place] for place in trees]))
-        for place, tree in trees.items():
-            results[place] = tree.draft()
-            members[place].sequence.tree = tree.read_tree() if tree.read else None
-        return [result for result in results if result is not None], num_passes
-
-    def _growing(self, member: _Member) -> GrowingTree:
-        sequence, request = member.sequence, member.request
-        vocab_size, edits = min(request.vocab_size, self.model.vocab_size), sequence.edits.of(request)
-        start = TreeStart(request, sequence.cached, list(sequence.ids), vocab_size, edits)
-        return tree_of(start, self._quantization)
-
-    def _draw(self, logits: Tensor, members: list[_Member]) -> tuple[list[Draft | DraftwireError], int]:
+    def _draw(self, logits: Tensor, members: list[BatchMember]) -> tuple[list[Draft | DraftwireError], int]:
         """Draws blocks, position by position, and returns them with the number of forward passes.
 
         Drawn tokens feed the next forward pass on the device. The host waits for the device only where penalties, a
-        form, `ends_after` or `ahead` need the text. A block whose next logits are not finite ends there: a failure of
+        form or a continuation need the text. A block whose next logits are not finite ends there: a failure of
         the model for that sequence alone. A block that is cut ends after its last drawn token, without a further
         forward pass.
 
@@ -319,6 +276,8 @@ class LanguageModelDrafter:
         drawer = Drawer(
             [self._start(member.sequence, member.request) for member in members], self._quantization, self.model.device
         )
+        asked = [member.request.guesses for member in members if member.request.guesses is not None]
+        guesses: PlaceGuesses | None = asked[0].beside(drawer) if asked else None
         active, num_passes = list(range(len(members))), 0
         logits = _first_rows(logits, members)
         while active:
@@ -327,14 +286,16 @@ class LanguageModelDrafter:
                 if vocab_size < len(row):
                     row[vocab_size:] = -torch.inf
             spans = [span_of_next(drawer, index, *members[index].text) for index in active]
-            ranking = drawer.ranking(active, logits)  # before the probabilities overwrite the logits
+            if guesses is not None:
+                guesses.see(active, logits)
             probs = probabilities_of_spans(logits, spans).float()
-            drawer.guess(ranking, probs)
-            drawing = [row for row, index in enumerate(active) if drawer.num_left(index)]
-            if len(drawing) < len(active):  # in the first place alone: the others asked for guesses and no tokens
-                active, probs = [active[row] for row in drawing], probs[upload(drawing, probs.device, torch.int64)]
-                if not active:
-                    break
+            if guesses is not None:
+                guesses.rank(probs)
+                drawing = [row for row, index in enumerate(active) if drawer.num_left(index)]
+                if len(drawing) < len(active):  # in the first place alone: the others asked for guesses and no tokens
+                    active, probs = [active[row] for row in drawing], probs[upload(drawing, probs.device, torch.int64)]
+                    if not active:
+                        break
             tokens = drawer.draw(active, probs)
             going = [row for row, index in enumerate(active) if drawer.goes_on(index)]
             if len(going) < len(active):
@@ -342,12 +303,15 @@ class LanguageModelDrafter:
             if active:
                 logits, has_read = self._extend([members[index] for index in active], tokens, drawer, active)
                 num_passes += has_read
+        drafts = drawer.drafts() if guesses is None else guesses.added_to(drawer.drafts())
         for member in members:
             member.forget_ahead()
-        return drawer.drafts(), num_passes
+        for member, draft in zip(members, drafts, strict=True):
+            member.sequence.ids += draft.token_ids if isinstance(draft, Draft) else []
+        return drafts, num_passes
 
     def _extend(
-        self, members: list[_Member], tokens: Tensor, drawer: Drawer, indices: list[int]
+        self, members: list[BatchMember], tokens: Tensor, drawer: Drawer, indices: list[int]
     ) -> tuple[Tensor, bool]:
         """Returns the logits after drawn tokens, `[members, vocab]`, and whether that took a forward pass.
 
@@ -357,7 +321,7 @@ class LanguageModelDrafter:
             drawer: has drawn them.
             indices: of the members in the drawer.
         """
-        if not self.model.extends_exactly or all(member.request.ahead is nothing_ahead for member in members):
+        if not self.model.extends_exactly or all(member.request.continuation is None for member in members):
             return self.model.extend([member.sequence.cached for member in members], tokens), True
         rows: list[Tensor | None] = []
         readings: dict[int, Reading] = {}
@@ -376,7 +340,7 @@ class LanguageModelDrafter:
         return BlockStart(request, min(request.vocab_size, self.model.vocab_size), len(sequence.ids))
 
 
-def _first_rows(logits: Tensor, members: list[_Member]) -> Tensor:
+def _first_rows(logits: Tensor, members: list[BatchMember]) -> Tensor:
     """Returns the logits for the next token of each member, and gives it those after what it has read ahead."""
     if not any(member.ahead for member in members):
         return logits
@@ -386,3 +350,18 @@ def _first_rows(logits: Tensor, members: list[_Member]) -> Tensor:
         member.rows = list(logits[place + 1 : place + 1 + len(member.ahead)])
         place += 1 + len(member.ahead)
     return logits[upload(firsts, logits.device, torch.int64)]
+
+
+def load(_name: str, context: StrategyContext) -> LoadedStrategy:
+    """Loads a language model as a strategy."""
+    card, drafter = load_drafter(context, LanguageModelDrafter)
+    return LoadedStrategy(card, drafter)
+
+
+def load_drafter(context: StrategyContext, kind: type[Drafter]) -> tuple[ModelCard, Drafter]:
+    """Loads a language model, and returns its card with a drafter of a kind that draws from it."""
+    card, model = context.load_language_model()
+    card = context.limited(card)
+    described = card.description
+    substitute = described.stop_token_ids[0] if described.stop_token_ids else 0
+    return card, kind(model, described.context_length, substitute, context.quantization, context.calibrates)

@@ -2,14 +2,19 @@
 
 import time
 from collections.abc import Sequence
-from typing import cast
+from dataclasses import replace
+from typing import Protocol, cast
 
 from draftwire.drafting.model_free.possible import following, possible
+from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.drafting.model_free.text_drafter import FollowedText, Guess, TextDrafter
+from draftwire.drafting.strategies import LoadedStrategy, StrategyContext
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.method.encoding import DraftDistributions
 from draftwire.method.quantization import Encoding
+from draftwire.models.card import ModelCard
+from draftwire.requests.session_parameters import SessionParameters
 
 
 class ModelFreeSequence:
@@ -17,12 +22,12 @@ class ModelFreeSequence:
 
     num_reused = 0
 
-    def __init__(self, drafter: TextDrafter, token_ids: list[int], salt: str | None) -> None:
+    def __init__(self, drafter: TextDrafter, token_ids: list[int], parameters: SessionParameters) -> None:
         """Starts with all tokens unread."""
-        self._drafter, self._salt = drafter, salt
+        self._drafter, self._salt = drafter, parameters.cache_salt if parameters.shares_text else None
         self.token_ids = list(token_ids)
         """The committed tokens."""
-        self.text: FollowedText = drafter.open((), salt)
+        self.text: FollowedText = drafter.open((), self._salt)
         """Those of them that were read."""
         self.prompt_len: int | None = None
         """Number of the first of them, which are the prompt; None before the first draft."""
@@ -88,9 +93,9 @@ class ModelFreeDrafter:
         self.context_length = context_length
         self._drafter, self._vocab_size = drafter, vocab_size
 
-    def open(self, token_ids: list[int], cache_salt: str = "", *, shares_text: bool = False) -> ModelFreeSequence:
+    def open(self, token_ids: list[int], parameters: SessionParameters) -> ModelFreeSequence:
         """Opens a sequence whose committed tokens are `token_ids`."""
-        return ModelFreeSequence(self._drafter, token_ids, cache_salt if shares_text else None)
+        return ModelFreeSequence(self._drafter, token_ids, parameters)
 
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
         """Reads, and guesses for each sequence that has read its tokens."""
@@ -113,3 +118,24 @@ class ModelFreeDrafter:
         token_ids = guessed or [min(sequence.token_ids[-1], vocab_size - 1)]
         encoding = Encoding.ONE_HOT if request.needs_probs else Encoding.NONE
         return Draft(token_ids, DraftDistributions(encoding, vocab_size))
+
+
+class TextContext(StrategyContext, Protocol):
+    """Configuration of strategies that guess from texts."""
+
+    def load_text_drafters(self, card: ModelCard) -> TextDrafters:
+        """Returns what drafts without a model, for texts of a vocabulary.
+
+        Raises:
+            InvalidRequestError: the store to retrieve from cannot be used.
+        """
+
+
+def load(name: str, context: TextContext) -> LoadedStrategy:
+    """Loads text drafters, joined in their name, as a strategy."""
+    context.require_no_weights(f"strategy {name}")
+    card = context.limited(context.load_card())
+    described = replace(card.description, name=name)
+    texts = context.load_text_drafters(card).named(name)
+    strategy = ModelFreeDrafter(texts, described.vocab_size, described.context_length)
+    return LoadedStrategy(replace(card, description=described), strategy)

@@ -4,13 +4,16 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
+from draftwire.drafting.growth_plan import WantedTree
+from draftwire.drafting.strategies import LoadedStrategy, StrategyContext
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.drafting.tree_shapes import shape_by_chances
-from draftwire.errors import DraftwireError
+from draftwire.errors import DraftwireError, InvalidRequestError
 from draftwire.method.encoding import DraftDistributions
 from draftwire.method.quantization import Encoding
 from draftwire.method.token_tree import ROOT, TokenTree
-from draftwire.models.script import Script, expected_tokens, recovered_tokens, wait
+from draftwire.models.script import Script, expected_tokens, is_scripted, recovered_tokens, wait
+from draftwire.requests.session_parameters import SessionParameters
 
 
 class ScriptedSequence:
@@ -54,7 +57,7 @@ class ScriptedDrafter:
         self.context_length = script.context_length
         self._script = script
 
-    def open(self, token_ids: list[int], cache_salt: str = "", *, shares_text: bool = False) -> ScriptedSequence:
+    def open(self, token_ids: list[int], parameters: SessionParameters) -> ScriptedSequence:
         """Opens a sequence whose committed tokens are `token_ids`."""
         return ScriptedSequence(len(token_ids))
 
@@ -96,13 +99,14 @@ class ScriptedDrafter:
 
     def _shape(self, sequence: ScriptedSequence, request: DraftRequest) -> TokenTree:
         """Returns what to draft: a chain, a tree of the shape that is given, or the one that accepts most."""
-        if request.shape is not None:
-            return request.shape
-        if request.growth is None:
+        tree = request.tree
+        if tree is None:
             return TokenTree.chain(request.num_tokens)
-        first, depths = sequence.num_committed, range(request.growth.depth)
-        chances = [self._script.chances_at(depth, first) for depth in depths]
-        return shape_by_chances(chances, request.growth.num_nodes)
+        assert isinstance(tree, WantedTree), "as drafters ask for them"
+        if tree.shape is not None:
+            return tree.shape
+        chances = [self._script.chances_at(depth, sequence.num_committed) for depth in range(tree.depth)]
+        return shape_by_chances(chances, request.num_tokens)
 
     def _drawn(self, requests: Sequence[DraftRequest], shapes: Sequence[TokenTree]) -> list[int]:
         """Waits as long as drawing the batch takes, a pass for each depth, and returns how deep each block is."""
@@ -127,22 +131,31 @@ class ScriptedDrafter:
                 kept |= dict(zip(shape.children(node), proposed[own_depth], strict=False))
         tokens = [kept[node] for node in sorted(kept) if node != ROOT]
         shape = shape.cut(sorted(kept.keys() - {ROOT}))
-        encoding = Encoding.NONE if request.is_tree or not request.needs_probs else Encoding.ONE_HOT
+        encoding = Encoding.NONE if request.tree is not None or not request.needs_probs else Encoding.ONE_HOT
         stated = DraftDistributions(encoding, min(request.vocab_size, self._script.vocab_size))
-        guesses = [] if request.is_tree else self._guesses(sequence, request, depth)
+        guesses = [] if request.tree is not None else self._guesses(sequence, request, depth)
         return Draft(tokens, stated, guesses, shape.compact_parents, is_whole)
 
     def _guesses(self, sequence: ScriptedSequence, request: DraftRequest, length: int) -> list[list[int]]:
-        if not request.num_guesses:
+        if request.guesses is None:
             return []
         if not request.num_tokens:
             (expected,) = expected_tokens(sequence.num_committed, 1)
-            return [[expected, *recovered_tokens(expected)][: request.num_guesses]]
+            return [[expected, *recovered_tokens(expected)][: request.guesses.most]]
         places = expected_tokens(sequence.num_committed, length)
-        return [recovered_tokens(expected)[: request.num_guesses] for expected in places]
+        return [recovered_tokens(expected)[: request.guesses.most] for expected in places]
 
 
 def _num_inner(shape: TokenTree, depth: int) -> int:
     """Returns how many nodes of a depth get children."""
     depths = (0, *shape.depths)  # the root's first
     return sum(depths[node + 1] == depth for node in shape.inner_nodes)
+
+
+def load(_name: str, context: StrategyContext) -> LoadedStrategy:
+    """Loads a script as a strategy."""
+    if not is_scripted(context.model):
+        raise InvalidRequestError(f"strategy scripted takes a script as its model, not {context.model!r}")
+    context.require_no_weights("a scripted model")
+    script = Script.parse(context.model)
+    return LoadedStrategy(context.limited(script.card()), ScriptedDrafter(script))

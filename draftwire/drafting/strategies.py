@@ -1,33 +1,39 @@
-"""Drafting strategies by name. Each builds itself from the drafter's configuration, and loads weights if needed.
+"""Drafting strategies, by name or by import path.
 
-Torch is imported by those that have weights, and by no other.
+Each builds itself from the drafter's configuration, and loads weights if it needs them. None is imported before it is
+asked for.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol, cast
 
-from draftwire.drafting.heads.head_names import HEAD_NAMES
-from draftwire.drafting.model_free.names import JOINT, TEXT_DRAFTER_NAMES, are_text_drafters, parts_of
-from draftwire.drafting.model_free.registry import TextDrafters
-from draftwire.drafting.model_free.text_drafter import TextDrafter
-from draftwire.drafting.model_free_drafter import ModelFreeDrafter
-from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.errors import InvalidRequestError
-from draftwire.method.features import FeatureNeed
 from draftwire.method.quantization import Quantization
 from draftwire.models.card import ModelCard
-from draftwire.models.script import Script, is_scripted
+from draftwire.models.script import is_scripted
+from draftwire.requests.import_paths import made_by, named_by
 
 if TYPE_CHECKING:
-    from draftwire.drafting.heads.draft_head import DraftHead
-    from draftwire.drafting.language_model import LanguageModelDrafter
     from draftwire.models.sequence_model import DraftModel
 
-MODEL = "model"
 AUTO = "auto"
 """Selects the strategy that accepts the value of the option `model`."""
+MODEL, SCRIPTED = "model", "scripted"
+TEXTS = ("suffix", "lookup", "retrieval")
+"""Strategies that guess from texts, of which several are joined."""
+JOINT = "+"
+
+STRATEGIES = {
+    **dict.fromkeys(TEXTS, "draftwire.drafting.model_free_drafter:load"),
+    SCRIPTED: "draftwire.drafting.scripted_drafter:load",
+    MODEL: "draftwire.drafting.language_model:load",
+    **dict.fromkeys(("eagle", "eagle3", "medusa", "hydra", "mtp"), "draftwire.drafting.heads.fed_head:load"),
+}
+"""Import paths of what loads the strategy of a name, called with the name and a `StrategyContext`."""
+MODEL_WITH_TREES = "draftwire.options.trees.tree_model_drafter:load"
+MODEL_WITH_TEXTS = "draftwire.drafting.cascade_drafter:load"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,10 @@ class StrategyContext(Protocol):
     def calibrates(self) -> bool:
         """Whether tokens that were read approximately are read again exactly."""
 
+    @property
+    def max_tree_nodes(self) -> int:
+        """Draft tokens of the largest token tree that may be asked for; 0 if none may."""
+
     def limited(self, card: ModelCard) -> ModelCard:
         """Returns the card with its context length limited to one session's room in the KV cache."""
 
@@ -71,14 +81,6 @@ class StrategyContext(Protocol):
             InvalidRequestError: the model cannot be served, or not in this way.
         """
 
-    def load_head(self) -> "tuple[ModelCard, DraftHead, FeatureNeed]":
-        """Loads a head with what it shares with its target, which the option `model` names, and says what it has to be
-        fed with.
-
-        Raises:
-            InvalidRequestError: the head cannot be served, or is for another target.
-        """
-
     def require_no_weights(self, what: str) -> None:
         """Refuses settings that would have no effect without weights.
 
@@ -89,120 +91,64 @@ class StrategyContext(Protocol):
             InvalidRequestError: such a setting is present.
         """
 
-    def load_text_drafters(self, card: ModelCard) -> TextDrafters:
-        """Returns what drafts without a model, for texts of a vocabulary.
-
-        Raises:
-            InvalidRequestError: the store to retrieve from cannot be used.
-        """
-
-    def require_texts_of(self, names: Sequence[str]) -> None:
-        """Refuses settings of drafts without a model that would have no effect.
+    def refuse_texts_but(self, *names: str) -> None:
+        """Refuses settings of strategies that guess from texts.
 
         Args:
-            names: of the text drafters that there are to be; none if a model or a script drafts alone.
+            names: of those that there are to be; their settings are accepted.
 
         Raises:
-            InvalidRequestError: such a setting is present.
+            InvalidRequestError: a setting of another one is present.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class StrategyKind:
-    """An entry of `STRATEGIES`."""
-
-    load: Callable[[StrategyContext], LoadedStrategy]
-    takes: Callable[[str], bool]
-    """Whether `AUTO` selects the strategy for a value of the option `model`."""
-
-
-def _load_language_model(context: StrategyContext) -> LoadedStrategy:
-    card, drafter = _language_model(context)
-    return LoadedStrategy(card, drafter)
-
-
-def _language_model(context: StrategyContext) -> "tuple[ModelCard, LanguageModelDrafter]":
-    from draftwire.drafting.language_model import LanguageModelDrafter
-
-    card, model = context.load_language_model()
-    card = context.limited(card)
-    described = card.description
-    substitute = described.stop_token_ids[0] if described.stop_token_ids else 0
-    quantization, calibrates = context.quantization, context.calibrates
-    return card, LanguageModelDrafter(model, described.context_length, substitute, quantization, calibrates)
-
-
-def _load_script(context: StrategyContext) -> LoadedStrategy:
-    if not is_scripted(context.model):
-        raise InvalidRequestError(f"strategy scripted takes a script as its model, not {context.model!r}")
-    context.require_no_weights("a scripted model")
-    script = Script.parse(context.model)
-    return LoadedStrategy(context.limited(script.card()), ScriptedDrafter(script))
-
-
-def _load_model_free(name: str, context: StrategyContext) -> LoadedStrategy:
-    context.require_no_weights(f"strategy {name}")
-    card = context.limited(context.load_card())
-    described = replace(card.description, name=name)
-    return LoadedStrategy(
-        replace(card, description=described),
-        ModelFreeDrafter(_text_drafter(name, context, card), described.vocab_size, described.context_length),
-    )
-
-
-STRATEGIES = {
-    "scripted": StrategyKind(_load_script, is_scripted),
-    MODEL: StrategyKind(_load_language_model, lambda model: not is_scripted(model)),
-}
-"""The strategies that propose a model's or a script's tokens, by name; others are named by `TEXT_DRAFTER_NAMES`."""
-
-
-def _text_drafter(name: str, context: StrategyContext, card: ModelCard) -> TextDrafter:
-    context.require_texts_of(parts_of(name))
-    return context.load_text_drafters(card).named(name)
-
-
-def _load_cascade(name: str, context: StrategyContext) -> LoadedStrategy:
-    from draftwire.drafting.cascade_drafter import CascadeDrafter
-
-    card, model = _language_model(context)
-    texts = _text_drafter(name, context, card)
-    described = replace(card.description, name=f"{card.description.name}{JOINT}{name}")
-    return LoadedStrategy(replace(card, description=described), CascadeDrafter(model, texts))
-
-
-def _load_head(name: str, context: StrategyContext) -> LoadedStrategy:
-    from draftwire.drafting.heads.fed_head import FedHeadDrafter
-
-    card, head, need = context.load_head()
-    if head.config.kind.value != name:
-        raise InvalidRequestError(
-            f"strategy {name} takes a head of that kind, and this one is {head.config.kind.value}"
-        )
-    return LoadedStrategy(card, FedHeadDrafter(head, card.description.context_length, need, context.quantization))
 
 
 def load_strategy(name: str, context: StrategyContext) -> LoadedStrategy:
     """Builds a strategy. Runs on the torch thread.
 
     Args:
-        name: a key of `STRATEGIES`, one of `TEXT_DRAFTER_NAMES` or several joined, the same behind "model+", one of
-            `HEAD_NAMES`, or `AUTO`.
+        name: a key of `STRATEGIES`, several of `TEXTS` joined, the same behind "model+", `AUTO`, or the import path of
+            a strategy of one's own, as `package.module:Class`: a class or function that is called with the context, and
+            returns a strategy or, to describe its model itself, a `LoadedStrategy`.
         context: the drafter's configuration.
 
     Raises:
-        InvalidRequestError: the name is unknown, or the strategy does not support the configuration.
+        InvalidRequestError: the name is unknown, or the strategy does not support the configuration; the message is one
+            line.
     """
     if name == AUTO:
-        name = next(name for name, kind in STRATEGIES.items() if kind.takes(context.model))
-    if are_text_drafters(name):
-        return _load_model_free(name, context)
-    if name.startswith(MODEL + JOINT) and are_text_drafters(name.removeprefix(MODEL + JOINT)):
-        return _load_cascade(name.removeprefix(MODEL + JOINT), context)
-    context.require_texts_of(())
-    if name in HEAD_NAMES:
-        return _load_head(name, context)
-    if name not in STRATEGIES:
-        known = (AUTO, *TEXT_DRAFTER_NAMES, *STRATEGIES, *HEAD_NAMES)
-        raise InvalidRequestError(f"unknown strategy {name!r}; known: {', '.join(known)}")
-    return STRATEGIES[name].load(context)
+        name = SCRIPTED if is_scripted(context.model) else MODEL
+    path, texts = _place_of(name, context)
+    context.refuse_texts_but(*texts)
+    if path is not None:
+        module, _, function = path.partition(":")
+        return cast(LoadedStrategy, getattr(import_module(module), function)(name, context))
+    if not set(":.").intersection(name):
+        known = ", ".join((AUTO, *STRATEGIES))
+        raise InvalidRequestError(f"unknown strategy {name!r}; known: {known}, or package.module:Class of your own")
+    return _load_own(name, context)
+
+
+def _place_of(name: str, context: StrategyContext) -> tuple[str | None, list[str]]:
+    """Returns the import path of what loads one of the library's strategies, and the texts that it guesses from."""
+    first, *others = name.split(JOINT)
+    is_joint = first == MODEL and bool(others)
+    texts = others if is_joint else [first, *others]
+    if set(TEXTS).issuperset(texts) and len(set(texts)) == len(texts):
+        return (MODEL_WITH_TEXTS if is_joint else STRATEGIES[first]), texts
+    return (MODEL_WITH_TREES if name == MODEL and context.max_tree_nodes else STRATEGIES.get(name)), []
+
+
+def _load_own(path: str, context: StrategyContext) -> LoadedStrategy:
+    """Returns the strategy of an import path."""
+    found = named_by(path)
+    if not callable(found):
+        raise InvalidRequestError(f"{path!r} is no drafting strategy: it is neither a class nor a function")
+    made = made_by(found, path, "drafting strategy", context)
+    if not isinstance(made, LoadedStrategy):
+        made = LoadedStrategy(context.load_card(), cast(DraftingStrategy, made))
+    for method in ("open(token_ids, parameters)", "step(draftings)"):
+        if not callable(getattr(made.strategy, method.partition("(")[0], None)):
+            raise InvalidRequestError(f"{path!r} is no drafting strategy: it has no method {method}")
+    if not isinstance(getattr(made.strategy, "context_length", None), int):
+        raise InvalidRequestError(f"{path!r} is no drafting strategy: it has no context_length (int)")
+    return LoadedStrategy(context.limited(made.card), made.strategy)

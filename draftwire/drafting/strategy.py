@@ -1,18 +1,19 @@
-"""Interface of drafting strategies."""
+"""Interface of drafting strategies.
+
+A chain of draft tokens needs what `DraftRequest` states first. What options ask for beside it are parts of the request,
+which are absent where an option is off: a token tree, guesses of other tokens, a text that goes on by itself.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
-from draftwire.drafting.growth_plan import GrowthPlan
 from draftwire.errors import DraftwireError
-from draftwire.method.block_shape import CHAIN
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import DraftDistributions
-from draftwire.method.features import FeatureNeed, SessionFeatures
-from draftwire.method.token_tree import TokenTree
 from draftwire.requests.automaton import Automaton
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import SessionParameters
 
 
 def never() -> bool:
@@ -20,9 +21,37 @@ def never() -> bool:
     return False
 
 
-def nothing_ahead(_drawn: list[int]) -> list[int]:
-    """Returns no tokens: the default of `DraftRequest.ahead`."""
-    return []
+class TreeRequest(Protocol):
+    """Asks for a token tree of `DraftRequest.num_tokens` nodes at most in the place of a chain: the option of trees."""
+
+    @property
+    def depth(self) -> int:
+        """Draft tokens on a path, at most."""
+
+
+class GuessRequest(Protocol):
+    """Asks for other tokens that may stand in the places of a block: the option of drafting ahead."""
+
+    @property
+    def most(self) -> int:
+        """Guesses for each place, at most."""
+
+    def beside(self, drawer: Any) -> Any:
+        """Returns the `draftwire.drafting.drawing.PlaceGuesses` of the blocks that a drawer draws."""
+
+
+class Continuation(Protocol):
+    """Knows how a text may go on without the model: the cascade."""
+
+    def takes_over(self, drawn: list[int]) -> bool:
+        """Whether the block ends after some drawn tokens; asked with all of them before the next one is drawn. It may
+        look at them, since they are all kept.
+        """
+
+    def may_follow(self, drawn: list[int]) -> list[int]:
+        """Returns tokens that may follow some drawn ones; asked with all of them. A model reads them beside the last
+        drawn token, and so has what it would read one by one if they are drawn. What is drawn does not depend on them.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +60,7 @@ class DraftRequest:
 
     num_tokens: int
     """Draft tokens requested, at least 1. A strategy may return fewer, but has to stop before it draws a token. 0, with
-    `num_guesses`, asks for the guesses of the next place alone."""
+    `guesses`, asks for the guesses of the next place alone."""
     sampling: SamplingParams
     """The target's sampling parameters; drafts that apply them too are accepted more often."""
     key: DrawKey
@@ -48,34 +77,15 @@ class DraftRequest:
     """The tokens that `SamplingParams.min_tokens` masks."""
     automaton: Automaton | None = None
     """Masks tokens that break the form in `sampling`. Without it, drafts that break the form are rejected."""
-    ends_after: Callable[[list[int]], bool] | None = None
-    """Whether the block ends after some drawn tokens; asked with all of them before the next one is drawn. It may look
-    at them, since they are all kept."""
-    ahead: Callable[[list[int]], list[int]] = nothing_ahead
-    """Tokens that may follow some drawn ones; asked with all of them. A model reads them beside the last drawn token,
-    and so has what it would read one by one if they are drawn. What is drawn does not depend on them."""
-    num_guesses: int = 0
-    """How many guesses to return for each place; only for a `ForkingStrategy`."""
-    shape: TokenTree | None = None
-    """A tree of `num_tokens` nodes to draft in the place of a chain; its parents are ascending, that is depth by depth.
-    Only for a `TreeStrategy`. Nodes may be left out, and a block that is cut has fewer depths."""
-    growth: GrowthPlan | None = None
-    """How to find a tree of at most `num_tokens` nodes. Only for a `TreeStrategy`, and if `is_walked`."""
     is_cut: Callable[[], bool] = never
     """Whether to end the block early. Called on the torch thread after each token. A block that is cut ends before its
     next token is drawn and keeps all drawn tokens: dropping a token because of its value would bias the output."""
-
-    @property
-    def is_tree(self) -> bool:
-        """Whether a token tree is to be drafted."""
-        return self.shape is not None or self.growth is not None
-
-    @property
-    def is_walked(self) -> bool:
-        """Whether the rule looks the target's own tokens up in a tree: no distribution is sent, and the tree may be
-        any.
-        """
-        return self.is_coupled or self.sampling.greedy or not self.needs_probs
+    continuation: Continuation | None = None
+    """What may end the block, and what to read beside it."""
+    guesses: GuessRequest | None = None
+    """Only for a strategy that can fork."""
+    tree: TreeRequest | None = None
+    """Only for a strategy that drafts trees. Nodes may be left out, and a block that is cut has fewer depths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +97,9 @@ class Draft:
     guesses: list[list[int]] = field(default_factory=list)
     """Other tokens that may stand in the place of each token: the likeliest others, the likeliest first, or those that
     come next in the race of the place under a coupled rule. If no token was requested, those of the next place. No
-    random number of the round was used for them. Empty unless `DraftRequest.num_guesses` asks for them."""
-    parents: tuple[int, ...] = CHAIN
-    """The parent of each token in a tree, as `TokenTree.parents`; `CHAIN` if each follows the one before it."""
+    random number of the round was used for them. Empty unless `DraftRequest.guesses` asks for them."""
+    parents: tuple[int, ...] = ()
+    """The parent of each token in a tree, as `TokenTree.parents`; empty if each follows the one before it."""
     is_whole: bool = True
     """Whether it ended for another reason than `DraftRequest.is_cut`, so that drafting again would give no more. One
     that is cut where nothing could follow is whole: after its last token, or after a row that is no distribution."""
@@ -150,13 +160,12 @@ class DraftingStrategy(Protocol):
     def context_length(self) -> int:
         """Tokens that a sequence can hold, drafted ones included."""
 
-    def open(self, token_ids: list[int], cache_salt: str = "", *, shares_text: bool = False) -> DraftSequence:
+    def open(self, token_ids: list[int], parameters: SessionParameters) -> DraftSequence:
         """Starts a sequence whose committed tokens are `token_ids`, at least one.
 
         Args:
-            token_ids: the prompt.
-            cache_salt: cached prefixes are shared only between sequences of the same salt.
-            shares_text: see `SessionParameters.shares_text`.
+            token_ids: the prompt, and what was generated before.
+            parameters: of the session. What a session reads may be shared with others of the same `cache_salt` alone.
         """
 
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
@@ -164,56 +173,4 @@ class DraftingStrategy(Protocol):
 
         All drafts are returned together: a block that was cut waits until the others of the batch end. Blocks are
         short, so returning them one by one would gain little.
-        """
-
-
-@runtime_checkable
-class FedStrategy(DraftingStrategy, Protocol):
-    """A strategy that drafts from features of the target, which it is fed with."""
-
-    @property
-    def need(self) -> FeatureNeed:
-        """The features that it reads, and how they come."""
-
-    def feed(self, sequence: Any, features: SessionFeatures) -> None:
-        """Adds features to a sequence of this strategy, in the order of the text. It drafts once those of all committed
-        tokens but the last are there.
-
-        Args:
-            sequence: is changed.
-            features: of the sizes that `need` states.
-        """
-
-    def rehearse(self, sequence: Any) -> None:
-        """Feeds a sequence of this strategy with features that stand for any."""
-
-
-@runtime_checkable
-class TreeStrategy(DraftingStrategy, Protocol):
-    """A strategy that can draft token trees."""
-
-    @property
-    def draws_trees(self) -> bool:
-        """Whether it also can where the rule reads distributions. If not, it drafts chains there."""
-
-
-@runtime_checkable
-class ForkingStrategy(DraftingStrategy, Protocol):
-    """A strategy that can draft for several texts that a session may have next."""
-
-    @property
-    def can_fork(self) -> bool:
-        """Whether it can with the model that it has."""
-
-    def fork(self, sequence: Any, base_len: int, token_ids: list[int]) -> DraftSequence:
-        """Returns another sequence, whose committed tokens are the first `base_len` of a sequence of this strategy,
-        committed or drafted, and then `token_ids`.
-
-        Args:
-            sequence: is not changed.
-            base_len: at least its committed tokens.
-            token_ids: at least one.
-
-        Raises:
-            NoRoomError: the KV cache is full.
         """

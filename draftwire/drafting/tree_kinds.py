@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from draftwire.drafting.growth_plan import GrowthPlan
+from draftwire.drafting.growth_plan import GrowthPlan, WantedTree, is_walked
 from draftwire.drafting.strategy import Draft
 from draftwire.drafting.tree_drafting import GrowingTree, ReadTree, TreeStart
 from draftwire.drafting.tree_growth import BestFirstGrowth, log_race_chances
@@ -228,13 +228,12 @@ def race_times(start: TreeStart, depth: int, probs: Tensor) -> Tensor:
     return exponentials(words, upload([len(start.committed) + depth], probs.device), probs.shape[1])
 
 
-def tree_of(start: TreeStart, quantization: Quantization) -> GrowingTree:
+def tree_of(start: TreeStart, wanted: WantedTree, quantization: Quantization) -> GrowingTree:
     """Returns the tree that a request asks for."""
-    request = start.request
-    if request.growth is not None:
-        assert request.is_walked, "a tree that grows is not drawn"
-        return BestFirstTree(start, request.growth)
-    assert request.shape is not None, "asked of trees alone"
-    if request.is_walked:
-        return RankedTree(start, request.shape)
-    return DrawnTree(start, request.shape, quantization)
+    if wanted.growth is not None:
+        assert is_walked(start.request), "a tree that grows is not drawn"
+        return BestFirstTree(start, wanted.growth)
+    assert wanted.shape is not None, "a tree that does not grow has a shape"
+    if is_walked(start.request):
+        return RankedTree(start, wanted.shape)
+    return DrawnTree(start, wanted.shape, quantization)

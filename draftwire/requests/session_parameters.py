@@ -51,3 +51,7 @@ def check_salt(salt: str) -> None:
     """
     if len(salt) > MAX_SALT_LENGTH:
         raise InvalidRequestError(f"cache_salt has at most {MAX_SALT_LENGTH} characters")
+
+
+ALONE = SessionParameters(prompt_len=1, sampling=SamplingParams(), rule=RuleFacts("block"), max_draft_tokens=1)
+"""For a text that belongs to no session: it shares nothing."""

@@ -1,13 +1,10 @@
 """Loads rules by name: built-in rules, and custom rules by import path."""
 
-import importlib
-import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from draftwire.errors import InvalidRequestError
+from draftwire.requests.import_paths import made_by, named_by
 from draftwire.verification import MOVED_RULES, RULES, no_such_rule
 from draftwire.verification.rule import VerificationRule, facts_of, is_stateful
 
@@ -42,30 +39,11 @@ def imported(name: str, known: Iterable[str]) -> object:
         raise InvalidRequestError(
             f"unknown rule {name!r}; known: {', '.join(known)}, or package.module.Attribute of your own"
         )
-    try:
-        with _working_directory_first():
-            found: object = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # a module may raise anything on import
-        raise InvalidRequestError(f"cannot import {name!r}: {_one_line(error)}") from error
+    found = named_by(name)
     is_rule = hasattr(found, "decide") or hasattr(found, "decide_trees")
     if isinstance(found, type) or (callable(found) and not is_rule):
-        try:
-            return found()
-        except Exception as error:
-            raise InvalidRequestError(f"cannot make a rule of {name!r}: {_one_line(error)}") from error
+        return made_by(found, name, "rule")
     return found
-
-
-@contextmanager
-def _working_directory_first() -> Iterator[None]:
-    """Puts the working directory first in the import path, for this context only."""
-    sys.path.insert(0, os.getcwd())
-    try:
-        yield
-    finally:
-        sys.path.remove(os.getcwd())
 
 
 def served_rules(own: Sequence[str]) -> dict[str, VerificationRule]:
@@ -120,7 +98,3 @@ def check_attributes(name: str, found: object) -> None:
         raise InvalidRequestError(
             f"{name!r} is no verification rule: where drafts are coupled, no distributions travel that it could ask for"
         )
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from draftwire.options.ahead.ahead_drafting import AheadDrafting
+from draftwire.options.ahead.branch_drafter import BranchDrafter
 from draftwire.options.ahead.held_blocks import HeldBlocks
 from draftwire.options.heads import head_drafts
 from draftwire.verification.deciding import ScoredBlock
-from draftwire_drafter.engine import DraftEngine
-from draftwire_drafter.scheduler import Scheduler as DraftScheduler
 from draftwire_gateway.options.begun_rounds import BegunRounds
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.loop import GenerationLoop
@@ -90,14 +90,14 @@ MISTAKES = (
         "a guess is drawn with the numbers of the round that is drafted for",
         "1 ahead, a guess that is right or wrong",
         (
-            (DraftEngine._drafting_ahead, "session, branch.fence.round, 0)", "session, branch.fence.round + 1, 1)"),
+            (BranchDrafter._drafting, "request(branch.fence.round, 0)", "request(branch.fence.round + 1, 1)"),
             (
-                DraftEngine._drafting_ahead,
-                "session, branch.fence.round, branch.num",
-                "session, branch.fence.round + 1000, branch.num",
+                BranchDrafter._drafting,
+                "request(branch.fence.round, branch.num",
+                "request(branch.fence.round + 1000, branch.num",
             ),
             (
-                DraftScheduler._end_ahead,
+                AheadDrafting._end,
                 "draft.guesses[0] if isinstance(draft, Draft)",
                 "draft.token_ids if isinstance(draft, Draft)",
             ),

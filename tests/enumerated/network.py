@@ -23,7 +23,6 @@ from enumeration import FAILED
 from torch import Tensor
 from virtual_time import VirtualTimeLoop
 
-from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine import engine_service
 from draftwire.engine.leases import SessionFailed
@@ -46,6 +45,7 @@ from draftwire.models.description import ModelDescription
 from draftwire.options.heads.head_drafts import HeadSource
 from draftwire.options.model_free.local_texts import LocalText
 from draftwire.options.structured_output.grammar_automaton import FormCompiler
+from draftwire.options.trees.tree_model_drafter import TreeModelDrafter
 from draftwire.runtime import messages
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire.v1 import drafter_pb2, session_pb2, verifier_pb2
@@ -381,7 +381,8 @@ class VirtualDrafter(_VirtualService, DrafterCore):
         self.round_trip = RoundTripEstimate()
         self.connected = True
         self._blocks: dict[str, VirtualBlockLink] = {}
-        super().__init__(DrafterConfig(ModelSettings("table"), engine=SETTINGS), self._connect_to)
+        settings = replace(SETTINGS, max_tree_nodes=network.max_tree_nodes)
+        super().__init__(DrafterConfig(ModelSettings("table"), engine=settings), self._connect_to)
         self._torch.until = self.awake_at  # type: ignore[attr-defined]
         self.inboxes: dict[tuple[int, int], Inbox] = {}
         self._known_as: dict[str, int] = {}
@@ -395,19 +396,17 @@ class VirtualDrafter(_VirtualService, DrafterCore):
         network = self.network
         model = PlacedTable(self.rows.float(), network.times.drafter, self._torch.wait, network.bad_drafts)
         strategy = network.strategy(model)
-        engine = DraftEngine(strategy)
-        capabilities = {"flush_replies", "issued_identities", "partial_blocks"}
-        if engine.drafts_ahead:
-            capabilities.add("draft_ahead")
-        described = describe("drafter", model.vocab_size)
-        description = replace(described, capabilities=frozenset(capabilities), max_tree_nodes=SETTINGS.max_tree_nodes)
+        engine = DraftEngine(strategy, self._options)
+        description = replace(describe("drafter", model.vocab_size), capabilities=self._add_options(engine))
+        description = replace(description, max_tree_nodes=self.config.engine.max_tree_nodes)
         return SimpleNamespace(description=description), engine
 
-    def _make_scheduler(self, room: Any, pacer: PrefillPacer) -> Any:
-        scheduler = super()._make_scheduler(room, pacer)
-        scheduler.lookahead.clock = lambda: time.perf_counter()
-        scheduler.lookahead.endings.acceptance = self.network.acceptance
-        return scheduler
+    def _draft_ahead(self) -> Any:
+        is_new, ahead = self._ahead is None, super()._draft_ahead()
+        if is_new and ahead is not None:
+            ahead.lookahead.clock = lambda: time.perf_counter()
+            ahead.lookahead.endings.acceptance = self.network.acceptance
+        return ahead
 
     async def begin(self) -> None:
         await self.start()
@@ -552,7 +551,9 @@ class Network:
     """Makes what the verifiers draft with by themselves."""
     head: Callable[[PlacedTable], Any] = lambda _: {}
     """Makes what drafts inside the verifier, by name."""
-    strategy: Callable[[PlacedTable], Any] = lambda model: LanguageModelDrafter(model, POSITIONS - 1)
+    max_tree_nodes: int = SETTINGS.max_tree_nodes
+    """Of the drafters."""
+    strategy: Callable[[PlacedTable], Any] = lambda model: TreeModelDrafter(model, POSITIONS - 1)
     compiler: FormCompiler | None = None
     """Of structured output."""
     mask_us: Callable[[Sequence[int]], int] | None = None

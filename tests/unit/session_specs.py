@@ -7,7 +7,7 @@ from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import DraftSessionSpec, Permit, TargetSessionSpec
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
-from draftwire.requests.session_parameters import SessionParameters
+from draftwire.requests.session_parameters import ALONE, SessionParameters
 from draftwire.verification import RULES
 from draftwire.verification.rule import facts_of
 
@@ -51,3 +51,8 @@ def changed(spec: Any, **changes: Any) -> Any:
     if isinstance(rule := shared.get("rule"), str):
         shared["rule"] = FACTS.get(rule, RuleFacts(rule))
     return replace(spec, **changes, parameters=replace(spec.parameters, **shared))
+
+
+def salted(salt: str, **changes: Any) -> SessionParameters:
+    """Returns what a text is opened with that shares its cache with others of the same salt alone."""
+    return replace(ALONE, cache_salt=salt, **changes)

@@ -5,7 +5,9 @@ from gateway_fakes import PROMPT, STORY
 from test_drafter_seat import seating
 from virtual_time import in_virtual_time
 
-from draftwire_drafter.draft_session import DraftSession
+from draftwire.engine.draft_session import DraftSession
+from draftwire.method.rounds import Calibration, Fence
+from draftwire.options.ahead.lookahead import length_at
 from draftwire_gateway.options.begun_rounds import BegunRounds
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 
@@ -61,11 +63,11 @@ async def test_gateway_and_drafter_count_alike_what_there_is_room_for(context: i
     await one.seek_until_ready()
     spec = one.drafters[0].spec
     session = DraftSession(spec=spec, lease_id=1, num_known=len(PROMPT))
-    session.num_draft_tokens = 4
+    session.latest = Calibration(Fence(1, 0, 0, len(PROMPT), 0), len(PROMPT), [], 4)
     rooms = []
     for token in STORY[:12]:
         committed = len(one.session.committed)
         rooms.append(min(4, one.seat.room))
-        assert max(0, rooms[-1]) == max(0, session.length_at(committed)), committed
+        assert max(0, rooms[-1]) == max(0, length_at(session, committed)), committed
         one.end_round([token])
     assert {4, 1, 0} <= set(rooms)

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import pytest
 
-from draftwire_drafter.branching import PassTime, PassTimes, num_worthwhile
+from draftwire.options.ahead.branching import PassTime, PassTimes, num_worthwhile
 
 CHANCES = [0.4, 0.2, 0.1, 0.05, 0.05, 0.02, 0.01, 0.01]
 LENGTH, OUTCOME_S = 4, 0.02

@@ -28,9 +28,9 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.script import Script
 from draftwire.models.sequence_model import Reading
+from draftwire.options.trees.session_trees import SessionTrees
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 from draftwire_drafter.config import DrafterConfig
-from draftwire_drafter.draft_session import DraftSession
 from draftwire_drafter.strategy_context import ConfiguredContext
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.core import VerifierCore
@@ -325,7 +325,7 @@ async def test_text_as_long_as_the_stated_context_is_admitted_with_its_trees(kv_
     room = Room(3, context.kv_cache_tokens)
     for number in range(3 if is_auto else 1):
         spec = draft_spec(token_ids=[1], max_len=card.description.context_length, max_tree_nodes=8, max_draft_tokens=4)
-        room.reserve((number, 0), DraftSession(spec=spec, lease_id=1, num_known=0).num_reserved)
+        room.reserve((number, 0), spec.max_len + SessionTrees(8).num_spare(spec))
 
 
 def test_cache_that_holds_a_tree_and_no_text_is_refused() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from session_specs import salted
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -28,6 +29,7 @@ from draftwire.method.quantization import Encoding, Quantization
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import ALONE
 
 torch.set_num_threads(1)
 
@@ -52,7 +54,7 @@ def request(number: int = 0, num_tokens: int = 6, **changes: object) -> DraftReq
 
 
 def drafted(strategy: LanguageModelDrafter | CascadeDrafter, text: list[int], asked: DraftRequest) -> DraftStep:
-    sequence = strategy.open(text)
+    sequence = strategy.open(text, ALONE)
     step = strategy.step([Drafting(sequence, asked)])
     sequence.close()
     return step
@@ -138,7 +140,7 @@ def test_new_text_is_the_models(model: CachedModel) -> None:
 def test_what_was_guessed_wrongly_is_forgotten_by_both(model: CachedModel) -> None:
     alone, cascade = strategies(model, Encoding.SPARSE_UINT16)
     text = [*RETURNING, STORY[LEAST_MATCH - 1]]
-    sequence, expected = cascade.open(list(text)), alone.open([*text, 5])
+    sequence, expected = cascade.open(list(text), ALONE), alone.open([*text, 5], ALONE)
     cascade.step([Drafting(sequence, request())])
     sequence.calibrate(len(text), [5])
     assert sequence.num_unread >= 1
@@ -160,7 +162,7 @@ def test_form_and_number_bound_a_guess_too(model: CachedModel) -> None:
 def test_text_is_guessed_once_read_and_a_reading_step_drafts_nothing(model: CachedModel) -> None:
     _, cascade = strategies(model, Encoding.SPARSE_UINT16)
     text = [*RETURNING, STORY[LEAST_MATCH - 1]]
-    sequence = cascade.open(text, "read by nobody before")
+    sequence = cascade.open(text, salted("read by nobody before"))
     assert cascade.step([Drafting(sequence, request(), max_read=4)]).drafts == [None]
     assert sequence.num_unread == len(text) - 4
     assert draft_of(cascade.step([Drafting(sequence, request())])).token_ids[0] == STORY[LEAST_MATCH]

@@ -24,6 +24,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.sequence_model import SequenceModel
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import SessionParameters
 from draftwire.verification import RULES, BlockBatch, FixedNoise, KeyedNoise, coupled, verify
 from draftwire.verification.deciding import NEAR_TIE
 
@@ -66,7 +67,7 @@ class StandIn:
 
     context_length = CONTEXT_LENGTH
 
-    def open(self, token_ids: list[int], cache_salt: str = "", *, shares_text: bool = False) -> StandInSequence:
+    def open(self, token_ids: list[int], parameters: SessionParameters) -> StandInSequence:
         return StandInSequence(list(token_ids))
 
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:

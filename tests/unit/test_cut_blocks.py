@@ -29,6 +29,7 @@ from draftwire.models.cached_model import appended
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, KvCache
 from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import FixedNoise, verify
@@ -115,7 +116,7 @@ class CutRound(WireRound):
             for context in contexts[start : start + BLOCKS_AT_ONCE].tolist():
                 is_cut = cut_after(self.cut(context))
                 request = DraftRequest(self.length, SamplingParams(), KEY, self.vocab_size, is_cut=is_cut)
-                sequences.append(drafter.open([context]))
+                sequences.append(drafter.open([context], ALONE))
                 draftings.append(Drafting(sequences[-1], request))
             with (
                 mock.patch.object(drawing, "uniforms", return_value=numbers),

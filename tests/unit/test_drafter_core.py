@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -317,8 +318,7 @@ async def test_features_that_the_engine_cannot_take_fail_their_session_alone(
 
     for session_id in (1, 2):
         await rig.open(session_id)
-    monkeypatch.setattr(rig.core._scheduler, "take_features", lambda features: True)
-    monkeypatch.setattr(rig.core._engine, "feed", fail)
+    monkeypatch.setattr(rig.core, "_feeding", SimpleNamespace(take=lambda *_: True, feed=fail))
     rig.core.feed("a:1", SessionFeatures(1, 0, 0, 1, b""))
     await until(lambda: rig.events, "no session failed")
     (failed,) = rig.events

@@ -21,6 +21,7 @@ from scheduler_contract import (
 from session_specs import changed, draft_spec
 
 from draftwire.engine.admission import Room
+from draftwire.engine.draft_session import DraftSession, Step, StepItem, StepResult
 from draftwire.errors import ProtocolViolationError, UnavailableError
 from draftwire.method.encoding import DraftDistributions
 from draftwire.method.keys import KEY_BYTES
@@ -35,8 +36,7 @@ from draftwire.method.rounds import (
     SendDrafted,
 )
 from draftwire.requests.parameters import SamplingParams
-from draftwire_drafter.draft_session import DraftSession
-from draftwire_drafter.scheduler import Scheduler, Step, StepItem, StepResult
+from draftwire_drafter.scheduler import Scheduler
 
 PERMIT = Permit(5, bytes(range(16)))
 

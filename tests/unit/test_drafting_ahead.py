@@ -19,6 +19,7 @@ from test_cut_blocks import TableModel
 
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.engine.admission import Room
+from draftwire.engine.draft_session import DraftOption, Step
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.ahead_limits import held_blocks
 from draftwire.method.encoding import Claim, decode
@@ -35,11 +36,12 @@ from draftwire.method.rounds import (
 from draftwire.models.cached_model import appended
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import Reading
+from draftwire.options.ahead.ahead_drafting import AheadDrafting
+from draftwire.options.ahead.branch_drafter import BranchItem, BranchWork
 from draftwire.options.ahead.held_blocks import HeldBlocks, HeldFate, HeldTally
 from draftwire.requests.parameters import SamplingParams
 from draftwire_drafter.engine import DraftEngine
-from draftwire_drafter.lookahead import Lookahead
-from draftwire_drafter.scheduler import Scheduler, Step
+from draftwire_drafter.scheduler import Scheduler
 
 torch.set_num_threads(1)
 
@@ -77,15 +79,18 @@ class Rig:
     def __init__(self, **spec: Any) -> None:
         seconds = itertools.count(0, 1000)  # so long takes a round that every branch is worthwhile
         self.model = make_table()
-        self.engine = DraftEngine(LanguageModelDrafter(self.model, 4096))
-        self.scheduler = Scheduler(
-            context_length=4096,
-            max_draft_tokens=8,
-            room=Room(8, 100_000),
-            pacer=FixedPacer(tokens=1000),
-            lookahead=Lookahead(clock=lambda: next(seconds)),
-        )
-        self.engine.has_requests = lambda: self.scheduler.has_requests
+        options = list[DraftOption]()
+        drafter = LanguageModelDrafter(self.model, 4096)
+        self.engine = DraftEngine(drafter, options)
+        room, pacer = Room(8, 100_000), FixedPacer(tokens=1000)
+        self.scheduler = Scheduler(context_length=4096, max_draft_tokens=8, room=room, pacer=pacer, options=options)
+        self.outcomes, self.passes = Counter[str](), Counter[str]()
+        post, count = (lambda call, *rest: call(*rest)), self.count
+        self.ahead = AheadDrafting(drafter, self.engine.sequences, self.scheduler, post, count)
+        self.ahead.lookahead.clock = lambda: next(seconds)
+        self.branches = self.ahead.drafter.branches
+        self.scheduler.ahead = self.ahead
+        options.append(self.ahead)
         self.sent: list[DraftBlock] = []
         given = {"token_ids": PROMPT, "drafting_key": KEY, "max_branches": BRANCHES, "max_len": 400}
         self.spec: DraftSessionSpec = draft_spec(**(given | {"max_draft_tokens": 4, "target_vocab_size": VOCAB} | spec))
@@ -105,25 +110,18 @@ class Rig:
         for done in self.scheduler.complete(step, self.engine.step(step)):
             if isinstance(done.outcome, DraftBlock):
                 self.sent.append(done.outcome)
-        self.move()
 
-    def move(self) -> None:
-        lookahead = self.scheduler.lookahead
-        for branch in lookahead.adopted:
-            self.engine.adopt((branch.fence.session_id, branch.fence.epoch), branch)
-        for branch in lookahead.left:
-            self.engine.leave(branch)
-        lookahead.adopted, lookahead.left = [], []
+    def count(self, outcome: str, num_branches: int, num_passes: int) -> None:
+        self.outcomes[outcome] += num_branches
+        self.passes[outcome] += num_passes
 
     def calibrate(self, text: "Text", base_len: int, **changes: Any) -> None:
         given: dict[str, Any] = {"max_rounds_ahead": 1, "num_draft_tokens": LENGTH} | changes
         ids = text.committed.ids
         self.scheduler.calibrate(Calibration(text.fence, base_len, ids[base_len:], **given))
-        self.move()
 
     def tell(self, text: "Text", token_ids: list[int]) -> None:
-        self.scheduler.learn(RoundOutcome(text.fence, token_ids))
-        self.move()
+        self.ahead.learn(RoundOutcome(text.fence, token_ids))
 
     def blocks_of(self, number: int) -> list[DraftBlock]:
         return [block for block in self.sent if block.fence.round == number]
@@ -245,8 +243,8 @@ def test_text_that_came_true_is_not_drafted_for_again_and_goes_on() -> None:
     assert rig.blocks_of(2).count(block) == 1
     assert len(rig.blocks_of(2)) == BRANCHES
     assert len(rig.blocks_of(3)) == BRANCHES, "the next round is drafted for"
-    assert rig.scheduler.lookahead.outcomes["hit"] == 1
-    assert rig.scheduler.lookahead.outcomes["missed"] == BRANCHES - 1
+    assert rig.outcomes["hit"] == 1
+    assert rig.outcomes["missed"] == BRANCHES - 1
 
 
 def test_other_text_is_drafted_for_when_it_is_requested() -> None:
@@ -285,7 +283,7 @@ def test_false_outcome_is_left_to_the_calibration() -> None:
         *(RoundOutcome(text.copy().commit(*ids).fence, ids) for ids in ([5] * 6, [5] * 400)),
     ]
     for outcome in wrong:
-        rig.scheduler.learn(outcome)
+        rig.ahead.learn(outcome)
     assert rig.scheduler.sessions[1, 0].committed.ids == text.committed.ids
     assert rig.scheduler.dropped == {"outcome": 5, "unknown_session": 1, "stale": 1}
     rig.calibrate(longer, len(text.committed))
@@ -310,9 +308,14 @@ def test_session_that_is_not_drafted_for_ahead_takes_no_outcome() -> None:
 def test_outcome_beyond_the_longest_text_is_left_to_the_calibration() -> None:
     rig, text = begun(max_len=8)
     for ids, is_dropped in (([5, 5, 5, 5, 5], True), ([5, 5, 5, 5], False)):
-        rig.scheduler.learn(RoundOutcome(text.copy().commit(*ids).fence, ids))
+        rig.ahead.learn(RoundOutcome(text.copy().commit(*ids).fence, ids))
         assert rig.scheduler.dropped["outcome"] == 1
         assert (rig.scheduler.sessions[1, 0].committed.ids == text.committed.ids) is is_dropped
+
+
+def ahead_in(step: Step) -> Sequence[BranchItem]:
+    """Returns the branches of a step."""
+    return step.spare.items if isinstance(step.spare, BranchWork) else ()
 
 
 def drafting_further() -> tuple[Rig, Text, Step, Text]:
@@ -320,8 +323,9 @@ def drafting_further() -> tuple[Rig, Text, Step, Text]:
     rig, text = Rig(), Text().commit(4)
     rig.calibrate(text, len(PROMPT), max_rounds_ahead=2)
     while (step := rig.scheduler.next_step()) is not None:
-        if step.ahead and step.ahead[0].parent is not None and step.ahead[0].branch.fence.round == 3:
-            branch = step.ahead[0].branch
+        ahead = ahead_in(step)
+        if ahead and ahead[0].parent is not None and ahead[0].branch.fence.round == 3:
+            branch = ahead[0].branch
             assert branch.parent is not None
             text_of_3 = text.copy().commit(*branch.parent.added).commit(*branch.added)
             assert text_of_3.fence == branch.fence
@@ -335,7 +339,7 @@ def drafting_further() -> tuple[Rig, Text, Step, Text]:
 def test_branch_that_comes_true_while_drafted_is_alone_in_the_cache(is_asked: bool, goes_on: bool) -> None:
     """Also if nobody asks for its block: its sequence is the session's, whatever the text has become since."""
     rig, text, step, last = drafting_further()
-    branch = step.ahead[0].branch
+    branch = ahead_in(step)[0].branch
     assert branch.parent is not None
     rig.tell(text.commit(*branch.parent.added), branch.parent.added)
     rig.calibrate(text, len(text.committed) - len(branch.parent.added), max_rounds_ahead=int(is_asked))
@@ -343,11 +347,11 @@ def test_branch_that_comes_true_while_drafted_is_alone_in_the_cache(is_asked: bo
     if goes_on:
         rig.tell(last.commit(7), [7])
     rig.finish(step)
-    assert not rig.engine._branches
+    assert not rig.branches
     rig.calibrate(last, len(text.committed), max_rounds_ahead=0)
     rig.run()
     assert [block.fence for block in rig.sent].count(last.fence) == 1
-    assert len(rig.model.cache.sequences) == 1 + len(rig.engine._branches)
+    assert len(rig.model.cache.sequences) == 1 + len(rig.branches)
     strict = Rig(max_branches=0)
     strict.calibrate(last, len(PROMPT), max_rounds_ahead=0)
     strict.run()
@@ -361,9 +365,8 @@ def test_step_that_fails_is_not_repeated() -> None:
     rig.run(2)
     num_failed = 0
     while (step := rig.scheduler.next_step()) is not None:
-        assert step.ahead
+        assert ahead_in(step)
         rig.scheduler.abandon(step)
-        rig.move()
         num_failed += 1
         assert num_failed <= 2, "reading on, and drafting if that was done before"
     longer = text.copy().commit(5)
@@ -378,10 +381,9 @@ def test_branch_that_is_asked_for_in_a_step_that_fails_is_drafted_again() -> Non
     rig.run(3)
     step = rig.scheduler.next_step()
     assert step is not None
-    longer = text.copy().commit(*step.ahead[0].branch.added)
+    longer = text.copy().commit(*ahead_in(step)[0].branch.added)
     rig.calibrate(longer, len(text.committed))
     rig.scheduler.abandon(step)
-    rig.move()
     rig.run(1)
     assert rig.sent[-1].fence == longer.fence
 
@@ -393,7 +395,7 @@ def test_step_has_no_more_rows_than_sessions_may_be_open() -> None:
     rig.calibrate(text, len(PROMPT))
     sizes = []
     while (step := rig.scheduler.next_step()) is not None:
-        sizes.append(sum(not item.reads_on for item in step.ahead))
+        sizes.append(sum(not item.reads_on for item in ahead_in(step)))
         rig.finish(step)
     assert sizes == [0, 0, 0, 4, BRANCHES - 4]
     assert len(rig.blocks_of(2)) == BRANCHES
@@ -445,21 +447,20 @@ def test_passes_of_branches_are_counted_by_what_became_of_them() -> None:
     longer = text_of(rig.blocks_of(2)[0], endings(rig, text))
     rig.calibrate(longer, len(text.committed), max_rounds_ahead=0)
     rig.run()
-    assert rig.scheduler.lookahead.passes == {"hit": LENGTH, "missed": (BRANCHES - 1) * LENGTH}
+    assert rig.passes == {"hit": LENGTH, "missed": (BRANCHES - 1) * LENGTH}
     rig.calibrate(longer.copy().commit(5), len(longer.committed), max_rounds_ahead=1)
     rig.run(2)  # the block, and what may follow it
     step = rig.scheduler.next_step()
     assert step is not None
     rig.scheduler.open(replace(rig.spec, session_id=2), 1)
     rig.scheduler.complete(step, rig.engine.step(step))
-    assert rig.scheduler.lookahead.passes["abandoned"] == BRANCHES, "each was cut after one token"
-    rig.move()
+    assert rig.passes["abandoned"] == BRANCHES, "each was cut after one token"
     rig.run(1)  # the other's prompt
     step = rig.scheduler.next_step()
     assert step is not None
     rig.scheduler.close(1, 0)
     rig.scheduler.complete(step, rig.engine.step(step))
-    assert rig.scheduler.lookahead.passes["abandoned"] == 2 * BRANCHES, "so are those of a session that is closed"
+    assert rig.passes["abandoned"] == 2 * BRANCHES, "so are those of a session that is closed"
 
 
 def test_texts_end_where_the_session_does_or_at_a_stop_token() -> None:
@@ -477,15 +478,14 @@ def test_what_is_requested_ends_what_nobody_asked_for() -> None:
     rig.run(3)  # the prompt, the block, and what may follow it
     step = rig.scheduler.next_step()
     assert step is not None
-    assert len(step.ahead) == BRANCHES
+    assert len(ahead_in(step)) == BRANCHES
     rig.scheduler.open(replace(rig.spec, session_id=2), 1)
     result = rig.engine.step(step)
-    assert all(draft is None for draft in result.ahead)
+    assert all(item.draft is None for item in ahead_in(step))
     assert rig.scheduler.complete(step, result) == []
-    rig.move()
     rig.run()
     assert len(rig.blocks_of(2)) == BRANCHES
-    assert rig.scheduler.lookahead.outcomes["abandoned"] == BRANCHES
+    assert rig.outcomes["abandoned"] == BRANCHES
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -518,11 +518,10 @@ def test_branch_that_is_requested_while_it_is_drafted_is_finished() -> None:
     rig.run(3)
     step = rig.scheduler.next_step()
     assert step is not None
-    wanted = text_of(DraftBlock(step.ahead[1].branch.fence, [], None), endings(rig, text))  # type: ignore[arg-type]
+    wanted = text_of(DraftBlock(ahead_in(step)[1].branch.fence, [], None), endings(rig, text))  # type: ignore[arg-type]
     rig.calibrate(wanted, len(text.committed))
     rig.scheduler.open(replace(rig.spec, session_id=2), 1)  # others wait
     completed = rig.scheduler.complete(step, rig.engine.step(step))
-    rig.move()
     (block,) = (done.outcome for done in completed if done.outcome is not None)
     assert isinstance(block, DraftBlock)
     assert (block.fence, len(block.token_ids)) == (wanted.fence, LENGTH)
@@ -537,7 +536,7 @@ def test_branch_that_is_requested_as_drawn_is_sent_though_it_was_cut() -> None:
     rig.run(3)
     step = rig.scheduler.next_step()
     assert step is not None
-    wanted = text_of(DraftBlock(step.ahead[1].branch.fence, [], None), endings(rig, text))  # type: ignore[arg-type]
+    wanted = text_of(DraftBlock(ahead_in(step)[1].branch.fence, [], None), endings(rig, text))  # type: ignore[arg-type]
     rig.calibrate(wanted, len(text.committed), max_rounds_ahead=0)
     assert not rig.scheduler.send_drafted(SendDrafted(1, 0, wanted.round)), "it is not sent yet"
     rig.finish(step)
@@ -597,5 +596,4 @@ def test_every_requested_round_has_one_block_and_nothing_is_left_over(seed: int)
     assert counts[text.fence] == 1
     assert rig.scheduler.close(1, 0) is not None
     rig.engine.forget((1, 0))
-    rig.move()
     assert not rig.model.cache.sequences

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from session_specs import salted
 from test_tree_drafts import DRAFTER, KEY, PROMPT, SAMPLINGS, SHAPES, STOPS, TARGET, VOCAB_SIZE, drafted, plain_text
 
-from draftwire.drafting.growth_plan import GrowthPlan
-from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.drafting.growth_plan import GrowthPlan, WantedTree
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.drafting.tree_shapes import shape_by_acceptance, shape_by_rank, shape_of_widths
 from draftwire.method.draw_key import DrawKey
@@ -19,7 +19,9 @@ from draftwire.method.randomness import uniforms
 from draftwire.method.token_tree import ROOT, TokenTree
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.sequence_model import Reading
+from draftwire.options.trees.tree_model_drafter import TreeModelDrafter
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
 from draftwire.verification.target import Judging, judge
@@ -27,13 +29,14 @@ from draftwire.verification.target import Judging, judge
 torch.set_num_threads(1)
 
 
-def drafter_of(decoder: Any = DRAFTER, **quantization: Any) -> LanguageModelDrafter:
-    return LanguageModelDrafter(CachedModel(decoder, 2048), 512, quantization=Quantization(**quantization))
+def drafter_of(decoder: Any = DRAFTER, **quantization: Any) -> TreeModelDrafter:
+    return TreeModelDrafter(CachedModel(decoder, 2048), 512, quantization=Quantization(**quantization))
 
 
 def drawn_request(sampling: SamplingParams, shape: TokenTree | None, num_tokens: int = 0, **more: Any) -> DraftRequest:
     key, given = DrawKey(KEY, 0, 0), {"prompt_len": len(PROMPT), "stop_token_ids": STOPS} | more
-    return DraftRequest(num_tokens or len(shape or ()), sampling, key, VOCAB_SIZE, False, True, shape=shape, **given)
+    tree = None if shape is None else WantedTree(shape)
+    return DraftRequest(num_tokens or len(shape or ()), sampling, key, VOCAB_SIZE, False, True, tree=tree, **given)
 
 
 def supports_of(draft: Draft) -> Supports:
@@ -48,7 +51,7 @@ def test_children_are_drawn_from_the_sent_row_by_numbers_of_their_own(name: str)
     """Without those before them, as anybody can compute from what is sent. The first children are the chain's."""
     shape, drafter = SHAPES["wide"], drafter_of(mass=0.9)
     request = drawn_request(SAMPLINGS[name], shape)
-    (draft,) = drafted(drafter, (drafter.open(PROMPT), request))
+    (draft,) = drafted(drafter, (drafter.open(PROMPT, ALONE), request))
     tree, supports = TokenTree(draft.parents), supports_of(draft)
     numbers = uniforms([request.key], len(shape))[0].tolist()
     places, node_of = {ROOT: ROOT}, iter(range(len(tree)))
@@ -71,12 +74,12 @@ def test_children_are_drawn_from_the_sent_row_by_numbers_of_their_own(name: str)
 @pytest.mark.parametrize("name", ["plain", "penalised"])
 def test_rows_are_those_of_the_model_after_each_path(name: str) -> None:
     sampling, drafter = SAMPLINGS[name], drafter_of(mass=1.0)
-    (draft,) = drafted(drafter, (drafter.open(PROMPT), drawn_request(sampling, SHAPES["wide"])))
+    (draft,) = drafted(drafter, (drafter.open(PROMPT, ALONE), drawn_request(sampling, SHAPES["wide"])))
     tree, supports = TokenTree(draft.parents), supports_of(draft)
     for row, inner in enumerate(tree.inner_nodes):
         path = [draft.token_ids[node] for node in tree.path_to(inner)]
         fresh = drafter_of(mass=1.0)
-        sequence = fresh.open(PROMPT)
+        sequence = fresh.open(PROMPT, ALONE)
         sequence.calibrate(len(PROMPT), path)
         (chain,) = drafted(fresh, (sequence, replace(drawn_request(sampling, None, 1), prompt_len=len(PROMPT))))
         own = decode_one(Claim(chain.token_ids, chain.distributions), VOCAB_SIZE)
@@ -91,8 +94,8 @@ def test_chain_is_drawn_as_a_tree_to_the_bit() -> None:
     drafter, sampling = drafter_of(), SAMPLINGS["plain"]
     tree, chain = drafted(
         drafter,
-        (drafter.open(PROMPT), drawn_request(sampling, TokenTree.chain(4))),
-        (drafter.open(PROMPT, "another"), drawn_request(sampling, None, 4)),
+        (drafter.open(PROMPT, ALONE), drawn_request(sampling, TokenTree.chain(4))),
+        (drafter.open(PROMPT, salted("another")), drawn_request(sampling, None, 4)),
     )
     assert (tree.token_ids, tree.parents, tree.distributions) == (chain.token_ids, (), chain.distributions)
 
@@ -103,6 +106,7 @@ def test_dense_distributions_are_not_drawn_as_trees() -> None:
 
 
 PLAN = GrowthPlan.eagle2(12, 5, 3)
+GROWN = WantedTree(growth=PLAN)
 
 
 @pytest.mark.parametrize("is_own", [False, True], ids=["other model", "own model"])
@@ -113,15 +117,15 @@ def test_text_with_trees_that_grow_is_the_text_without(name: str, *, is_own: boo
     """
     sampling, model, decoder = SAMPLINGS[name], CachedModel(TARGET, 2048), TARGET if is_own else DRAFTER
     drafter, expected = drafter_of(decoder), plain_text(sampling, 30)
-    sequence, reading, ids = model.cache.open(PROMPT), drafter.open(PROMPT), list(PROMPT)
-    request = replace(drawn_request(sampling, None, 12), growth=PLAN, is_coupled=True, needs_probs=False)
+    sequence, reading, ids = model.cache.open(PROMPT), drafter.open(PROMPT, ALONE), list(PROMPT)
+    request = replace(drawn_request(sampling, None, 12), tree=GROWN, is_coupled=True, needs_probs=False)
     number, new, depths = 0, list[int](), []
     while len(ids) < len(expected):
         if number:
             reading.calibrate(len(ids) - len(new), new)
         fresh = drafter_of(decoder)
         (draft,) = drafted(drafter, (reading, request))
-        (other,) = drafted(fresh, (fresh.open(ids), request))
+        (other,) = drafted(fresh, (fresh.open(ids, ALONE), request))
         assert (draft.token_ids, draft.parents) == (other.token_ids, other.parents)
         assert draft.distributions.encoding is Encoding.NONE
         tree = TokenTree.of(draft.parents, len(draft.token_ids))
@@ -142,8 +146,8 @@ def test_text_with_trees_that_grow_is_the_text_without(name: str, *, is_own: boo
 
 def test_tree_that_grows_is_of_the_best_chances_and_is_cut_short() -> None:
     drafter = drafter_of()
-    request = replace(drawn_request(SAMPLINGS["greedy"], None, 12), growth=PLAN)
-    (draft,) = drafted(drafter, (drafter.open(PROMPT), request))
+    request = replace(drawn_request(SAMPLINGS["greedy"], None, 12), tree=GROWN)
+    (draft,) = drafted(drafter, (drafter.open(PROMPT, ALONE), request))
     tree = TokenTree(draft.parents)
     model, chances = CachedModel(DRAFTER, 2048), []
     with torch.inference_mode():
@@ -157,7 +161,7 @@ def test_tree_that_grows_is_of_the_best_chances_and_is_cut_short() -> None:
     assert tree.depth > 1
     order = sorted(range(12), key=lambda node: -chances[node])
     assert chances[order[-1]] <= min(chances[parent] for parent in tree.parents if parent != ROOT)
-    (cut,) = drafted(drafter, (drafter.open(PROMPT, "other"), replace(request, is_cut=lambda: True)))
+    (cut,) = drafted(drafter, (drafter.open(PROMPT, salted("other")), replace(request, is_cut=lambda: True)))
     assert TokenTree.of(cut.parents, len(cut.token_ids)).depth == 1
     assert (draft.is_whole, cut.is_whole) == (True, False)
 
@@ -167,18 +171,18 @@ def test_row_without_numbers_ends_what_grows_there() -> None:
         def extend(self, *arguments: Any) -> Any:
             return super().extend(*arguments) * torch.nan
 
-    drafter = LanguageModelDrafter(Spoilt(DRAFTER, 2048), 512)
-    request = replace(drawn_request(SAMPLINGS["plain"], None, 12), growth=PLAN, is_coupled=True, needs_probs=False)
-    (draft,) = drafted(drafter, (drafter.open(PROMPT), request))
+    drafter = TreeModelDrafter(Spoilt(DRAFTER, 2048), 512)
+    request = replace(drawn_request(SAMPLINGS["plain"], None, 12), tree=GROWN, is_coupled=True, needs_probs=False)
+    (draft,) = drafted(drafter, (drafter.open(PROMPT, ALONE), request))
     assert TokenTree.of(draft.parents, len(draft.token_ids)).depth == 1
     drawn = drawn_request(SAMPLINGS["plain"], SHAPES["wide"])
-    (drawn_draft,) = drafted(drafter, (drafter.open(PROMPT, "other"), drawn))
+    (drawn_draft,) = drafted(drafter, (drafter.open(PROMPT, salted("other")), drawn))
     assert drawn_draft.parents == (-1,) * 4
     assert len(drawn_draft.distributions.support_sizes) == 1
     for number, asked in enumerate((request, drawn)):
         answers = itertools.chain([False], itertools.repeat(True))
         late = replace(asked, is_cut=lambda answers=answers: next(answers))
-        (cut,) = drafted(drafter, (drafter.open(PROMPT, f"cut {number}"), late))
+        (cut,) = drafted(drafter, (drafter.open(PROMPT, salted(f"cut {number}")), late))
         assert cut.token_ids == (draft, drawn_draft)[number].token_ids
         assert cut.is_whole, "nothing could follow any more when it was cut"
 

@@ -14,15 +14,18 @@ from draftwire.drafting.heads.fed_head import FedHeadDrafter
 from draftwire.drafting.heads.head_drafter import HeadDrafter, HeadDrafting
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.engine.admission import Room
+from draftwire.engine.draft_session import DraftOption, DraftSession
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.feature_format import FeatureEncoding
 from draftwire.method.features import FeatureNeed, SessionFeatures
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import Calibration, CommittedTokens, DraftBlock, Fence, Permit, SendDrafted
+from draftwire.options.heads.feature_feeding import FeatureFeeding
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import ALONE
 from draftwire_drafter.engine import DraftEngine
-from draftwire_drafter.scheduler import DraftSession, Scheduler
+from draftwire_drafter.scheduler import Scheduler
 
 VOCAB_SIZE = 5
 TEXT = [1, 2, 3, 4, 0, 2, 2, 1, 4, 3, 3, 0, 1, 1, 2, 4, 0, 3]
@@ -67,7 +70,7 @@ def test_fed_head_drafts_what_one_beside_the_target_does(reads_history: bool) ->
     local = HeadDrafter(local_head, Table(table))
     beside = local.open()
     fed = FedHeadDrafter(fed_head, CONTEXT, need_of(fed_head))
-    sequence = fed.open(TEXT[:4])
+    sequence = fed.open(TEXT[:4], ALONE)
     lengths, stop = (4, 5, 8, 9, 13, 13, 18), 0
     for number, length in enumerate(lengths):
         sequence.calibrate(len(sequence.ids), TEXT[len(sequence.ids) : length])
@@ -92,7 +95,7 @@ def test_head_that_begins_in_the_middle_knows_nothing_of_the_text_before() -> No
     head = ToyHead(VOCAB_SIZE)
     table, first = table_of(head), 6
     fed = FedHeadDrafter(head, CONTEXT, need_of(head))
-    sequence = fed.open(TEXT)
+    sequence = fed.open(TEXT, ALONE)
     fed.feed(sequence, parted(table, first, len(TEXT) - 1))
     alone_head = ToyHead(VOCAB_SIZE)
     alone = HeadDrafter(alone_head, Table(table[first:]))
@@ -112,7 +115,7 @@ def test_head_that_begins_in_the_middle_knows_nothing_of_the_text_before() -> No
 def test_block_that_is_cut_ends_after_the_token_that_is_being_drawn() -> None:
     head = ToyHead(VOCAB_SIZE)
     fed = FedHeadDrafter(head, CONTEXT, need_of(head))
-    sequence = fed.open(TEXT)
+    sequence = fed.open(TEXT, ALONE)
     fed.feed(sequence, parted(table_of(head), 0, len(TEXT) - 1))
     (whole,) = fed.step([Drafting(sequence, request_of(0))]).drafts
     (cut,) = fed.step([Drafting(sequence, request_of(0, is_cut=lambda: True))]).drafts
@@ -132,15 +135,18 @@ class Rig:
         self.head = ToyHead(VOCAB_SIZE)
         self.table = table_of(self.head)
         self.need = need_of(self.head, window)
-        self.engine = DraftEngine(FedHeadDrafter(self.head, CONTEXT, self.need))
+        strategy, options = FedHeadDrafter(self.head, CONTEXT, self.need), list[DraftOption]()
+        self.engine = DraftEngine(strategy, options)
+        self.feeding = FeatureFeeding(strategy, self.engine.sequences)
+        options.append(self.feeding)
         self.scheduler = Scheduler(
-            context_length=CONTEXT, max_draft_tokens=8, room=Room(8, 1024), pacer=SmallestPacer(), need=self.need
+            context_length=CONTEXT, max_draft_tokens=8, room=Room(8, 1024), pacer=SmallestPacer(), options=options
         )
 
     def open(self, text: list[int]) -> DraftSession:
         spec = draft_spec(token_ids=text, prompt_len=len(text), permit=PERMIT, max_len=CONTEXT, rule="block")
         session = self.scheduler.open(spec, 0)
-        assert self.scheduler.features_to_request(session.key) is None, "before its prompt is in place"
+        assert self.feeding.wanted(session) is None, "before its prompt is in place"
         assert self.run() == []
         return session
 
@@ -158,9 +164,10 @@ class Rig:
 
     def feed(self, session: DraftSession, first: int, stop: int) -> bool:
         features = replace(parted(self.table, first, stop), session_id=session.key[0], epoch=session.key[1])
-        is_new = self.scheduler.take_features(features)
+        is_new = self.feeding.take(session, features)
         if is_new:
-            self.engine.feed(session.key, features)
+            self.feeding.feed(session.key, features)
+            self.scheduler.resume(session)
         return is_new
 
 
@@ -168,7 +175,7 @@ def test_block_waits_for_the_features_of_its_text_and_nothing_runs_before() -> N
     rig = Rig()
     session = rig.open(TEXT[:6])
     rig.ask(session, 0, [])
-    request = rig.scheduler.features_to_request(session.key)
+    request = rig.feeding.wanted(session)
     assert request is not None
     assert (request.first_position, request.limit, request.permit) == (0, 5 + CONTEXT, PERMIT)
     assert rig.scheduler.next_step() is None
@@ -180,7 +187,7 @@ def test_block_waits_for_the_features_of_its_text_and_nothing_runs_before() -> N
     rig.ask(session, 1, TEXT[6:7])
     (block,) = rig.run()
     assert block.fence.prefix_len == 7
-    assert rig.scheduler.features_to_request(session.key) is None, "enough was asked for"
+    assert rig.feeding.wanted(session) is None, "enough was asked for"
     rig.ask(session, 2, TEXT[7:9])
     assert rig.run() == []
     rig.scheduler.send_drafted(SendDrafted(*session.key, 2))
@@ -193,17 +200,17 @@ def test_features_are_asked_for_as_the_text_goes_on_and_anew_behind_a_gap() -> N
     rig = Rig(window=4)
     session = rig.open(TEXT[:10])
     rig.ask(session, 0, [])
-    request = rig.scheduler.features_to_request(session.key)
+    request = rig.feeding.wanted(session)
     assert request is not None
     assert (request.first_position, request.limit) == (5, 13), "the last ones, and as many ahead"
     rig.feed(session, 5, 9)
     rig.run()
     rig.ask(session, 1, TEXT[10:12])
-    request = rig.scheduler.features_to_request(session.key)
+    request = rig.feeding.wanted(session)
     assert request is not None
     assert (request.first_position, request.limit) == (None, 15)
     rig.ask(session, 2, TEXT[12:16])
-    request = rig.scheduler.features_to_request(session.key)
+    request = rig.feeding.wanted(session)
     assert request is not None
     assert (request.first_position, request.limit) == (11, 19)
     assert not rig.feed(session, 9, 11), "which were under way"
@@ -218,30 +225,29 @@ def test_features_that_were_not_asked_for_are_a_violation(given: str) -> None:
     session = rig.open(TEXT[:10])
     if given != "before":
         rig.ask(session, 0, [])
-        assert rig.scheduler.features_to_request(session.key) is not None
+        assert rig.feeding.wanted(session) is not None
     first, stop = {"before": (0, 1), "gap": (6, 8), "beyond": (5, 14), "size": (5, 6)}[given]
     features = replace(parted(rig.table, first, stop), session_id=session.key[0], epoch=session.key[1])
     if given == "size":
         features = replace(features, rows=features.rows[4:])
     with pytest.raises(ProtocolViolationError, match="features"):
-        rig.scheduler.take_features(features)
+        rig.feeding.take(session, features)
 
 
 def test_features_of_a_session_that_is_closed_are_dropped() -> None:
     rig = Rig()
     session = rig.open(TEXT[:6])
     rig.ask(session, 0, [])
-    rig.scheduler.features_to_request(session.key)
+    rig.feeding.wanted(session)
     rig.feed(session, 0, 5)
     step = rig.scheduler.next_step()
     assert step is not None
     rig.scheduler.close(*session.key)
     rig.scheduler.complete(step, rig.engine.step(step))
     rig.engine.forget(session.key)
-    assert not rig.feed(session, 5, 6)
-    rig.engine.feed(session.key, parted(rig.table, 5, 6))
+    rig.feeding.feed(session.key, parted(rig.table, 5, 6))
     assert not rig.head.sequences
-    assert rig.scheduler.features_to_request(session.key) is None
+    assert not rig.feeding._fed
 
 
 def test_tokens_that_the_head_does_not_know_are_read_as_another_one() -> None:
@@ -249,7 +255,7 @@ def test_tokens_that_the_head_does_not_know_are_read_as_another_one() -> None:
     rig = Rig()
     session = rig.open([1, VOCAB_SIZE, 3])
     rig.ask(session, 0, [2, 2**32 - 1, 1])
-    rig.scheduler.features_to_request(session.key)
+    rig.feeding.wanted(session)
     rig.feed(session, 0, 5)
     (block,) = rig.run()
     assert len(block.token_ids) == 3
@@ -261,7 +267,7 @@ def test_text_of_one_token_waits_for_another() -> None:
     rig = Rig()
     session = rig.open(TEXT[:1])
     rig.ask(session, 0, [])
-    rig.scheduler.features_to_request(session.key)
+    rig.feeding.wanted(session)
     assert rig.feed(session, 0, 2), "ahead of the text"
     assert rig.scheduler.next_step() is None
     rig.ask(session, 1, TEXT[1:2])

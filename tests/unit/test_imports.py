@@ -146,10 +146,11 @@ from draftwire.drafting.strategy import Drafting, DraftRequest
 from draftwire.engine.ranks.place import Place
 from draftwire.method.draw_key import DrawKey
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import ALONE
 from draftwire_drafter.strategy_context import ConfiguredContext
 loaded = load_strategy("suffix+lookup", ConfiguredContext(config, SimpleNamespace(place=Place())))
 request = DraftRequest(2, SamplingParams(), DrawKey(bytes(16), 0, 0), 4096)
-(draft,) = loaded.strategy.step([Drafting(loaded.strategy.open([5, 6, 7, 8, 5, 6]), request)]).drafts
+(draft,) = loaded.strategy.step([Drafting(loaded.strategy.open([5, 6, 7, 8, 5, 6], ALONE), request)]).drafts
 print(json.dumps([status, draft.token_ids, loaded.card.description.vocab_size, sys.modules["torch"]]))
 """
     assert python(code, may_complain=False) == [7, [7, 8], 4096, None]

@@ -4,10 +4,11 @@ import copy
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from session_specs import salted
 from tiny_models import ExtendsByReading, save_tiny_model
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
@@ -28,6 +29,7 @@ from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES
 
 torch.set_num_threads(1)
@@ -139,7 +141,7 @@ salts = itertools.count()
 
 def started(drafter: LanguageModelDrafter, committed: list[int]) -> LanguageModelSequence:
     """A sequence that shares nothing and knows the committed tokens and nothing else."""
-    return drafter.open(committed, f"alone {next(salts)}")
+    return drafter.open(committed, salted(f"alone {next(salts)}"))
 
 
 def drafted(drafter: LanguageModelDrafter, sequence: LanguageModelSequence, wanted: DraftRequest) -> Draft:
@@ -477,10 +479,10 @@ def test_step_with_nothing_to_do_reads_nothing(drafter: LanguageModelDrafter) ->
 
 def test_beginning_that_another_session_has_read_is_not_read_again(drafter: LanguageModelDrafter) -> None:
     prompt = [number % VOCAB_SIZE for number in range(50)]
-    first = drafter.open(prompt, "tenant")
+    first = drafter.open(prompt, salted("tenant"))
     expected = fresh(drafter, prompt, request())
     assert_equal(drafted(drafter, first, request()), expected)
-    second, stranger = drafter.open(prompt, "tenant"), drafter.open(prompt, "other tenant")
+    second, stranger = drafter.open(prompt, salted("tenant")), drafter.open(prompt, salted("other tenant"))
     assert (first.num_reused, second.num_reused, stranger.num_reused) == (0, 48, 0)
     assert second.num_unread == 2
     drafter.model.calls.clear()
@@ -488,32 +490,32 @@ def test_beginning_that_another_session_has_read_is_not_read_again(drafter: Lang
     assert drafter.model.calls[0] == [2]
     assert_equal(drafted(drafter, stranger, request()), expected)
     first.close()
-    assert drafter.open(prompt[:40], "tenant").num_reused == 32
+    assert drafter.open(prompt[:40], salted("tenant")).num_reused == 32
 
 
 def test_drafted_tokens_are_never_offered_to_other_sequences(drafter: LanguageModelDrafter) -> None:
     prompt = [1] * (BLOCK_SIZE - 2)
-    sequence = drafter.open(prompt)
+    sequence = drafter.open(prompt, ALONE)
     guessed = drafted(drafter, sequence, request(6)).token_ids
     drafter.step([Drafting(sequence, None)])
-    assert drafter.open([*prompt, *guessed, 1, 1]).num_reused == 0
+    assert drafter.open([*prompt, *guessed, 1, 1], ALONE).num_reused == 0
     sequence.calibrate(len(prompt), [(guessed[0] + 1) % VOCAB_SIZE])
     drafter.step([Drafting(sequence, request())])
-    assert drafter.open([*prompt, *guessed, 1, 1]).num_reused == 0
+    assert drafter.open([*prompt, *guessed, 1, 1], ALONE).num_reused == 0
 
 
 def test_committed_block_is_published_once_its_last_token_is_not_reread(
     drafter: LanguageModelDrafter,
 ) -> None:
     prompt = [number % VOCAB_SIZE for number in range(BLOCK_SIZE)]
-    sequence = drafter.open(prompt)
+    sequence = drafter.open(prompt, ALONE)
     for _ in range(3):  # each draft reads the last token again, which must not be shared by then
         draft = drafted(drafter, sequence, request())
-        assert drafter.open([*prompt, 1]).num_reused == 0
+        assert drafter.open([*prompt, 1], ALONE).num_reused == 0
         sequence.calibrate(len(prompt), [])
     sequence.calibrate(len(prompt), draft.token_ids[:2])
     drafted(drafter, sequence, request(round=1))
-    assert drafter.open([*prompt, 1]).num_reused == BLOCK_SIZE
+    assert drafter.open([*prompt, 1], ALONE).num_reused == BLOCK_SIZE
 
 
 def test_draft_before_a_calibration_is_a_bug_of_the_caller(drafter: LanguageModelDrafter) -> None:
@@ -586,7 +588,7 @@ def test_logits_that_are_not_finite_end_the_block_of_their_sequence_alone(
     prompts = [PROMPT, [7, 3], [2, 2, 8]]
     drafts = []
     for drafter in (healthy, ill):
-        sequences = [drafter.open(prompt) for prompt in prompts]
+        sequences = [drafter.open(prompt, ALONE) for prompt in prompts]
         assert isinstance(drafter.model, CountingModel)
         if isinstance(drafter.model, FailingModel):
             drafter.model.failing = sequences[1], call
@@ -610,11 +612,18 @@ def test_logits_that_are_not_finite_end_the_block_of_their_sequence_alone(
 # Read ahead
 
 
-def guesser(kind: str, true_ids: list[int]) -> Callable[[list[int]], list[int]]:
+@dataclass(frozen=True, slots=True)
+class Guesser:
     """Guesses what follows drawn tokens: what will be drawn, another thing, or a part of it."""
 
-    def ahead(drawn: list[int]) -> list[int]:
-        following = true_ids[len(drawn) :]
+    kind: str
+    true_ids: list[int]
+
+    def takes_over(self, drawn: list[int]) -> bool:
+        return False
+
+    def may_follow(self, drawn: list[int]) -> list[int]:
+        following = self.true_ids[len(drawn) :]
         wrong = [(token + 1) % VOCAB_SIZE for token in following]
         return {
             "right": following,
@@ -623,9 +632,7 @@ def guesser(kind: str, true_ids: list[int]) -> Callable[[list[int]], list[int]]:
             "right and then wrong": [*following[:2], *wrong[2:]],
             "too much": [*following, *following, 1, 2, 3],
             "nothing": [],
-        }[kind]
-
-    return ahead
+        }[self.kind]
 
 
 PASSES = {"right": 0, "too much": 0, "right and then wrong": 1, "wrong": 4, "the first alone": 2, "nothing": 4}
@@ -645,7 +652,7 @@ def test_what_is_drawn_does_not_depend_on_what_is_read_ahead(
         wanted = request(5, sampling, number, rule=rule)
         expected = drafted(drafter, plain, wanted)
         (draft,) = (
-            step := drafter.step([Drafting(sequence, replace(wanted, ahead=guesser(kind, expected.token_ids)))])
+            step := drafter.step([Drafting(sequence, replace(wanted, continuation=Guesser(kind, expected.token_ids)))])
         ).drafts
         assert isinstance(draft, Draft)
         assert_equal(draft, expected)
@@ -664,7 +671,7 @@ def test_members_of_a_step_read_ahead_each_for_itself(drafter: LanguageModelDraf
     expected = [fresh(drafter, text, one) for text, one in zip(texts, wanted, strict=True)]
     kinds = [*PASSES] * 2
     asked = [
-        replace(one, ahead=guesser(kind, draft.token_ids)) if number % 3 else one
+        replace(one, continuation=Guesser(kind, draft.token_ids)) if number % 3 else one
         for number, (one, kind, draft) in enumerate(zip(wanted, kinds, expected, strict=True))
     ]
     draftings = [Drafting(started(drafter, text), one) for text, one in zip(texts, asked, strict=True)]
@@ -677,7 +684,7 @@ def test_block_that_is_cut_forgets_what_it_read_ahead(drafter: LanguageModelDraf
     wanted = request(5)
     expected = fresh(drafter, PROMPT, wanted)
     sequence = started(drafter, PROMPT)
-    cut = replace(wanted, ahead=guesser("right", expected.token_ids), is_cut=cut_after(2))
+    cut = replace(wanted, continuation=Guesser("right", expected.token_ids), is_cut=cut_after(2))
     draft = drafted(drafter, sequence, cut)
     assert draft.token_ids == expected.token_ids[:2]
     assert sequence.cached.length <= len(sequence.ids)

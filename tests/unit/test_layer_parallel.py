@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from session_specs import salted
 from strategy_loading import load_drafter
 from tiny_models import (
     FAMILY_SHAPE,
@@ -45,6 +46,7 @@ from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.sequence_model import Reading
 from draftwire.models.static_steps import static_if
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import ALONE
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 from draftwire_drafter.config import DraftSettings
 
@@ -264,7 +266,7 @@ KINDS = ["judged", "judged", "judged", "cut", "drafted twice", "lost", "moved", 
 def live(drafter: LanguageModelDrafter, reference: CachedModel, seed: int) -> float:
     """Lets a session live through rounds of all kinds; returns how far from exact its cache was in any, at most."""
     generator = random.Random(seed)
-    sequence = drafter.open(PROMPT, f"session {seed}")
+    sequence = drafter.open(PROMPT, salted(f"session {seed}"))
     committed, furthest = list(PROMPT), 0.0
     for round in range(14):
         kind = generator.choice(KINDS)
@@ -281,7 +283,7 @@ def live(drafter: LanguageModelDrafter, reference: CachedModel, seed: int) -> fl
         committed += [generator.randrange(VOCAB_SIZE) for _ in range(20 if kind in ("plain", "in parts") else 1)]
         if kind == "moved":
             sequence.close()
-            sequence = drafter.open(committed, f"session {seed}")
+            sequence = drafter.open(committed, salted(f"session {seed}"))
         else:
             sequence.calibrate(base_len, [])  # the last word counts
             sequence.calibrate(base_len, committed[base_len:])
@@ -337,7 +339,7 @@ def rows_of(proposed: Draft) -> Tensor:
 def test_first_token_is_drawn_exactly_and_others_on_an_exact_cache(network: PreTrainedModel) -> None:
     """What is sent is what the model says after the committed tokens, and approximately after those drafted since."""
     drafter, groups = drafter_of(network, GROUPS["of five"]), GROUPS["of five"]
-    sequence, committed = drafter.open(PROMPT), list(PROMPT)
+    sequence, committed = drafter.open(PROMPT, ALONE), list(PROMPT)
     for round in range(5):
         proposed = draft(drafter, sequence, request(4, round))
         model = cached(network, groups)
@@ -361,7 +363,7 @@ def test_groups_of_one_draft_what_the_ordinary_drafter_drafts_to_the_bit(network
     )
     alone = drafter_of(network, groups_of_size(1, NUM_LAYERS))
     assert alone.model.extends_exactly, "nothing has to be computed again"
-    sequences = [drafter.open(PROMPT) for drafter in (ordinary, alone)]
+    sequences = [drafter.open(PROMPT, ALONE) for drafter in (ordinary, alone)]
     committed, generator = list(PROMPT), random.Random(2)
     for round in range(8):
         drafts = [
@@ -381,7 +383,7 @@ def test_sequences_of_a_step_draft_what_each_would_draft_alone(network: PreTrain
     """Prompts and rounds together: without calibration, the former are read exactly and the latter are not."""
     prompts = [PROMPT, [9, 8, 7], [5] * 40]
     together, apart = (drafter_of(network, GROUPS["of three"], calibrates) for _ in range(2))
-    sequences = [[drafter.open(prompt) for prompt in prompts] for drafter in (together, apart)]
+    sequences = [[drafter.open(prompt, ALONE) for prompt in prompts] for drafter in (together, apart)]
     for round in range(4):
         members = range(1 + round % 3)  # others come later
         steps = together.step([Drafting(sequences[0][member], request(3, round)) for member in members])
@@ -397,13 +399,13 @@ def test_sequences_of_a_step_draft_what_each_would_draft_alone(network: PreTrain
 @pytest.mark.parametrize("calibrates", [True, False])
 def test_what_others_take_over_is_exact(network: PreTrainedModel, calibrates: bool) -> None:
     drafter, reference = drafter_of(network, GROUPS["all"], calibrates), CachedModel(LeanDecoder(network), 4096)
-    first = drafter.open(list(range(40)))
+    first = drafter.open(list(range(40)), ALONE)
     for round in range(12):
         proposed = draft(drafter, first, request(4, round)).token_ids
         first.calibrate(len(first.ids) - 4, [*proposed, 11])
     draft(drafter, first, request(4, 12))
     text = first.ids[: first._num_committed]
-    second = drafter.open([*text, 3])
+    second = drafter.open([*text, 3], ALONE)
     assert second.num_reused >= 32, "the prompt was offered"
     assert second.num_reused >= 80 or not calibrates, "and what came to it"
     draft(drafter, second, request(1, 0))
@@ -420,12 +422,14 @@ def test_qwen2_5_checkpoint_is_loaded_by_path_and_drafts(tmp_path: Path, layers:
     drafts = DraftSettings(draft_encoding=Encoding.DENSE_FLOAT32)
     settings = ModelSettings(str(folder), dtype="float32")
     loaded = load_drafter(settings, EngineSettings(kv_cache_tokens=1024), drafts, layers)
-    sequence = loaded.strategy.open(PROMPT)
+    sequence = loaded.strategy.open(PROMPT, ALONE)
     (proposed,) = loaded.strategy.step([Drafting(sequence, request(5, 0))]).drafts
     assert isinstance(proposed, Draft)
     groups = LayerParallelism(layers.layer_parallel_size, layers.layer_groups).of(24)
     expected = drafter_of(Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), groups)
-    assert (rows_of(proposed) - rows_of(draft(expected, expected.open(PROMPT), request(5, 0)))).abs().max() <= 1e-5
+    assert (
+        rows_of(proposed) - rows_of(draft(expected, expected.open(PROMPT, ALONE), request(5, 0)))
+    ).abs().max() <= 1e-5
 
 
 def test_models_that_the_lean_decoder_does_not_run_are_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
 from draftwire.models.loading import load_model
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import ALONE
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings, TextDraftSettings
 from tests.tiny_models import save_tiny_model
 
@@ -74,10 +75,10 @@ def stored(target: Path, folder: Path) -> TextDraftSettings:
 def test_drafter_retrieves_from_its_store_alone_or_beside_the_text(target: Path, tmp_path: Path) -> None:
     texts, loading = stored(target, tmp_path / "store"), ModelSettings(str(target), threads=1)
     retrieving = load_drafter(loading, strategy="retrieval", texts=texts).strategy
-    assert draft(retrieving, retrieving.open([1, 7, 8, 9])).token_ids == [4, 4, 4]
+    assert draft(retrieving, retrieving.open([1, 7, 8, 9], ALONE)).token_ids == [4, 4, 4]
     joined = load_drafter(loading, strategy="suffix+retrieval", texts=texts).strategy
-    assert draft(joined, joined.open([7, 8, 9, 1, 7, 8, 9])).token_ids[0] == 1, "of equal matches the text's own"
-    assert draft(joined, joined.open([8, 9, 1, 7, 8, 9])).token_ids == [4, 4, 4], "the longer one"
+    assert draft(joined, joined.open([7, 8, 9, 1, 7, 8, 9], ALONE)).token_ids[0] == 1, "of equal matches the text's own"
+    assert draft(joined, joined.open([8, 9, 1, 7, 8, 9], ALONE)).token_ids == [4, 4, 4], "the longer one"
 
 
 def test_store_is_needed_and_the_targets(target: Path, tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_settings_of_weights_are_refused(target: Path) -> None:
 
 
 def test_guess_is_stated_as_one_hot_and_not_at_all_where_no_rule_reads_it(suffix: DraftingStrategy) -> None:
-    sequence = suffix.open(REPEATING)
+    sequence = suffix.open(REPEATING, ALONE)
     made = draft(suffix, sequence)
     assert made.token_ids == [3, 4, 1]
     assert (made.distributions.encoding, made.distributions.vocab_size) == (Encoding.ONE_HOT, VOCAB_SIZE)
@@ -122,20 +123,22 @@ def test_guess_is_stated_as_one_hot_and_not_at_all_where_no_rule_reads_it(suffix
 
 
 def test_block_is_never_empty_nor_beyond_a_vocabulary(suffix: DraftingStrategy) -> None:
-    assert draft(suffix, suffix.open([7, 8, 9])).token_ids == [9], "nothing is known: a block has one token at least"
-    assert draft(suffix, suffix.open([7, 15, 8, 7]), vocab_size=10).token_ids == [7]
-    assert draft(suffix, suffix.open([1, 15, 3, 1, 15]), vocab_size=10).token_ids == [3, 1]
+    assert draft(suffix, suffix.open([7, 8, 9], ALONE)).token_ids == [9], (
+        "nothing is known: a block has one token at least"
+    )
+    assert draft(suffix, suffix.open([7, 15, 8, 7], ALONE), vocab_size=10).token_ids == [7]
+    assert draft(suffix, suffix.open([1, 15, 3, 1, 15], ALONE), vocab_size=10).token_ids == [3, 1]
 
 
 def test_masked_tokens_end_a_guess(suffix: DraftingStrategy) -> None:
-    sequence = suffix.open([1, 2, 3, 5, 1, 2])
+    sequence = suffix.open([1, 2, 3, 5, 1, 2], ALONE)
     barred = {"sampling": SamplingParams(min_tokens=3), "stop_token_ids": frozenset({5}), "prompt_len": 6}
     assert draft(suffix, sequence, **barred).token_ids == [3]
     assert draft(suffix, sequence, sampling=SamplingParams(allowed_token_ids=frozenset({3}))).token_ids == [3]
 
 
 def test_committed_tokens_are_read_in_parts_and_drafted_ones_never(suffix: DraftingStrategy) -> None:
-    sequence = suffix.open(REPEATING)
+    sequence = suffix.open(REPEATING, ALONE)
     request = DraftRequest(2, SamplingParams(), DrawKey(bytes(KEY_BYTES), 0, 0), VOCAB_SIZE)
     done = suffix.step([Drafting(sequence, request, max_read=4)])
     assert (done.drafts, done.num_read, sequence.num_unread) == ([None], 4, 2)

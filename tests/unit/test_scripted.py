@@ -12,7 +12,7 @@ from cases import every
 from scipy.stats import binomtest
 from strategy_loading import load_drafter
 
-from draftwire.drafting.growth_plan import GrowthPlan
+from draftwire.drafting.growth_plan import GrowthPlan, WantedTree
 from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.drafting.tree_shapes import survival_of
@@ -27,7 +27,9 @@ from draftwire.method.token_tree import TokenTree
 from draftwire.models.script import PREFIX, Script, expected_tokens, is_scripted
 from draftwire.models.scripted import ScriptedTarget
 from draftwire.models.sequence_model import Reading, SequenceModel
+from draftwire.options.ahead.branches import WantedGuesses
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import ALONE
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
@@ -133,7 +135,7 @@ def test_drafter_proposes_the_alphabet_by_position() -> None:
     assert bytes(expected_tokens(0, 28)) == b"abcdefghijklmnopqrstuvwxyzab"
     assert expected_tokens(5, 3) == expected_tokens(0, 8)[5:]
     drafter = ScriptedDrafter(Script())
-    sequence = drafter.open(PROMPT)
+    sequence = drafter.open(PROMPT, ALONE)
     for sampling in (SamplingParams(), SamplingParams(0.0)):
         (draft,) = drafter.step([Drafting(sequence, DraftRequest(4, sampling, KEY, 320))]).drafts
         assert draft is not None
@@ -193,11 +195,17 @@ def test_each_depth_of_a_tree_is_reached_as_often_as_the_script_says() -> None:
     script, num_nodes, depth = Script(acceptance=(0.7, 0.6), recovered=0.5), 12, 4
     target, drafter = ScriptedTarget(script, 4096), ScriptedDrafter(script)
     texts, reached = [list(PROMPT) for _ in range(30)], Counter[int]()
-    cached, sequences = ([each.open(PROMPT) for _ in texts] for each in (target.cache, drafter))
+    cached, sequences = [target.cache.open(PROMPT) for _ in texts], [drafter.open(PROMPT, ALONE) for _ in texts]
     for number in range(10):
         keys = [DrawKey(bytes([index] * 16), 0, number) for index in range(len(texts))]
         asked = DraftRequest(
-            num_nodes, SamplingParams(), KEY, 320, True, False, growth=GrowthPlan.eagle2(num_nodes, depth)
+            num_nodes,
+            SamplingParams(),
+            KEY,
+            320,
+            True,
+            False,
+            tree=WantedTree(growth=GrowthPlan.eagle2(num_nodes, depth)),
         )
         judgings = []
         for index, draft in enumerate(drafter.step([Drafting(each, asked) for each in sequences]).drafts):
@@ -221,20 +229,20 @@ def test_tree_takes_a_pass_for_each_depth_and_ends_where_it_is_cut() -> None:
     script = Script(draft_ms=10, draft_row_us=2000, acceptance=(0.5,), recovered=0.9)
     drafter, answers = ScriptedDrafter(script), iter([False, True])
     shape = TokenTree((-1, -1, 0, 0, 1, 2))
-    request = DraftRequest(6, SamplingParams(0.0), KEY, 320, shape=shape)
+    request = DraftRequest(6, SamplingParams(0.0), KEY, 320, tree=WantedTree(shape))
     whole, cut = (replace(request, is_cut=is_cut) for is_cut in (lambda: False, lambda: next(answers)))
-    done = drafter.step([Drafting(drafter.open(PROMPT), whole)])
+    done = drafter.step([Drafting(drafter.open(PROMPT, ALONE), whole)])
     waited(done.draft_s, 3 * 0.010 + 0.002)
     (draft,) = done.drafts
     assert draft is not None
     assert (bytes(draft.token_ids), draft.parents) == (b"fFgGgh", shape.parents)
     assert draft.is_whole
-    (draft,) = drafter.step([Drafting(drafter.open(PROMPT), cut)]).drafts
+    (draft,) = drafter.step([Drafting(drafter.open(PROMPT, ALONE), cut)]).drafts
     assert draft is not None
     assert (bytes(draft.token_ids), draft.parents) == (b"fFgGg", (-1, -1, 0, 0, 1)), "two of three depths"
     assert not draft.is_whole
-    wide = replace(request, shape=TokenTree((-1,) * 14 + (0, 13)), num_tokens=16)
-    (draft,) = drafter.step([Drafting(drafter.open(PROMPT), wide)]).drafts
+    wide = replace(request, tree=WantedTree(TokenTree((-1,) * 14 + (0, 13))), num_tokens=16)
+    (draft,) = drafter.step([Drafting(drafter.open(PROMPT, ALONE), wide)]).drafts
     assert draft is not None
     assert bytes(draft.token_ids) == b"fF0123456789g", "it thinks of twelve tokens, and of none after others"
     assert draft.is_whole
@@ -255,7 +263,7 @@ def test_step_of_the_target_takes_its_time_and_that_of_every_token() -> None:
 
 def test_step_of_the_drafter_takes_its_time_once_for_all_sessions() -> None:
     drafter = ScriptedDrafter(Script(draft_ms=10, calibration_ms=20, read_us=1000))
-    sequences = [drafter.open([1] * count) for count in (10, 5, 5)]
+    sequences = [drafter.open([1] * count, ALONE) for count in (10, 5, 5)]
     counts = (3, 1, 2)
     draftings = [
         Drafting(sequence, DraftRequest(count, SamplingParams(), KEY, 320))
@@ -272,7 +280,7 @@ def test_step_of_the_drafter_takes_its_time_once_for_all_sessions() -> None:
 def test_further_blocks_of_a_step_take_their_own_time_if_scripted() -> None:
     drafter = ScriptedDrafter(Script(draft_ms=10, draft_row_us=5000))
     request = DraftRequest(2, SamplingParams(), KEY, 320)
-    draftings = [Drafting(drafter.open([1]), request) for _ in range(3)]
+    draftings = [Drafting(drafter.open([1], ALONE), request) for _ in range(3)]
     started = time.perf_counter()
     drafter.step(draftings)
     waited(time.perf_counter() - started, 2 * (0.01 + 2 * 0.005))
@@ -282,9 +290,9 @@ def test_rejected_token_is_the_drafters_first_thought_as_often_as_scripted() -> 
     script = Script(acceptance=(0.5,), recovered=0.25)
     target = ScriptedTarget(script, 1000)
     row = target.read([Reading(target.cache.open(), [1] * 3, 1)])[0].exp()
-    request = DraftRequest(1, SamplingParams(), KEY, 320, num_guesses=4)
+    request = DraftRequest(1, SamplingParams(), KEY, 320, guesses=WantedGuesses(4))
     drafter = ScriptedDrafter(script)
-    sequence = drafter.open([1] * 3)
+    sequence = drafter.open([1] * 3, ALONE)
     (draft,) = drafter.step([Drafting(sequence, request)]).drafts
     assert isinstance(draft, Draft)
     assert float(row[draft.token_ids[0]]) == pytest.approx(0.5)
@@ -308,20 +316,20 @@ def test_cut_block_of_the_script_ends_and_the_others_go_on() -> None:
         return len(asked) >= 2
 
     wanted = [DraftRequest(5, SamplingParams(), KEY, 320, is_cut=is_cut), DraftRequest(3, SamplingParams(), KEY, 320)]
-    step = drafter.step([Drafting(drafter.open(PROMPT), one) for one in wanted])
+    step = drafter.step([Drafting(drafter.open(PROMPT, ALONE), one) for one in wanted])
     assert [draft.token_ids for draft in step.drafts] == [expected_tokens(len(PROMPT), count) for count in (2, 3)]
     assert [draft.is_whole for draft in step.drafts] == [False, True]
     waited(step.draft_s, 3 * 0.01)
     assert len(asked) == 2, "a block that has ended asks nothing"
     alone = DraftRequest(50, SamplingParams(), KEY, 320, is_cut=lambda: True)
-    step = drafter.step([Drafting(drafter.open(PROMPT), alone)])
+    step = drafter.step([Drafting(drafter.open(PROMPT, ALONE), alone)])
     assert [len(draft.token_ids) for draft in step.drafts] == [1]
     waited(step.draft_s, 0.01)
 
 
 def test_drafter_reads_in_parts_and_drafts_when_it_has_read_all() -> None:
     drafter = ScriptedDrafter(Script())
-    sequence = drafter.open([1] * 10)
+    sequence = drafter.open([1] * 10, ALONE)
     wanted = DraftRequest(2, SamplingParams(), KEY, 320)
     for num_read, num_unread in ((4, 6), (4, 2)):
         step = drafter.step([Drafting(sequence, wanted, max_read=4)])

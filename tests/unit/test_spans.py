@@ -16,6 +16,8 @@ from opentelemetry.trace import SpanContext
 from session_specs import draft_spec, target_spec
 from virtual_time import run
 
+from draftwire.engine.draft_session import Step as DraftStep
+from draftwire.engine.draft_session import StepItem as DraftItem
 from draftwire.engine.target_session import Step, StepItem
 from draftwire.errors import UnavailableError
 from draftwire.method.encoding import DraftDistributions
@@ -31,15 +33,14 @@ from draftwire.method.rounds import (
     Verdict,
 )
 from draftwire.method.token_source import TokenSource
+from draftwire.options.ahead.branch_drafter import BranchItem, BranchWork
+from draftwire.options.ahead.branches import Branch
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import ModelSettings
 from draftwire.runtime.traceparent import traceparent_of
-from draftwire_drafter.ahead import Branch
 from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.core import DrafterCore
-from draftwire_drafter.scheduler import AheadItem, Completed
-from draftwire_drafter.scheduler import Step as DraftStep
-from draftwire_drafter.scheduler import StepItem as DraftItem
+from draftwire_drafter.scheduler import Completed
 from draftwire_drafter.spans import DrafterSpans
 from draftwire_gateway.session.ports import DrafterLost
 from draftwire_gateway.session.spans import ChoiceSpans
@@ -208,8 +209,9 @@ def test_block_that_is_drafted_ahead_is_recorded_without_a_calibration() -> None
     (requested,) = completed(session)
     assert isinstance(requested.outcome, DraftBlock)
     block = replace(requested.outcome, is_ahead=True)
-    branches = [AheadItem(session, Branch(block.fence, []), None) for _ in range(2)]
-    spans.add(DraftStep([], branches), [Completed(session, block, False)], 5.0, 6.0)
+    branches = [BranchItem(session, Branch(block.fence, []), None) for _ in range(2)]
+    work = BranchWork(branches, None)  # type: ignore[arg-type]
+    spans.add(DraftStep([], work), [Completed(session, block, False)], 5.0, 6.0)
     (draft,) = tracer.take()
     assert draft.name == "draft"
     assert draft.says(num_draft_tokens=4, is_ahead=True, round=6, num_sessions=1)

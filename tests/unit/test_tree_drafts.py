@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from session_specs import salted
 from tiny_models import tiny_network
 
-from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
+from draftwire.drafting.growth_plan import WantedTree
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.drafting.tree_shapes import shape_by_acceptance, shape_of_widths
 from draftwire.errors import UnavailableError
@@ -19,7 +20,9 @@ from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.static_steps import static_if
+from draftwire.options.trees.tree_model_drafter import TreeModelDrafter, TreeSequence
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
 from draftwire.verification.target import Judging, judge
@@ -46,16 +49,17 @@ SAMPLINGS = {
 }
 
 
-def drafter_of(decoder: Any, is_static: bool = False) -> LanguageModelDrafter:
-    return LanguageModelDrafter(CachedModel(decoder, 2048, static_if(is_static)), 512)
+def drafter_of(decoder: Any, is_static: bool = False) -> TreeModelDrafter:
+    return TreeModelDrafter(CachedModel(decoder, 2048, static_if(is_static)), 512)
 
 
 def request(sampling: SamplingParams, shape: TokenTree | None, num_tokens: int = 0, **options: Any) -> DraftRequest:
     key, given = DrawKey(KEY, 0, 0), {"prompt_len": len(PROMPT), "stop_token_ids": STOPS} | options
-    return DraftRequest(num_tokens or len(shape or ()), sampling, key, VOCAB_SIZE, True, False, shape=shape, **given)
+    tree = None if shape is None else WantedTree(shape)
+    return DraftRequest(num_tokens or len(shape or ()), sampling, key, VOCAB_SIZE, True, False, tree=tree, **given)
 
 
-def drafted(drafter: LanguageModelDrafter, *parts: tuple[Any, DraftRequest]) -> list[Draft]:
+def drafted(drafter: TreeModelDrafter, *parts: tuple[Any, DraftRequest]) -> list[Draft]:
     drafts = [draft for draft in drafter.step([Drafting(*part) for part in parts]).drafts if isinstance(draft, Draft)]
     assert len(drafts) == len(parts)
     return drafts
@@ -85,7 +89,7 @@ def test_text_with_drafted_trees_is_the_text_without(name: str, shape: str, is_o
     sampling, tree = SAMPLINGS[name], SHAPES[shape]
     model, decoder = CachedModel(TARGET, 2048), TARGET if is_own else DRAFTER
     drafter = drafter_of(decoder, is_static=is_own)
-    sequence, reading, ids = model.cache.open(PROMPT), drafter.open(PROMPT), list(PROMPT)
+    sequence, reading, ids = model.cache.open(PROMPT), drafter.open(PROMPT, ALONE), list(PROMPT)
     expected = plain_text(sampling, 30)
     number, new = 0, []
     while len(ids) < len(expected):
@@ -93,7 +97,7 @@ def test_text_with_drafted_trees_is_the_text_without(name: str, shape: str, is_o
             reading.calibrate(len(ids) - len(new), new)
         fresh = drafter_of(decoder)
         (draft,) = drafted(drafter, (reading, request(sampling, tree)))
-        (other,) = drafted(fresh, (fresh.open(ids), request(sampling, tree)))
+        (other,) = drafted(fresh, (fresh.open(ids, ALONE), request(sampling, tree)))
         assert (draft.token_ids, draft.parents) == (other.token_ids, other.parents)
         own = TokenTree.of(draft.parents, len(draft.token_ids))
         key = DrawKey(KEY, 0, number)
@@ -115,8 +119,8 @@ def test_first_children_are_the_chain_and_siblings_come_next(name: str) -> None:
     drafter = drafter_of(DRAFTER)
     chain, tree = drafted(
         drafter,
-        (drafter.open(PROMPT), request(sampling, None, 4)),
-        (drafter.open(PROMPT, "another"), request(sampling, shape)),
+        (drafter.open(PROMPT, ALONE), request(sampling, None, 4)),
+        (drafter.open(PROMPT, salted("another")), request(sampling, shape)),
     )
     assert chain.parents == CHAIN
     own = TokenTree(tree.parents)
@@ -132,8 +136,8 @@ def test_first_children_are_the_chain_and_siblings_come_next(name: str) -> None:
 
 def test_committed_path_is_not_read_again() -> None:
     drafter, shape = drafter_of(DRAFTER), SHAPES["wide"]
-    sequence = drafter.open(PROMPT)
-    assert isinstance(sequence, LanguageModelSequence)
+    sequence = drafter.open(PROMPT, ALONE)
+    assert isinstance(sequence, TreeSequence)
     (draft,) = drafted(drafter, (sequence, request(SAMPLINGS["plain"], shape)))
     own = TokenTree(draft.parents)
     path = own.path_to(len(own) - 1)
@@ -146,13 +150,13 @@ def test_committed_path_is_not_read_again() -> None:
 
 def test_tree_that_is_cut_has_fewer_depths_and_bad_rows_end_paths() -> None:
     drafter, shape = drafter_of(DRAFTER), SHAPES["wide"]
-    (whole,) = drafted(drafter, (drafter.open(PROMPT), request(SAMPLINGS["plain"], shape)))
-    (cut,) = drafted(drafter, (drafter.open(PROMPT), request(SAMPLINGS["plain"], shape, is_cut=lambda: True)))
+    (whole,) = drafted(drafter, (drafter.open(PROMPT, ALONE), request(SAMPLINGS["plain"], shape)))
+    (cut,) = drafted(drafter, (drafter.open(PROMPT, ALONE), request(SAMPLINGS["plain"], shape, is_cut=lambda: True)))
     assert cut.token_ids == whole.token_ids[:4]
     assert cut.parents == (-1,) * 4
     assert (whole.is_whole, cut.is_whole) == (True, False)
     flat = TokenTree((-1,) * 4)
-    (draft,) = drafted(drafter, (drafter.open(PROMPT), request(SAMPLINGS["plain"], flat, is_cut=lambda: True)))
+    (draft,) = drafted(drafter, (drafter.open(PROMPT, ALONE), request(SAMPLINGS["plain"], flat, is_cut=lambda: True)))
     assert draft.is_whole, "it was cut behind its last depth"
 
     class Spoilt(CachedModel):
@@ -161,8 +165,8 @@ def test_tree_that_is_cut_has_fewer_depths_and_bad_rows_end_paths() -> None:
             logits[token_ids == whole.token_ids[0]] = torch.nan
             return logits
 
-    spoilt = LanguageModelDrafter(Spoilt(DRAFTER, 2048), 512)
-    (draft,) = drafted(spoilt, (spoilt.open(PROMPT), request(SAMPLINGS["plain"], shape)))
+    spoilt = TreeModelDrafter(Spoilt(DRAFTER, 2048), 512)
+    (draft,) = drafted(spoilt, (spoilt.open(PROMPT, ALONE), request(SAMPLINGS["plain"], shape)))
     own = TokenTree(draft.parents)
     ends = [node for node, token in enumerate(draft.token_ids) if token == whole.token_ids[0]]
     assert ends
@@ -177,9 +181,9 @@ def test_sequence_without_finite_logits_has_no_tree_and_harms_no_other() -> None
             logits[0] = torch.nan
             return logits
 
-    drafter = LanguageModelDrafter(Bad(DRAFTER, 2048), 512)
+    drafter = TreeModelDrafter(Bad(DRAFTER, 2048), 512)
     wanted = request(replace(SAMPLINGS["plain"], top_k=8), SHAPES["planned"])
-    step = drafter.step([Drafting(drafter.open(PROMPT, salt), wanted) for salt in ("a", "b")])
+    step = drafter.step([Drafting(drafter.open(PROMPT, salted(salt)), wanted) for salt in ("a", "b")])
     first, second = step.drafts
     assert isinstance(first, UnavailableError)
     assert isinstance(second, Draft)

@@ -11,12 +11,13 @@ from session_specs import draft_spec, target_spec
 from test_tree_drafts import DRAFTER, TARGET, VOCAB_SIZE
 
 from draftwire.audit import AuditSums
-from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.engine.admission import Room
 from draftwire.method.rounds import Calibration, CommittedTokens, DraftBlock, DraftTree, Fence, Permit, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import CachedModel
+from draftwire.options.trees.session_trees import SessionTrees
+from draftwire.options.trees.tree_model_drafter import TreeModelDrafter
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime import messages
 from draftwire.verification.tree_choice import tree_rule_for
@@ -48,13 +49,13 @@ class Rounds:
     is_trusted: bool = True
 
     def __post_init__(self) -> None:
-        model = LanguageModelDrafter(CachedModel(DRAFTER, 160), 512)
-        self.drafting, self.judging = DraftEngine(model), TargetEngine(self.target, 512)
-        pacer, shared = FixedPacer(), {"context_length": 512, "max_draft_tokens": 8, "max_tree_nodes": NODES}
-        self.drafts = DraftScheduler(room=Room(2, 160), pacer=pacer, **shared)
-        self.verdicts = TargetScheduler(
-            room=Room(2, 128), pacer=pacer, vocab_size=VOCAB_SIZE, tree_rule_for=tree_rule_for, **shared
-        )
+        model = TreeModelDrafter(CachedModel(DRAFTER, 160), 512)
+        options: Any = [SessionTrees(NODES)]
+        self.drafting, self.judging = DraftEngine(model, options), TargetEngine(self.target, 512)
+        pacer, shared = FixedPacer(), {"context_length": 512, "max_draft_tokens": 8}
+        self.drafts = DraftScheduler(room=Room(2, 160), pacer=pacer, options=options, **shared)
+        shared |= {"max_tree_nodes": NODES, "tree_rule_for": tree_rule_for}
+        self.verdicts = TargetScheduler(room=Room(2, 128), pacer=pacer, vocab_size=VOCAB_SIZE, **shared)
         own: dict[str, Any] = {"token_ids": PROMPT, "rule": self.rule, "sampling": self.sampling}
         own |= {"max_draft_tokens": DEPTH, "max_tree_nodes": NODES, "max_len": len(PROMPT) + ROOM}
         self.verdicts.open(target_spec(verifying_key=KEY, plain_rounds=1, permit_key=KEY, **own), 1)

@@ -13,6 +13,7 @@ from test_request import MINIMAL, TARGET
 from test_verifier_scheduler import PROMPT, first_fence, offer
 
 from draftwire.drafting.growth_plan import num_read_nodes
+from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.engine.target_session import StepResult
 from draftwire.errors import (
     BlockViolationError,
@@ -26,6 +27,9 @@ from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import Calibration, DraftTree, ReceivedBlock, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.method.token_tree import TokenTree
+from draftwire.models.script import Script
+from draftwire.options.ahead.ahead_drafting import AheadDrafting
+from draftwire.options.trees.session_trees import SessionTrees
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
 from draftwire.runtime.settings import EngineSettings, ModelSettings
@@ -206,7 +210,7 @@ def test_positions_that_are_counted_are_depths() -> None:
 def drafting(**changes: Any) -> Any:
     """Returns a drafter's scheduler with a session that may have trees of eight tokens, and is past its prefill."""
     scheduler = drafter.make_scheduler()
-    scheduler.max_tree_nodes, scheduler.tree_rule_for = 8, tree_rule_for
+    scheduler.options = [SessionTrees(8)]
     scheduler.open(drafter.make_spec(**({"max_tree_nodes": 8, "rule": "coupled"} | changes)), 1)
     step = scheduler.next_step()
     scheduler.complete(step, drafter.Engine().run(step))
@@ -240,12 +244,15 @@ def test_tree_that_is_asked_for_is_checked(changes: dict[str, Any], tree: DraftT
 def test_price_of_rows_is_not_learnt_from_trees(tree: DraftTree | None, is_learnt: bool) -> None:
     """One session's tree has many rows in a pass."""
     scheduler = drafting()
+    strategy, nothing = ScriptedDrafter(Script()), lambda *_: None
+    ahead = AheadDrafting(strategy, {}, scheduler, post=nothing, count=nothing)
+    scheduler.ahead = ahead
     scheduler.calibrate(drafter.make_calibration(PROMPT, [7], tree=tree))
     step = scheduler.next_step()
     result = drafter.Engine()
     result.sequences = [[scheduler.sessions[step.items[0].session.key], PROMPT, len(PROMPT)]]
     scheduler.complete(step, replace(result.run(step), num_passes=2, draft_s=0.1))
-    assert (scheduler.lookahead.pass_times._first_s is not None) is is_learnt
+    assert (ahead.lookahead.pass_times._first_s is not None) is is_learnt
 
 
 def test_drafter_reserves_what_a_growing_tree_reads_and_refuses_larger() -> None:

@@ -6,19 +6,22 @@ those of all committed tokens but the last have arrived.
 
 import time
 from collections.abc import Sequence
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from draftwire.drafting.heads.draft_head import DraftHead
 from draftwire.drafting.heads.head_drafter import HeadDrafter, HeadDrafting, HeadSequence
+from draftwire.drafting.strategies import LoadedStrategy, StrategyContext
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
-from draftwire.errors import DraftwireError
+from draftwire.errors import DraftwireError, InvalidRequestError
 from draftwire.method.features import FeatureNeed, SessionFeatures
 from draftwire.method.quantization import Quantization
+from draftwire.models.card import ModelCard
 from draftwire.models.feature_encoding import decode_rows
 from draftwire.models.sequence_model import FeatureSpan
+from draftwire.requests.session_parameters import SessionParameters
 
 
 class ReceivedFeatures:
@@ -133,7 +136,7 @@ class FedHeadDrafter:
         self._drafter = HeadDrafter(head, FeatureTexts(), quantization)
         self._like = torch.empty(0, head.config.hidden_size, dtype=head.dtype, device=head.device)
 
-    def open(self, token_ids: list[int], cache_salt: str = "", *, shares_text: bool = False) -> FedSequence:
+    def open(self, token_ids: list[int], parameters: SessionParameters) -> FedSequence:
         """Opens a sequence without features. Nothing is shared between sequences."""
         return FedSequence(self._drafter, self._like, token_ids)
 
@@ -167,3 +170,25 @@ class FedHeadDrafter:
             member.target.forget_before(member.sequence.num_read - 1)  # the last pair may be read again
         num_passes = max((len(draft.token_ids) for draft in drafts if isinstance(draft, Draft)), default=0)
         return DraftStep(drafts, max(0, num_read - before), 0.0, time.perf_counter() - started, num_passes)
+
+
+class HeadContext(StrategyContext, Protocol):
+    """Configuration of heads."""
+
+    def load_head(self) -> tuple[ModelCard, DraftHead, FeatureNeed]:
+        """Loads a head with what it shares with its target, which the option `model` names, and says what it has to be
+        fed with.
+
+        Raises:
+            InvalidRequestError: the head cannot be served, or is for another target.
+        """
+
+
+def load(name: str, context: HeadContext) -> LoadedStrategy:
+    """Loads a head of a kind as a strategy."""
+    card, head, need = context.load_head()
+    if head.config.kind.value != name:
+        raise InvalidRequestError(
+            f"strategy {name} takes a head of that kind, and this one is {head.config.kind.value}"
+        )
+    return LoadedStrategy(card, FedHeadDrafter(head, card.description.context_length, need, context.quantization))

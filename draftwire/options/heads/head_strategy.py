@@ -7,6 +7,7 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import FeatureModel
+from draftwire.requests.session_parameters import SessionParameters
 
 
 class HeadText:
@@ -44,7 +45,7 @@ class HeadStrategy:
         self._drafter = drafter
         self._target = target
 
-    def open(self, token_ids: list[int], cache_salt: str = "", *, shares_text: bool = False) -> HeadText:
+    def open(self, token_ids: list[int], parameters: SessionParameters) -> HeadText:
         """Starts the text; the head shares nothing between texts."""
         return HeadText(self._drafter, token_ids)
 

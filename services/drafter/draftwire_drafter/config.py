@@ -27,7 +27,8 @@ class DraftSettings:
     """How tokens are drafted: "model", by a language model; "suffix" or "lookup", from earlier places of each text, or
     "retrieval", from files, for all of which the option model names the tokenizer alone, and of which several are
     joined by "+"; "model+suffix" and the like, by a language model whose tokens the others continue; "eagle3", "eagle",
-    "medusa", "hydra" or "mtp", by the option head; "scripted", by a script, for tests; or auto: what fits the model."""
+    "medusa", "hydra" or "mtp", by the option head; "scripted", by a script, for tests; package.module:Class, by a
+    strategy of your own; or auto: what fits the model."""
     draft_encoding: Encoding = Encoding.SPARSE_UINT16
     """How distributions travel: sparse_uint16 takes a few dozen bytes a token, dense_float32 and dense_float16 take 4
     and 2 bytes x vocabulary."""

@@ -4,12 +4,13 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
 from draftwire.drafting.strategies import load_strategy
 from draftwire.engine.admission import Room
+from draftwire.engine.draft_session import DraftOption, DraftSession, Step, StepResult
 from draftwire.engine.engine_service import EngineService
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.prefill import PrefillPacer
@@ -38,15 +39,19 @@ from draftwire.models.description import (
     NEEDS_FEATURES,
     PARTIAL_BLOCKS,
 )
+from draftwire.options.heads.feature_feeding import FeatureFeeding, FedStrategy
 from draftwire.options.structured_output.form_compiler_pool import FormCompilerPool
+from draftwire.options.trees.session_trees import SessionTrees, TreeStrategy
 from draftwire.requests.automaton import Automaton
 from draftwire.runtime.settings import require
 from draftwire_drafter.config import DrafterConfig
-from draftwire_drafter.draft_session import DraftSession
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.metrics import DrafterMetrics
-from draftwire_drafter.scheduler import Completed, Scheduler, Step, StepResult
+from draftwire_drafter.scheduler import Completed, Scheduler
 from draftwire_drafter.strategy_context import ConfiguredContext
+
+if TYPE_CHECKING:
+    from draftwire.options.ahead.ahead_drafting import AheadDrafting
 
 log = structlog.get_logger()
 
@@ -113,35 +118,59 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         self._links: dict[str, BlockLink] = {}
         self._connecting: dict[str, asyncio.Task[BlockLink]] = {}
         self._opening: dict[SessionKey, asyncio.Future[None]] = {}
+        self._options: list[DraftOption] = []
+        self._feeding: FeatureFeeding | None = None
+        self._ahead: AheadDrafting | None = None
 
     def _load_engine(self) -> tuple[ModelCard, DraftEngine]:
         context = ConfiguredContext(self.config, self.group)
         loaded = load_strategy(self.config.drafts.strategy, context)
         self.kv_cache_tokens = context.kv_cache_tokens
-        engine = DraftEngine(loaded.strategy)
-        capabilities = {FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS}
-        if engine.drafts_ahead:
-            capabilities.add(DRAFT_AHEAD)
-        if engine.need is not None:
-            capabilities.add(NEEDS_FEATURES)
-        max_tree_nodes = self.config.engine.max_tree_nodes
-        can_do = engine.drafts_trees or max_tree_nodes == 0
-        require(can_do, "max_tree_nodes: the drafter's strategy drafts no token trees")
-        described = loaded.card.description
-        description = replace(described, capabilities=frozenset(capabilities), max_tree_nodes=max_tree_nodes)
+        engine = DraftEngine(loaded.strategy, self._options)
+        description = replace(loaded.card.description, capabilities=self._add_options(engine))
+        description = replace(description, max_tree_nodes=self.config.engine.max_tree_nodes)
         return replace(loaded.card, description=description), engine
 
+    def _add_options(self, engine: DraftEngine) -> frozenset[str]:
+        """Adds the options of a strategy, and returns the drafter's capabilities."""
+        strategy, max_tree_nodes = engine.strategy, self.config.engine.max_tree_nodes
+        can_do = isinstance(strategy, TreeStrategy) or max_tree_nodes == 0
+        require(can_do, "max_tree_nodes: the drafter's strategy drafts no token trees")
+        can_draw = isinstance(strategy, TreeStrategy) and strategy.draws_trees
+        self._options.append(SessionTrees(max_tree_nodes, can_draw=can_draw))
+        capabilities = {FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS}
+        if getattr(strategy, "can_fork", False):
+            capabilities.add(DRAFT_AHEAD)
+        if isinstance(strategy, FedStrategy):
+            self._feeding = FeatureFeeding(strategy, engine.sequences)
+            self._options.append(self._feeding)
+            capabilities.add(NEEDS_FEATURES)
+        return frozenset(capabilities)
+
+    def _draft_ahead(self) -> "AheadDrafting | None":
+        """Returns the option of drafting ahead, which is added when the first session asks for it; None if the strategy
+        cannot.
+        """
+        strategy = self._engine.strategy
+        if self._ahead is None and DRAFT_AHEAD in self.description.capabilities:
+            from draftwire.options.ahead.ahead_drafting import AheadDrafting
+            from draftwire.options.ahead.branch_drafter import ForkingStrategy
+
+            assert isinstance(strategy, ForkingStrategy), "it says that it can fork"
+            scheduler, count = self._scheduler, self.metrics.count_branches
+            self._ahead = AheadDrafting(strategy, self._engine.sequences, scheduler, self._torch.post, count)
+            self._options.append(self._ahead)
+            scheduler.ahead = self._ahead
+        return self._ahead
+
     def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> Scheduler:
-        scheduler = Scheduler(
+        return Scheduler(
             context_length=self.description.context_length,
             max_draft_tokens=self.config.engine.max_draft_tokens,
-            max_tree_nodes=self.config.engine.max_tree_nodes,
             room=room,
             pacer=pacer,
-            need=self._engine.need,
+            options=self._options,
         )
-        self._engine.has_requests = lambda: scheduler.has_requests
-        return scheduler
 
     async def open_session(self, spec: DraftSessionSpec, lease_id: int) -> int:
         """Opens a session and returns when its prefill is done and the link to its verifier is open.
@@ -160,6 +189,8 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         self._leases.require(lease_id)
         if not _ADDRESS.fullmatch(spec.verifier_address):
             raise InvalidRequestError("verifier_address must be host:port, at most 256 letters, digits and signs")
+        if spec.max_branches:
+            self._draft_ahead()
         with self.metrics.counting_refusals():
             session = self._scheduler.open(spec, lease_id, automaton)
         if self.spans is not None:
@@ -195,53 +226,63 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
     def close_session(self, session_id: int, epoch: int) -> None:
         """Closes a session, if it is open, and frees its KV cache. If it is still opening, that call fails."""
         super().close_session(session_id, epoch)
-        self._move_branches()
         self._end_opening((session_id, epoch), ProtocolViolationError("session was closed while it opened"))
 
     def calibrate(self, calibration: Calibration) -> None:
         """Schedules a session's next block; a calibration that violates the protocol fails the session."""
+        key = (calibration.fence.session_id, calibration.fence.epoch)
         try:
             self._scheduler.calibrate(calibration)
         except DraftwireError as error:
-            self._fail((calibration.fence.session_id, calibration.fence.epoch), error)
-        self._request_features((calibration.fence.session_id, calibration.fence.epoch))
-        self._move_branches()
+            self._fail(key, error)
+        self._request_features(key)
         self._work.set()
 
     @property
     def need(self) -> FeatureNeed | None:
         """The features that verifiers have to send; None if none are needed. The model is loaded."""
-        return self._engine.need
+        return None if self._feeding is None else self._feeding.need
 
     def _request_features(self, key: SessionKey) -> None:
         """Asks a session's verifier for features that are needed, now or soon."""
-        request = self._scheduler.features_to_request(key)
-        if request is None:
+        session = self._scheduler.sessions.get(key)
+        request = None if self._feeding is None or session is None else self._feeding.wanted(session)
+        if session is None or request is None:
             return
         try:
-            self._link_of(self._scheduler.sessions[key]).request_features(request)
+            self._link_of(session).request_features(request)
         except UnavailableError as error:
             self._fail(key, error)
 
     def feed(self, address: str, features: SessionFeatures) -> None:
         """Takes features of a session of the verifier at an address; a message that was not asked for fails it."""
-        key = (features.session_id, features.epoch)
-        session = self._scheduler.sessions.get(key)
+        session = self._scheduler.sessions.get((features.session_id, features.epoch))
         if session is None or session.spec.verifier_address != address:
             return
         try:
-            if self._scheduler.take_features(features):
-                self._torch.post(self._feed, asyncio.get_running_loop(), session, features)
+            if self._feeding is None:
+                raise ProtocolViolationError("features that were not asked for, or of another size")
+            if self._feeding.take(session, features):
+                self._torch.post(self._feed, asyncio.get_running_loop(), self._feeding, session, features)
+                self._scheduler.resume(session)
+            else:
+                self._scheduler.dropped["stale"] += 1
         except ProtocolViolationError as error:
-            self._fail(key, error)
+            self._fail(session.key, error)
         self._work.set()
 
-    def _feed(self, loop: asyncio.AbstractEventLoop, session: DraftSession, features: SessionFeatures) -> None:
-        """Passes features to the engine, on the torch thread. The session fails if that does: its blocks would wait
-        for what the scheduler takes to be there.
+    def _feed(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        feeding: FeatureFeeding,
+        session: DraftSession,
+        features: SessionFeatures,
+    ) -> None:
+        """Passes features to the strategy, on the torch thread. The session fails if that does: its blocks would wait
+        for what is taken to be there.
         """
         try:
-            self._engine.feed(session.key, features)
+            feeding.feed(session.key, features)
         except Exception:
             log.exception("drafter.feed_failed", session_id=session.key[0])
             loop.call_soon_threadsafe(self._fail_session, session)
@@ -255,21 +296,9 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         """Takes note of how rounds ended, of sessions of the verifier at an address, which tells it."""
         for outcome in outcomes:
             session = self._scheduler.sessions.get((outcome.fence.session_id, outcome.fence.epoch))
-            if session is None or session.spec.verifier_address == address:
-                self._scheduler.learn(outcome)
-        self._move_branches()
+            if self._ahead is not None and (session is None or session.spec.verifier_address == address):
+                self._ahead.learn(outcome)
         self._work.set()
-
-    def _move_branches(self) -> None:
-        """Has the engine take over, or free, the sequences of branches that have come true, or cannot any more."""
-        lookahead = self._scheduler.lookahead
-        adopted, lookahead.adopted = lookahead.adopted, []
-        left, lookahead.left = lookahead.left, []
-        for branch in adopted:
-            self._torch.post(self._engine.adopt, (branch.fence.session_id, branch.fence.epoch), branch)
-        for branch in left:
-            self._torch.post(self._engine.leave, branch)
-        self.metrics.count_branches(lookahead.outcomes, lookahead.passes)
 
     def send_drafted(self, command: SendDrafted) -> None:
         """Ends the block that is being drafted and sends it as far as it is drawn, with a reply to the gateway."""
@@ -280,7 +309,6 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         self.metrics.count_step(len(step.items), result.calibration_s + result.draft_s)
         self.metrics.time(result, step.reads_prompts)
         all_completed = self._scheduler.complete(step, result)
-        self._move_branches()
         for completed in all_completed:
             if completed.is_opened:
                 self._end_opening(completed.session.key)

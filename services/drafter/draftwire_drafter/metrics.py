@@ -1,10 +1,7 @@
 """Prometheus metrics of a drafter."""
 
-from collections import Counter
-
+from draftwire.engine.draft_session import StepResult
 from draftwire.engine.engine_metrics import EngineMetrics
-from draftwire_drafter.lookahead import BRANCH_OUTCOMES
-from draftwire_drafter.scheduler import StepResult
 
 
 class DrafterMetrics(EngineMetrics):
@@ -28,7 +25,7 @@ class DrafterMetrics(EngineMetrics):
             'those of "hit" were wasted.',
             ("outcome",),
         )
-        for outcome in BRANCH_OUTCOMES:
+        for outcome in ("hit", "missed", "abandoned"):
             self.branches.labels(outcome)  # exported at 0 from the start, so that `rate` sees the first
             self.branch_passes.labels(outcome)
         self.calibration_s = self.tally(
@@ -42,12 +39,10 @@ class DrafterMetrics(EngineMetrics):
             "token, and once the first draw and the encoding of blocks. On a GPU also what is left of calibration.",
         )
 
-    def count_branches(self, outcomes: Counter[str], passes: Counter[str]) -> None:
-        """Counts branches, and their passes, by what became of them, and empties both counters."""
-        for counter, counts in ((self.branches, outcomes), (self.branch_passes, passes)):
-            for outcome, count in counts.items():
-                counter.labels(outcome).inc(count)
-            counts.clear()
+    def count_branches(self, outcome: str, num_branches: int, num_passes: int) -> None:
+        """Counts branches, and their passes, by what became of them."""
+        self.branches.labels(outcome).inc(num_branches)
+        self.branch_passes.labels(outcome).inc(num_passes)
 
     def time(self, result: StepResult, reads_prompts: bool) -> None:
         """Observes the durations of calibration and drafting in a step."""

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+from draftwire.engine.draft_session import Step
 from draftwire.engine.traced_sessions import TracedSession, TracedSessions
 from draftwire.method.rounds import DraftBlock
 from draftwire.runtime.tracing import PREFIX
-from draftwire_drafter.scheduler import Completed, Step
+from draftwire_drafter.scheduler import Completed
 
 
 class DrafterSpans(TracedSessions):
@@ -18,7 +19,6 @@ class DrafterSpans(TracedSessions):
         read = {item.session.key: len(item.token_ids) for item in step.items}
         for key in read:
             self.note_step(key, started_at)
-        num_sessions = len({*read, *(item.session.key for item in step.ahead)})
         for each in completed:
             traced = self._sessions.get(each.session.key)
             if traced is None:
@@ -26,7 +26,7 @@ class DrafterSpans(TracedSessions):
             if each.is_opened:
                 self.end_reading(traced, ended_at, each.session.num_reused or 0)
             if isinstance(each.outcome, DraftBlock):
-                self._add_block(traced, each.outcome, read.get(each.session.key, 0), num_sessions, started_at)
+                self._add_block(traced, each.outcome, read.get(each.session.key, 0), step.num_sessions, started_at)
 
     def _add_block(
         self, traced: TracedSession, block: DraftBlock, num_read: int, num_sessions: int, started_at: float

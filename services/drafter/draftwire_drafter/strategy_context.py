@@ -1,17 +1,14 @@
 """Settings and model loading for a drafting strategy. Torch is imported where weights are loaded, and not before."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftwire.drafting.model_free.names import RETRIEVAL, SUFFIX
-from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.model_settings import limited, num_tree_tokens, refuse_settings_of_weights, size_without_memory
 from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.rank_config import RankConfig
-from draftwire.method.features import FeatureNeed
 from draftwire.method.quantization import Quantization
 from draftwire.models.card import ModelCard, load_card
 from draftwire.models.kv_cache import BLOCK_SIZE
@@ -22,6 +19,8 @@ from draftwire_drafter.engine import DraftEngine
 
 if TYPE_CHECKING:
     from draftwire.drafting.heads.draft_head import DraftHead
+    from draftwire.drafting.model_free.registry import TextDrafters
+    from draftwire.method.features import FeatureNeed
     from draftwire.models.sequence_model import DraftModel
 
 LAST_ONLY = 32
@@ -58,6 +57,11 @@ class ConfiguredContext:
         """Whether tokens that were drafted approximately are computed again, exactly."""
         return self._config.layers.bonus_calibration
 
+    @property
+    def max_tree_nodes(self) -> int:
+        """Draft tokens of the largest token tree."""
+        return self._config.engine.max_tree_nodes
+
     def limited(self, card: ModelCard) -> ModelCard:
         """Returns the card with the context length limited to one session's room in the KV cache."""
         if self._num_tokens is None:
@@ -91,14 +95,15 @@ class ConfiguredContext:
         """Finds the size of the KV cache, if that is not set."""
         if fit is None:
             return
-        from draftwire.drafting.language_model import LanguageModelDrafter
         from draftwire.engine.cache_sizing import run_largest
+        from draftwire.options.trees.session_trees import SessionTrees
+        from draftwire.options.trees.tree_model_drafter import TreeModelDrafter
 
         engine = self._config.engine
         context_length = min(card.description.context_length, model.cache.num_blocks * BLOCK_SIZE)
-        trial = DraftEngine(LanguageModelDrafter(model, context_length, 0, self.quantization, self.calibrates))
-        sizes = (engine.max_sessions, engine.max_draft_tokens, engine.max_tree_nodes)
-        run_largest(partial(trial.run_largest, *sizes), engine)
+        drafter = TreeModelDrafter(model, context_length, 0, self.quantization, self.calibrates)
+        trial = DraftEngine(drafter, [SessionTrees(engine.max_tree_nodes)])
+        run_largest(partial(trial.run_largest, engine.max_sessions, engine.max_draft_tokens), engine)
         self._num_tokens = fit()
 
     def load_head(self) -> "tuple[ModelCard, DraftHead, FeatureNeed]":
@@ -133,14 +138,16 @@ class ConfiguredContext:
         require(not self._config.layers.is_parallel, f"{what} has no layers that could run at the same time")
         refuse_settings_of_weights(self._config.loading, what)
 
-    def load_text_drafters(self, card: ModelCard) -> TextDrafters:
+    def load_text_drafters(self, card: ModelCard) -> "TextDrafters":
         """Returns what drafts without a model, for texts of a vocabulary."""
+        from draftwire.drafting.model_free.registry import TextDrafters
+
         texts = self._config.texts
         return TextDrafters.load(texts.retrieval_store, texts.shared_tokens, card.description.vocabulary_fingerprint)
 
-    def require_texts_of(self, names: Sequence[str]) -> None:
+    def refuse_texts_but(self, *names: str) -> None:
         """Refuses settings of text drafters that are not among those named."""
         texts, strategy = self._config.texts, self._config.drafts.strategy
         has_store, shares = texts.retrieval_store is not None, texts.shared_tokens > 0
-        require(RETRIEVAL in names or not has_store, f"strategy {strategy} takes no retrieval_store: add retrieval")
-        require(SUFFIX in names or not shares, f"strategy {strategy} takes no shared_tokens: add suffix")
+        require("retrieval" in names or not has_store, f"strategy {strategy} takes no retrieval_store: add retrieval")
+        require("suffix" in names or not shares, f"strategy {strategy} takes no shared_tokens: add suffix")
