@@ -2,10 +2,11 @@
 
     python -m tests.path            # the modules, with their lines and who imports each, and the sums
 
-The roots are the gateway's loop, the schedulers and engines of drafter and verifier, and the model with our own
-decoder, which engines know by its interface alone. What they import counts, transitively, also inside functions and for
-the type checker only. `draftwire.runtime` and `draftwire.v1` do not count: they are what every process is made of. Of a
-package that is imported, what its `__init__` imports is followed, and its own lines are not counted.
+The roots are the gateway's loop, the schedulers and engines of drafter and verifier, and what these run and know by its
+interface alone: our own decoder, and the drafter with a language model. What they import counts, transitively, also
+inside functions and for the type checker only. `draftwire.runtime` and `draftwire.v1` do not count: they are what every
+process is made of. Of a package that is imported, what its `__init__` imports is followed, and its own lines are not
+counted.
 """
 
 import re
@@ -24,6 +25,7 @@ ROOTS = (
     "draftwire_verifier.engine",
     "draftwire.models.cached_model",
     "draftwire.models.lean_decoder",
+    "draftwire.drafting.language_model",
 )
 OPTIONS = {
     "token trees": (
