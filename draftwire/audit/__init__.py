@@ -15,4 +15,4 @@ def __getattr__(name: str) -> object:
     return getattr(import_module(f"{__name__}.{OF_TESTS[name]}"), name)
 
 
-__all__ = ["AuditSums", "Statistic", "audit_sums", "audit_sums_of_trees"]
+__all__ = ["AuditSums", "Statistic", "audit_sums", "audit_sums_of_trees", *OF_TESTS]

@@ -1,4 +1,4 @@
-"""What a round asks of a block that is no chain. `TokenTree` is the one kind of them."""
+"""Interface of the shapes of blocks that are no chains. `TokenTree` is the one kind of them."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -24,11 +24,11 @@ class BlockShape(Protocol):
 
     @property
     def drawn_from(self) -> list[int]:
-        """Which of these distributions each token was drawn from."""
+        """Index of the distribution that each token was drawn from."""
 
     @property
     def decider(self) -> Any:
-        """What decides about blocks of such shapes: a `ShapeDecider` of `draftwire.verification.deciding`."""
+        """Decider of such blocks: a `ShapeDecider` of `draftwire.verification.deciding`."""
 
     def texts(self, token_ids: Sequence[int]) -> list[list[int]]:
         """Returns the draft tokens before each row of the block: none, then those up to each draft token.

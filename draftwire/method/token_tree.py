@@ -155,12 +155,12 @@ class TokenTree:
 
     @property
     def num_distributions(self) -> int:
-        """As many as nodes with children, the root included."""
+        """Number of nodes with children, the root included."""
         return len(self.inner_nodes)
 
     @property
     def drawn_from(self) -> list[int]:
-        """For each node the place of its parent among `inner_nodes`."""
+        """Place of each node's parent among `inner_nodes`."""
         return self.distributions_along(self.parents)[1:]
 
     @property

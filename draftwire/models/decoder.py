@@ -1,4 +1,4 @@
-"""What computes the forward passes of a model."""
+"""Interfaces of decoders, which compute the forward passes of a model."""
 
 from typing import Protocol
 

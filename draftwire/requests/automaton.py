@@ -1,4 +1,4 @@
-"""What a round asks of the form of its text: masks of the tokens with which the text can still match.
+"""Interface of automata: masks of the tokens with which a text can still match its form.
 
 `draftwire.options.structured_output` compiles forms. A mask depends on nothing but the form, the tokenizer and the
 generated tokens before its position.

@@ -19,11 +19,11 @@ MAX_ALLOWED_TOKENS = 2**18
 
 
 class TextForm(Protocol):
-    """What a text has to match, such as a `StructuredOutput`. A round knows only the masks of its `Automaton`."""
+    """Form that a text has to match, such as a `StructuredOutput`. A round knows only the masks of its `Automaton`."""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What prescribes it, as the user wrote it."""
+        """Texts that prescribe it, as the user wrote them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,4 +91,5 @@ __all__ = [
     "new_rule",
     "rule_named",
     "verify",
+    *OF_TREES,
 ]

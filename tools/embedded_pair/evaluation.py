@@ -19,6 +19,7 @@ from draftwire.models.decoders import decoder_of
 from draftwire.models.taps import FeatureSource
 from draftwire.options.heads.head_strategy import HeadStrategy
 from draftwire.requests.parameters import SamplingParams
+from draftwire.verification.rule_loading import load_rule
 
 
 @torch.inference_mode()
@@ -91,7 +92,7 @@ def measure_acceptance(
         target: verifies.
         drafter: a model, or a head of the target.
         prompts: token ids.
-        rule: as of `LocalRun`.
+        rule: see `load_rule`.
         temperature: of the sampling.
         block_length: draft tokens per round.
     """
@@ -109,7 +110,7 @@ def measure_acceptance(
     by_prompt: list[float] = []
     times: list[float] = []
     for seed, prompt in enumerate(prompts):
-        run = LocalRun(SamplingParams(temperature), 128, block_length, rule, seed)
+        run = LocalRun(SamplingParams(temperature), 128, block_length, load_rule(rule), seed)
         own: list[int] = []
         for done in speculate(cached_target, strategy, prompt, run):
             length = int(done.blocks.lengths[0])
