@@ -24,7 +24,8 @@ from transformers import AutoTokenizer
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from benchmarks.rules import Shape, Step
-from draftwire.audit import AuditSums, DrafterAudit, audit_sums
+from draftwire.audit import AuditSums, audit_sums
+from draftwire.audit.sequential import DrafterAudit
 from draftwire.cli.up_command import stack_options
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate

@@ -34,7 +34,15 @@ OPTIONS = {
         "*.traversal",
         "*.sibling_residuals",
     ),
-    "heads": ("draftwire.options.heads*", "*.heads*", "*.head_*", "*.taps", "*.tapped_pass", "*.feature_*", "*.feeding"),
+    "heads": (
+        "draftwire.options.heads*",
+        "*.heads*",
+        "*.head_*",
+        "*.taps",
+        "*.tapped_pass",
+        "*.feature_*",
+        "*.feeding",
+    ),
     "drafting ahead": (
         "draftwire.options.ahead*",
         "*.ahead*",

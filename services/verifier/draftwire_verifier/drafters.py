@@ -13,7 +13,8 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from draftwire.audit import Alarm, AuditSums, DrafterAudit
+from draftwire.audit import AuditSums
+from draftwire.audit.sequential import Alarm, DrafterAudit
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import DrafterIdentity
 

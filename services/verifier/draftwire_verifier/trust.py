@@ -6,7 +6,8 @@ from weakref import WeakSet
 
 import structlog
 
-from draftwire.audit import AuditSums, FirstUses
+from draftwire.audit import AuditSums
+from draftwire.audit.first_uses import FirstUses
 from draftwire.engine.target_session import Step, StepResult, TargetSession
 from draftwire_verifier.drafters import Drafter, DrafterOrigin, Drafters, Greeting
 
