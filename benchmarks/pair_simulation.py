@@ -14,10 +14,11 @@ from itertools import accumulate, count
 from typing import Any
 
 from draftwire.drafting.tree_shapes import shape_by_rank
+from draftwire.method.rounds import Fence, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.method.token_tree import ROOT, TokenTree
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.session_length import SessionLength
 
@@ -338,25 +339,25 @@ def round_times(
     verify_s: float = 0.0,
     **changes: Any,
 ) -> RoundTimes:
-    """Returns the times of a round without losses."""
+    """Returns the times of a round without losses; `changes` are of these or of its verdict."""
+    extra = TokenSource.RECOVERED if accepted < num_draft_tokens else TokenSource.BONUS
+    verdict = Verdict(
+        Fence(0, 0, number, 0, 0),
+        [0] * (accepted + 1),
+        num_draft_tokens,
+        accepted,
+        extra if num_draft_tokens else TokenSource.PLAIN,
+        0,
+        **{name: changes.pop(name) for name in tuple(changes) if name not in RoundTimes.__slots__},
+    )
     fields: dict[str, Any] = {
-        "epoch": 0,
-        "round": number,
+        "verdict": verdict,
         "started_at": started_at,
         "ended_at": ended_at,
-        "num_draft_tokens": num_draft_tokens,
-        "num_accepted_tokens": accepted,
-        "num_tokens": accepted + 1,
-        "extra": TokenSource.PLAIN
-        if not num_draft_tokens
-        else TokenSource.RECOVERED
-        if accepted < num_draft_tokens
-        else TokenSource.BONUS,
         "why_plain": None if num_draft_tokens else WhyPlain.DOES_NOT_PAY,
         "is_first": False,
         "draft_s": draft_s,
         "verify_s": verify_s,
-        "local_strategy": "",
         **dict.fromkeys(("lost_s", "prefill_s", "calibration_s", "queue_s", "wire_s", "gateway_s"), 0.0),
     }
     return RoundTimes(**(fields | changes))

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.pair_simulation import SimulatedPair, Simulation, constant, round_times
 from benchmarks.report import progress, write_report
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import TREES, PairChooser
 from draftwire_gateway.speculation.session_length import SessionLength
 
@@ -236,7 +236,7 @@ def chooser_us() -> float:
     ]
     began = time.perf_counter()
     for times in rounds:
-        session.next_draft(times.round, 100, times.started_at)
+        session.next_draft(times.verdict.fence.round, 100, times.started_at)
         session.observe(times)
     return (time.perf_counter() - began) / TIMED_ROUNDS * 1e6
 

@@ -37,7 +37,9 @@ from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.scheduler import Scheduler as DraftScheduler
 from draftwire_gateway.session.committed_text import Delta
 from draftwire_gateway.session.generation import Generation
-from draftwire_gateway.session.loop import GenerationLoop
+from draftwire_gateway.session.loop import GenerationLoop, SessionPlugs
+from draftwire_gateway.session.loop_settings import LoopSettings
+from draftwire_gateway.session.policy import FixedPolicy
 from draftwire_gateway.session.ports import Inbox
 from draftwire_gateway.session.round_trip_estimate import RoundTripEstimate
 from draftwire_gateway.text.text import TextStream
@@ -211,9 +213,7 @@ async def generate() -> tuple[list[int], list[Verdict]]:
 
 def loop_of(generation: Generation, peers: Any, text: TextStream) -> GenerationLoop:
     """Returns the loop of a text whose drafts have a fixed length."""
-    from draftwire_gateway.config import LoopSettings
-
-    return GenerationLoop(generation, peers, text, LoopSettings(), None)  # type: ignore[arg-type]
+    return GenerationLoop(generation, peers, text, LoopSettings(), SessionPlugs(FixedPolicy(BLOCK_LENGTH)))
 
 
 def main() -> None:

@@ -17,11 +17,11 @@ from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.options.heads.head_drafts import HeadDrafts
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
-from draftwire_gateway.config import LoopSettings
-from draftwire_gateway.session import generation
-from draftwire_gateway.session.generation import RequestedGeneration, SpeculationDefaults, complete_request
+from draftwire_gateway import requested_generation
+from draftwire_gateway.requested_generation import RequestedGeneration, SpeculationDefaults, complete_request
+from draftwire_gateway.session.loop_settings import LoopSettings
+from draftwire_gateway.session.policy import DraftSource
 from draftwire_gateway.session.statistics import Statistics
-from draftwire_gateway.speculation.arms import DraftSource
 from draftwire_gateway.speculation.pairs import PairName, Pairs
 from tests.enumerated.network import Ids, Network, Times
 from tests.enumerated.scenes import PROMPT, Chosen, Scene, ahead
@@ -134,7 +134,7 @@ async def again(scene: Scene, network: Network, seeds: tuple[int | None, int | N
     """Returns the last texts of two requests that are equal, but for their seeds, and may be guessed from others."""
     defaults = SpeculationDefaults(scene.num_draft_tokens, 8, scene.rule, local_strategies=("suffix",))
     texts: list[Ids] = []
-    with mock.patch.object(generation, "new_seed", itertools.count(100).__next__):
+    with mock.patch.object(requested_generation, "new_seed", itertools.count(100).__next__):
         for seed in seeds:
             request = RequestedGeneration([PROMPT], scene.sampling, "", max_tokens=scene.length, seed=seed)
             (one,) = complete_request(request, network.verifiers[0].description, defaults)

@@ -12,7 +12,7 @@ from draftwire.options.heads import head_drafts
 from draftwire.verification.deciding import ScoredBlock
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.scheduler import Scheduler as DraftScheduler
-from draftwire_gateway.session.begun_rounds import BegunRounds
+from draftwire_gateway.options.begun_rounds import BegunRounds
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.loop import GenerationLoop
 
@@ -73,18 +73,18 @@ MISTAKES = (
     Mistake(
         "a run in the place of a drafter ends before what that may have begun (1)",
         "asleep, and awake in a run, bridge 1, 1 ahead",
-        ((GenerationLoop._run, "max(request.num_rounds, self._drafter.num_begun)", "request.num_rounds"),),
+        ((GenerationLoop._run, "max(request.num_rounds, self._planner.num_begun)", "request.num_rounds"),),
     ),
     Mistake(
         "a run in the place of a drafter ends before what that may have begun (2)",
         "asleep, and awake in a run, bridge 2, 2 ahead",
-        ((GenerationLoop._run, "max(request.num_rounds, self._drafter.num_begun)", "request.num_rounds"),),
+        ((GenerationLoop._run, "max(request.num_rounds, self._planner.num_begun)", "request.num_rounds"),),
         is_slow=True,
     ),
     Mistake(
         "a run in the place of a drafter ends before what that may have begun (3)",
         "lost with a block under way, and replaced, bridge 1, 1 ahead",
-        ((GenerationLoop._run, "max(request.num_rounds, self._drafter.num_begun)", "request.num_rounds"),),
+        ((GenerationLoop._run, "max(request.num_rounds, self._planner.num_begun)", "request.num_rounds"),),
     ),
     Mistake(
         "a guess is drawn with the numbers of the round that is drafted for",
@@ -118,7 +118,7 @@ MISTAKES = (
     Mistake(
         "a late drafter is not asked for what it has drawn",
         "a drafter slow after a token",
-        ((GenerationLoop._handle_timeout, "elif not self._drafter.can_flush:", "elif True:"),),
+        ((GenerationLoop._handle_timeout, "elif not self._seat.drafter.can_flush:", "elif True:"),),
     ),
     Mistake(
         "a block is dropped for the row behind one of its tokens",

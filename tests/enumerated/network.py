@@ -56,13 +56,17 @@ from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.core import DrafterCore
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.metrics import DrafterMetrics
-from draftwire_gateway.config import LoopSettings
+from draftwire_gateway.options.mask_allowance import MaskAllowance
 from draftwire_gateway.session.committed_text import Delta, Finish
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.loop import GenerationLoop
+from draftwire_gateway.session.loop_settings import LoopSettings
 from draftwire_gateway.session.ports import BlocksRefused, DrafterLost, Inbox, SessionEvent, TargetLost
 from draftwire_gateway.session.round_trip_estimate import RoundTripEstimate
+from draftwire_gateway.session.session_option import SessionOption
+from draftwire_gateway.session.session_state import SessionState
 from draftwire_gateway.session.statistics import Statistics
+from draftwire_gateway.session_plugs import options_of, plugs_of
 from draftwire_gateway.speculation.pairs import Pairs
 from draftwire_gateway.text.text import TextStream
 from draftwire_verifier import core as verifier_core
@@ -620,7 +624,10 @@ class Network:
     async def generate(self, generation: Generation) -> tuple[Ids, Statistics]:
         """Returns the tokens of a text, ended by `FAILED` if the target cannot go on, and the statistics."""
         text = TextStream(TextTokenizer(), generation.prompt_ids, ())  # type: ignore[arg-type]
-        loop = GenerationLoop(generation, self, text, self.settings, self.pairs, self.rounds.append)
+        plugs = plugs_of(generation, self.pairs, self.rounds.append)
+        if self.mask_us is not None:
+            plugs = replace(plugs, make_options=_options_with_masks)
+        loop = GenerationLoop(generation, self, text, self.settings, plugs)
         ids: list[int] = []
         try:
             async for event in loop.run():
@@ -644,6 +651,13 @@ def run_virtually(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         stack.enter_context(mock.patch.object(verifier_core, "VerifierMetrics", return_value=_metrics(VerifierMetrics)))
         stack.enter_context(mock.patch.object(drafter_core, "DrafterMetrics", return_value=_metrics(DrafterMetrics)))
         return runner.run(work())
+
+
+def _options_with_masks(session: SessionState) -> Sequence[SessionOption]:
+    """Makes the options of a session, and that of a form, which it has not, but masks that take long."""
+    masks = MaskAllowance(session)
+    masks.flush_s = 0.0
+    return masks, *options_of(session)
 
 
 def _step_with_masks(run: Callable[[Any], Any], mask_us: Callable[[Sequence[int]], int], step: Any) -> Any:

@@ -13,8 +13,8 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 from draftwire.verification.rule import facts_of
 from draftwire_gateway.session.generation import Generation
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.statistics import Statistics
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from tests.enumerated.intervals import all_runs
 from tests.enumerated.network import Ids, Network, run_virtually
 
@@ -165,11 +165,11 @@ def seen_in(network: Network, statistics: Statistics) -> frozenset[str]:
         "miss": statistics.num_ahead_misses,
         "drafter lost": statistics.num_drafters_lost,
         "verifier lost": statistics.num_verifiers_lost,
-        "whole block": any(times.num_accepted_tokens == times.num_draft_tokens > 0 for times in rounds),
-        "rejection": any(times.num_accepted_tokens < times.num_draft_tokens for times in rounds),
+        "whole block": any(times.verdict.num_accepted_tokens == times.verdict.num_draft_tokens > 0 for times in rounds),
+        "rejection": any(times.verdict.num_accepted_tokens < times.verdict.num_draft_tokens for times in rounds),
         "asked as begun": any(c.max_rounds_ahead == 0 and c.fence.round <= until for c, until in pairs),
         "tree": statistics.num_trees,
-        "guess": any(times.local_strategy for times in rounds),
+        "guess": any(times.verdict.local_strategy for times in rounds),
         "flush": network.seen["flush"],
         "reply": network.seen["sent"],
         "outcome": network.seen["outcome"],

@@ -16,8 +16,8 @@ from draftwire.cli.__main__ import app
 from draftwire.client import Client, Completion
 from draftwire.requests.parameters import SamplingParams
 from draftwire_gateway.metrics import GatewayMetrics
+from draftwire_gateway.session.policy import PLAIN, Arm
 from draftwire_gateway.session.round_times import RoundTimes
-from draftwire_gateway.speculation.arms import PLAIN, Arm
 from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.windows import Window
 from tests.in_process import InProcessStack
@@ -119,7 +119,7 @@ def draw_at_rest(client: Client, rounds: list[RoundTimes], seed: int, max_tokens
         token_ids = client.generate("a", seed=seed, max_tokens=max_tokens).token_ids
         lefts = [max_tokens - sum(before.num_tokens for before in rounds[:index]) for index in range(len(rounds))]
         wanted = [0 if times.is_first else min(4, left - 1) for times, left in zip(rounds, lefts, strict=True)]
-        if [times.num_draft_tokens for times in rounds] == wanted:
+        if [times.verdict.num_draft_tokens for times in rounds] == wanted:
             return token_ids
     raise AssertionError(f"drafts have other lengths than the server's: {wanted}, {rounds}")
 

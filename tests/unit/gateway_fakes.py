@@ -32,15 +32,16 @@ from draftwire.method.token_source import TokenSource
 from draftwire.models.description import FLUSH_REPLIES, PARTIAL_BLOCKS, ModelDescription
 from draftwire.requests.logprobs import PromptPart, TokenLogprob
 from draftwire.requests.parameters import SamplingParams
-from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.loop import GenerationLoop
+from draftwire_gateway.session.loop_settings import LoopSettings
 from draftwire_gateway.session.ports import DrafterPort, Inbox, SessionEvent, TargetLost, TargetPort
 from draftwire_gateway.session.round_times import RoundObserver
 from draftwire_gateway.session.round_trip_estimate import RoundTripEstimate
 from draftwire_gateway.session.spans import ChoiceSpans
 from draftwire_gateway.session.statistics import Statistics
+from draftwire_gateway.session_plugs import plugs_of
 from draftwire_gateway.speculation.pairs import Pairs
 from draftwire_gateway.text.text import TextStream
 
@@ -576,9 +577,8 @@ def make_loop(
     text = TextStream(tokenizer or LetterTokenizer(), generation.prompt_ids, generation.stop, generation.token_details)
     text.skip(list(generation.generated_ids), generation.stop_token_ids)
     peers = FakePeers(_listed(targets), _listed(drafters))
-    return GenerationLoop(
-        generation, peers, text, loop_settings or LoopSettings(), pairs or Pairs(16, 4), observer, spans
-    )
+    plugs = plugs_of(generation, pairs or Pairs(16, 4), observer, spans)
+    return GenerationLoop(generation, peers, text, loop_settings or LoopSettings(), plugs)
 
 
 def whole_story(

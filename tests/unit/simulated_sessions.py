@@ -1,7 +1,7 @@
 """Sessions and costs for the tests of chosen lengths."""
 
 from benchmarks.pair_simulation import SimulatedPair, round_times
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.round_costs import RoundCosts, WindowSums
 from draftwire_gateway.speculation.session_length import SessionLength

@@ -12,10 +12,10 @@ from virtual_time import run
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.parameters import SamplingParams
 from draftwire_gateway.config import GatewayConfig
-from draftwire_gateway.session.generation import RequestedGeneration, SpeculationDefaults, complete_request
+from draftwire_gateway.requested_generation import RequestedGeneration, SpeculationDefaults, complete_request
 from draftwire_gateway.session.loop import GenerationLoop
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.pairs import Pairs
 from draftwire_gateway.speculation.windows import Window

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.arm_paces import (
     ARM_DRIFT,
     GROWTH_DRIFT,
@@ -13,7 +14,6 @@ from draftwire_gateway.speculation.arm_paces import (
     WINDOW_NOISE,
     ArmPaces,
 )
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 
 SHORT, LONG = Arm(DraftSource.DRAFTER, 2), Arm(DraftSource.DRAFTER, 4)
 

@@ -6,8 +6,8 @@ from test_drafter_seat import seating
 from virtual_time import in_virtual_time
 
 from draftwire_drafter.draft_session import DraftSession
-from draftwire_gateway.session.begun_rounds import BegunRounds
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
+from draftwire_gateway.options.begun_rounds import BegunRounds
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 
 AHEAD, DRAFTER, VERIFIER = DraftSource.AHEAD, DraftSource.DRAFTER, DraftSource.VERIFIER
 

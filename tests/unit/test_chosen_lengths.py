@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.pair_simulation import SimulatedPair, Simulation, round_times
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import WhyPlain
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.explanation import ArmEstimate
 from draftwire_gateway.speculation.load_probes import (
     FIRST_PAUSE_S,

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.pair_simulation import Simulation, round_times
 from benchmarks.simulated_pair import bursts, waves
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import WhyPlain
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.pair_estimates import load_of
 from draftwire_gateway.speculation.session_length import SessionLength

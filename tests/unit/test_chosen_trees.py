@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.pair_simulation import Simulation, round_times
 from benchmarks.simulated_pair import FIXED_TREES, SIBLINGS
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import TREES, PairChooser
 from draftwire_gateway.speculation.pairs import PairName, Pairs
 from draftwire_gateway.speculation.round_costs import RoundCosts, WindowSums

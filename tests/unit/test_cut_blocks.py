@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from test_wire_round import WireRound
 from tiny_models import ExtendsByReading
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from draftwire.checking import check_round
 from draftwire.checking.all_blocks import emitted_codes
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
 from draftwire.checking.whole_round import Ran
-from draftwire.checking.wire_rounds import WireRound
 from draftwire.drafting import drawing, language_model
 from draftwire.drafting.drawing import Drawer
 from draftwire.drafting.language_model import LanguageModelDrafter

@@ -17,12 +17,15 @@ from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ISSUED_IDENTI
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import MAX_PLACE_S, StructuredOutput
 from draftwire_gateway.session.block_wait import MAX_STRETCH
-from draftwire_gateway.session.drafter_seat import MAX_MISSING_BLOCKS, NO_BLOCK, DrafterSeat, RunRequest
+from draftwire_gateway.session.drafter_seat import MAX_MISSING_BLOCKS, NO_BLOCK, DrafterSeat
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource, Policy
 from draftwire_gateway.session.ports import DrafterLost, DrafterReady, PeerEvent, SessionEvent
+from draftwire_gateway.session.round_planner import RoundPlanner
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.session.round_trip_estimate import FIRST_TIMEOUT_S, LEAST_FLUSH_S, LEAST_TIMEOUT_S
+from draftwire_gateway.session.session_option import RunRequest
 from draftwire_gateway.session.session_state import SessionState
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
+from draftwire_gateway.session_plugs import options_of, policy_of
 from draftwire_gateway.speculation.pairs import SESSIONS_PER_TRIAL, PairName, Pairs
 from draftwire_gateway.speculation.session_length import SessionLength
 
@@ -36,6 +39,8 @@ class Seating:
     """A seat, and the drafters that may have it. The session is on a verifier already."""
 
     seat: DrafterSeat
+    planner: RoundPlanner
+    policy: Policy
     session: SessionState
     queue: asyncio.Queue[PeerEvent]
     target: FakeTarget
@@ -73,7 +78,7 @@ class Seating:
 
     async def learn(self, seconds: float) -> None:
         """Lets a block take so long."""
-        self.seat.ask_for_block(chain(4))
+        self.seat.drafter.request_block(chain(4))
         await asyncio.sleep(seconds)
         self.end_round(STORY[:1], num_draft_tokens=4)
 
@@ -90,13 +95,15 @@ def seating(num_drafters: int = 1, context_lengths: tuple[int, ...] = (), **chan
         drafter.on_calibration = lambda calibration: None  # no verifier takes blocks here
     session, queue = SessionState(make_generation(**changes)), asyncio.Queue[PeerEvent]()
     pairs = Pairs(8, 4)
-    seat = DrafterSeat(session, FakePeers([target], drafters), queue, pairs)
+    policy, options = policy_of(session.generation, pairs), options_of(session)
+    seat = DrafterSeat(session, FakePeers([target], drafters), queue, policy, options)
+    planner = RoundPlanner(session, seat, policy, options)
     session.epoch = 0
-    return Seating(seat, session, queue, target, drafters, pairs)
+    return Seating(seat, planner, policy, session, queue, target, drafters, pairs)
 
 
-def warming_up(seat: DrafterSeat) -> bool:
-    return seat.run(32, 2) == RunRequest(WhyPlain.WARMING_UP, 2)
+def warming_up(one: Seating) -> bool:
+    return one.planner.run(32, 2) == RunRequest(WhyPlain.WARMING_UP, 2)
 
 
 @in_virtual_time
@@ -105,7 +112,7 @@ async def test_requested_block_carries_what_was_committed_since_the_last_one() -
     drafter = await one.seek_until_ready()
     for number in range(3):
         one.end_round(STORY[2 * number : 2 * number + 2])
-        one.seat.ask_for_block(chain(4 - number))
+        one.seat.drafter.request_block(chain(4 - number))
     assert drafter.violations == []
     asked = [(each.base_len, each.token_ids, each.num_draft_tokens) for each in drafter.calibrations]
     prompt_len = len(PROMPT)
@@ -125,7 +132,7 @@ async def test_rounds_are_counted_by_whether_their_block_was_drafted_ahead() -> 
     ends += [{"next_is_held": True}, {}]  # the last one's block is held, and set aside
     counts = []
     for number, told in enumerate(ends):
-        one.seat.ask_for_block(Arm(DraftSource.AHEAD, 2))
+        one.seat.drafter.request_block(Arm(DraftSource.AHEAD, 2))
         one.end_round(STORY[number : number + 1], num_draft_tokens=2, num_wasted_draft_tokens=number, **told)
         statistics = one.session.statistics
         counts.append((statistics.num_ahead_hits, statistics.num_ahead_late, statistics.num_ahead_misses))
@@ -135,49 +142,50 @@ async def test_rounds_are_counted_by_whether_their_block_was_drafted_ahead() -> 
 
 
 SLOW_US, FAST_US = 100_000, 20
+IN_FORM = SamplingParams(structured_output=StructuredOutput.regex("a*"))
 
 
 @in_virtual_time
 async def test_nothing_is_drafted_after_slow_masks_until_they_are_fast_again() -> None:
-    one = seating(num_speculative_tokens=4, max_tokens=60)
+    one = seating(sampling=IN_FORM, num_speculative_tokens=4, max_tokens=60)
     await one.seek_until_ready()
     for mask_us, expected in ((FAST_US, chain(4)), (SLOW_US, PLAIN)):
-        one.seat.ask_for_block(one.seat.next_draft())
+        one.seat.drafter.request_block(one.planner.next_draft())
         one.end_round(STORY[:1], num_draft_tokens=4, mask_us=mask_us)
-        assert one.seat.next_draft() == expected
-    assert one.seat.run(64, 8) == RunRequest(WhyPlain.SLOW_MASKS, 8)
+        assert one.planner.next_draft() == expected
+    assert one.planner.run(64, 8) == RunRequest(WhyPlain.SLOW_MASKS, 8)
     for _ in range(30):
         one.end_round(STORY[:1], mask_us=FAST_US)
-    assert one.seat.next_draft() == chain(4)
-    assert one.seat.run(64, 8).why is not WhyPlain.SLOW_MASKS
+    assert one.planner.next_draft() == chain(4)
+    assert one.planner.run(64, 8).why is not WhyPlain.SLOW_MASKS
 
 
 @in_virtual_time
 async def test_chosen_lengths_are_not_blamed_for_masks_that_took_long() -> None:
-    one = seating(num_speculative_tokens=4, adapts_length=True)
+    one = seating(sampling=IN_FORM, num_speculative_tokens=4, adapts_length=True)
     await one.seek_until_ready()
-    assert one.seat.next_draft() == chain(4)
-    one.seat.ask_for_block(one.seat.next_draft())
+    assert one.planner.next_draft() == chain(4)
+    one.seat.drafter.request_block(one.planner.next_draft())
     one.end_round(STORY[:1], num_draft_tokens=4, mask_us=SLOW_US)
-    assert one.seat.next_draft() == PLAIN
-    assert one.seat.run(64, 8) == RunRequest(WhyPlain.SLOW_MASKS, 8)
+    assert one.planner.next_draft() == PLAIN
+    assert one.planner.run(64, 8) == RunRequest(WhyPlain.SLOW_MASKS, 8)
 
 
 @in_virtual_time
 async def test_rounds_that_may_have_begun_are_requested_despite_slow_masks() -> None:
     """Their blocks may depend on their tokens, which must not decide whether they are used."""
-    one = seating(rounds_ahead=2, num_speculative_tokens=4)
+    one = seating(sampling=IN_FORM, rounds_ahead=2, num_speculative_tokens=4)
     one.target.description = replace(one.target.description, capabilities=frozenset({HELD_BLOCKS}))
     one.drafters[0].description = replace(one.drafters[0].description, capabilities=frozenset({DRAFT_AHEAD}))
     await one.seek_until_ready()
-    one.seat.ask_for_block(one.seat.next_draft())
+    one.seat.drafter.request_block(one.planner.next_draft())
     for number in range(2):
         one.end_round(STORY[number : number + 1], num_draft_tokens=4, mask_us=SLOW_US)
-        arm = one.seat.next_draft()
+        arm = one.planner.next_draft()
         assert arm == Arm(DraftSource.DRAFTER, 4), "it allows no further round to begin"
-        one.seat.ask_for_block(arm)
+        one.seat.drafter.request_block(arm)
     one.end_round(STORY[2:3], num_draft_tokens=4, mask_us=SLOW_US)
-    assert one.seat.next_draft() == PLAIN
+    assert one.planner.next_draft() == PLAIN
 
 
 @in_virtual_time
@@ -185,14 +193,14 @@ async def test_drafter_that_takes_over_is_told_all_and_shows_a_higher_permit() -
     one = seating(num_drafters=2)
     first = await one.seek_until_ready()
     one.end_round(STORY[:3])
-    one.seat.ask_for_block(chain(4))
+    one.seat.drafter.request_block(chain(4))
     assert one.seat.give_up(GONE)
     second = await one.seek_until_ready()
     assert second is not first
     assert second.spec.token_ids == [*PROMPT, *STORY[:3]]
     permits = [drafter.spec.permit for drafter in (first, second)]
     assert permits == [Permit.make(one.session.permit_key, number) for number in (0, 1)]
-    one.seat.ask_for_block(chain(4))
+    one.seat.drafter.request_block(chain(4))
     assert (second.calibrations[0].token_ids, second.violations) == ([], [])
 
 
@@ -209,7 +217,7 @@ async def test_drafter_with_an_identity_gets_its_permit_by_the_first_calibration
         await one.seek_until_ready()
         for number in range(2):
             one.end_round(STORY[number : number + 1])
-            one.seat.ask_for_block(chain(4))
+            one.seat.drafter.request_block(chain(4))
         key = one.session.permit_key
         opened_with, asked_with = drafter.spec.permit, [each.permit for each in drafter.calibrations]
         if of_drafter and of_target:
@@ -224,7 +232,7 @@ async def test_loss_is_counted_once_and_says_whether_a_block_was_awaited() -> No
         one = seating()
         drafter = await one.seek_until_ready()
         if is_asked:
-            one.seat.ask_for_block(chain(4))
+            one.seat.drafter.request_block(chain(4))
         if is_decided:
             one.end_round(STORY[:1])
         assert one.seat.give_up(GONE) == (is_asked and not is_decided)
@@ -267,12 +275,12 @@ async def test_taken_seat_is_not_offered_and_nobody_is_asked_twice_per_verifier(
 @in_virtual_time
 async def test_room_is_what_the_drafters_context_leaves_once_it_is_ready() -> None:
     one = seating(context_lengths=(len(PROMPT) + 6,))
-    assert (one.seat.room, warming_up(one.seat)) == (0, False)
+    assert (one.seat.room, warming_up(one)) == (0, False)
     one.seek()
-    assert (one.seat.room, warming_up(one.seat)) == (0, True)
+    assert (one.seat.room, warming_up(one)) == (0, True)
     await one.hear()
     one.seat.mark_ready()
-    assert (one.seat.room, warming_up(one.seat)) == (5, False)
+    assert (one.seat.room, warming_up(one)) == (5, False)
     one.end_round(STORY[:3])
     assert one.seat.room == 2
 
@@ -290,7 +298,7 @@ async def test_drafters_of_too_short_a_context_are_skipped_and_named_if_alone() 
     unwanted = seating(num_speculative_tokens=0)
     assert not unwanted.restart()
     unwanted.seek()
-    assert (warming_up(unwanted.seat), unwanted.seat.error) == (False, "")
+    assert (warming_up(unwanted), unwanted.seat.error) == (False, "")
 
 
 @in_virtual_time
@@ -300,25 +308,25 @@ async def test_time_of_blocks_is_learned_and_that_of_plain_rounds_is_not() -> No
     for seconds in (0.0, 4.0):
         await asyncio.sleep(seconds)
         one.end_round(STORY[:1])
-    assert one.seat.timeout_s(4, 5.0) == FIRST_TIMEOUT_S, "nothing is known"
-    one.seat.ask_for_block(chain(4))
+    assert one.seat.drafter.timeout_s(4, 5.0) == FIRST_TIMEOUT_S, "nothing is known"
+    one.seat.drafter.request_block(chain(4))
     one.end_round(STORY[:1])
     await asyncio.sleep(4.0)
     one.end_round(STORY[:1])
-    assert one.seat.timeout_s(4, 5.0) == LEAST_TIMEOUT_S
+    assert one.seat.drafter.timeout_s(4, 5.0) == LEAST_TIMEOUT_S
 
 
 @in_virtual_time
 async def test_hurry_names_the_round_and_the_next_block_is_not_hurried() -> None:
     one = seating()
     drafter = await one.seek_until_ready()
-    one.seat.ask_for_block(chain(4))
-    assert one.seat.can_flush
-    one.seat.request_flush()
-    assert (one.seat.can_flush, drafter.hurried) == (False, [SendDrafted(one.session.session_id, 0, 0)])
+    one.seat.drafter.request_block(chain(4))
+    assert one.seat.drafter.can_flush
+    one.seat.drafter.request_flush()
+    assert (one.seat.drafter.can_flush, drafter.hurried) == (False, [SendDrafted(one.session.session_id, 0, 0)])
     one.end_round(STORY[:1])
-    one.seat.ask_for_block(chain(4))
-    assert (one.seat.can_flush, drafter.violations) == (True, [])
+    one.seat.drafter.request_block(chain(4))
+    assert (one.seat.drafter.can_flush, drafter.violations) == (True, [])
 
 
 @pytest.mark.parametrize("is_ready", [False, True])
@@ -349,8 +357,8 @@ async def test_silent_drafter_is_asleep_and_asked_again_when_it_replies() -> Non
     one = seating()
     drafter = await one.seek_until_ready()
     await one.learn(0.01)
-    one.seat.ask_for_block(chain(4))
-    one.seat.request_flush()
+    one.seat.drafter.request_block(chain(4))
+    one.seat.drafter.request_flush()
     one.seat.fall_asleep()
     assert is_idle(one.seat) == (False, True, False)
     one.end_round(STORY[1:2])
@@ -360,7 +368,7 @@ async def test_silent_drafter_is_asleep_and_asked_again_when_it_replies() -> Non
     assert one.seat.is_asleep
     assert not one.reply(1), "its block is stale"
     assert is_idle(one.seat) == (False, False, True)
-    one.seat.ask_for_block(chain(4))
+    one.seat.drafter.request_block(chain(4))
     assert (drafter.calibrations[-1].token_ids, drafter.violations) == (STORY[1:3], [])
     assert (drafter.closed, one.session.statistics.num_drafters_lost) == ([], 0)
 
@@ -373,8 +381,8 @@ async def test_block_that_is_judged_wakes_its_drafter() -> None:
         drafter = await one.seek_until_ready()
         if capabilities is not None:
             drafter.description = replace(drafter.description, capabilities=capabilities)
-        one.seat.ask_for_block(chain(4))
-        one.seat.request_flush()
+        one.seat.drafter.request_block(chain(4))
+        one.seat.drafter.request_flush()
         one.seat.fall_asleep()
         one.end_round(STORY[:3], num_draft_tokens=4)
         assert is_idle(one.seat) == (False, False, True)
@@ -386,9 +394,9 @@ async def test_drafter_that_cannot_reply_is_given_up_with_its_late_block() -> No
     one = seating()
     drafter = await one.seek_until_ready()
     drafter.description = replace(drafter.description, capabilities=frozenset({PARTIAL_BLOCKS}))
-    assert one.seat.flush_timeout_s(5.0) == 5.0
-    one.seat.ask_for_block(chain(4))
-    one.seat.request_flush()
+    assert one.seat.drafter.flush_timeout_s(5.0) == 5.0
+    one.seat.drafter.request_block(chain(4))
+    one.seat.drafter.request_flush()
     one.seat.fall_asleep()
     one.end_round(STORY[:1])
     assert (one.seat.error, one.session.statistics.num_drafters_lost) == (NO_BLOCK, 1)
@@ -399,15 +407,15 @@ async def test_drafter_that_replied_is_given_up_if_its_blocks_keep_missing() -> 
     one = seating()
     await one.seek_until_ready()
     for number in range(MAX_MISSING_BLOCKS + 1):
-        one.seat.ask_for_block(chain(4))
-        one.seat.request_flush()
+        one.seat.drafter.request_block(chain(4))
+        one.seat.drafter.request_flush()
         assert one.reply(one.session.round), "it is the verifier's turn"
         assert not one.reply(one.session.round), "a reply that is repeated wins no time"
         one.seat.fall_asleep()
         assert is_idle(one.seat) == (False, False, True)
         one.end_round(STORY[:1], num_draft_tokens=4 * (number == 0))
         if number == 0:
-            one.seat.ask_for_block(chain(4))
+            one.seat.drafter.request_block(chain(4))
             one.end_round(STORY[:1])
         assert one.session.statistics.num_drafters_lost == (number == MAX_MISSING_BLOCKS)
 
@@ -417,8 +425,8 @@ async def test_drafter_that_sleeps_for_long_is_given_up_only_for_another_one() -
     for num_drafters, lost in ((1, 0), (2, 1)):
         one = seating(num_drafters=num_drafters)
         await one.seek_until_ready()
-        one.seat.ask_for_block(chain(4))
-        one.seat.request_flush()
+        one.seat.drafter.request_block(chain(4))
+        one.seat.drafter.request_flush()
         one.seat.fall_asleep()
         one.end_round(STORY[:1])
         for seconds in (4.0, 2.0):
@@ -437,11 +445,15 @@ async def test_time_of_a_block_ends_when_its_verdict_arrives_not_when_it_is_read
     one = seating()
     await one.seek_until_ready()
     await one.learn(0.01)
-    before = one.seat.timeout_s(4, 5.0), one.seat.flush_timeout_s(5.0)
-    one.seat.ask_for_block(chain(4))
+    before = one.seat.drafter.timeout_s(4, 5.0), one.seat.drafter.flush_timeout_s(5.0)
+    one.seat.drafter.request_block(chain(4))
     await asyncio.sleep(60.0)
     one.end_round(STORY[1:2], num_draft_tokens=4, ago_s=59.99)
-    assert (one.seat.timeout_s(4, 5.0), one.seat.flush_timeout_s(5.0)) == before == (LEAST_TIMEOUT_S, LEAST_FLUSH_S)
+    assert (
+        (one.seat.drafter.timeout_s(4, 5.0), one.seat.drafter.flush_timeout_s(5.0))
+        == before
+        == (LEAST_TIMEOUT_S, LEAST_FLUSH_S)
+    )
 
 
 @in_virtual_time
@@ -449,11 +461,11 @@ async def test_reply_of_a_session_with_a_form_is_awaited_for_a_mask_longer() -> 
     for form, mask_s in ((None, 0.0), (StructuredOutput.regex("a*"), MAX_PLACE_S)):
         one = seating(sampling=SamplingParams(structured_output=form))
         await one.seek_until_ready()
-        assert one.seat.flush_timeout_s(5.0) == FIRST_TIMEOUT_S + mask_s
+        assert one.seat.drafter.flush_timeout_s(5.0) == FIRST_TIMEOUT_S + mask_s
         await one.learn(0.01)
-        assert one.seat.flush_timeout_s(5.0) == LEAST_FLUSH_S + mask_s
-        assert one.seat.flush_timeout_s(0.1) == 0.1
-        assert one.seat.timeout_s(4, 5.0) == LEAST_TIMEOUT_S, "the flush itself is as early as for others"
+        assert one.seat.drafter.flush_timeout_s(5.0) == LEAST_FLUSH_S + mask_s
+        assert one.seat.drafter.flush_timeout_s(0.1) == 0.1
+        assert one.seat.drafter.timeout_s(4, 5.0) == LEAST_TIMEOUT_S, "the flush itself is as early as for others"
 
 
 @in_virtual_time
@@ -467,16 +479,16 @@ async def test_slow_drafter_makes_all_sessions_patient_and_one_pause_does_not() 
     for other in others:
         other.drafters[0].round_trip = drafter.round_trip
         await other.seek_until_ready()
-        other.seat.ask_for_block(chain(4), 5.0)
+        other.seat.drafter.request_block(chain(4), 5.0)
     await asyncio.sleep(6.0)
     for other in others:
         other.end_round(STORY[:1], num_draft_tokens=4)
-    assert one.seat.timeout_s(4, 5.0) < 5.0 * MAX_STRETCH * LEAST_TIMEOUT_S
+    assert one.seat.drafter.timeout_s(4, 5.0) < 5.0 * MAX_STRETCH * LEAST_TIMEOUT_S
     for _ in range(30):
-        one.seat.ask_for_block(chain(4), 5.0)
+        one.seat.drafter.request_block(chain(4), 5.0)
         await asyncio.sleep(2.0)
         one.end_round(STORY[1:2], num_draft_tokens=4)
-    assert one.seat.timeout_s(4, 5.0) > 4.0
+    assert one.seat.drafter.timeout_s(4, 5.0) > 4.0
 
 
 def named_seating(*models: str, **changes: Any) -> Seating:
@@ -573,9 +585,9 @@ async def test_round_is_asked_for_in_the_shape_that_is_chosen() -> None:
     assert drafter.spec.max_tree_nodes == 16
     ((name, explained),) = one.pairs.explain().items()
     assert (name.max_tree_nodes, len(explained)) == (16, 2)
-    assert one.seat.next_draft() == chain(4), "as where there are no trees"
+    assert one.planner.next_draft() == chain(4), "as where there are no trees"
     for arm, tree in ((chain(4), None), (Arm(DraftSource.TREES, 3, 8), 8), (chain(2), None)):
-        one.seat.ask_for_block(arm)
+        one.seat.drafter.request_block(arm)
         asked = drafter.calibrations[-1]
         assert asked.num_draft_tokens == arm.length
         assert (asked.tree and asked.tree.num_nodes) == tree
@@ -592,6 +604,6 @@ async def test_length_and_size_that_a_request_names_are_those_of_each_round() ->
         one = seating(num_speculative_tokens=3, num_draft_nodes=nodes)
         for peer in (one.target, one.drafters[0]):
             peer.description = replace(peer.description, max_tree_nodes=16)
-        assert one.seat.next_draft() == PLAIN, "nobody is ready"
+        assert one.planner.next_draft() == PLAIN, "nobody is ready"
         await one.seek_until_ready()
-        assert one.seat.next_draft() == expected
+        assert one.planner.next_draft() == expected

@@ -15,13 +15,13 @@ from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.body import CompletionBody
 from draftwire_gateway.http.choice_deltas import ResponseOptions
 from draftwire_gateway.http.routes import Completions
-from draftwire_gateway.server import GatewayServicer
-from draftwire_gateway.session.generation import (
+from draftwire_gateway.requested_generation import (
     GeneratedChoice,
     RequestedGeneration,
     SpeculationDefaults,
     complete_request,
 )
+from draftwire_gateway.server import GatewayServicer
 from draftwire_gateway.session.session_state import SessionState
 
 SAMPLED = [("block", 1.0), ("token", 1.0), ("block", 0.01)]

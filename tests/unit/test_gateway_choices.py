@@ -29,7 +29,7 @@ from draftwire.errors import CompletionInterruptedError, InvalidRequestError, No
 from draftwire.method.rounds import TargetSessionSpec
 from draftwire.requests.logprobs import LogprobsRequest, PromptPart
 from draftwire.runtime.metrics import PREFIX
-from draftwire_gateway.config import GatewayConfig, LoopSettings
+from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.request_record import RequestRecord
 from draftwire_gateway.session import choices as choices_module
@@ -37,6 +37,7 @@ from draftwire_gateway.session import loop as loop_module
 from draftwire_gateway.session.choices import MAX_UNREAD_EVENTS, ChoiceEvent, PromptEcho
 from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
 from draftwire_gateway.session.generation import Generation
+from draftwire_gateway.session.loop_settings import LoopSettings
 from draftwire_gateway.session.ports import Inbox, TargetPort
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.session.statistics import Statistics

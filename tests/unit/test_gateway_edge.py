@@ -202,7 +202,7 @@ async def test_caller_pays_for_masks_that_take_longer_than_its_tokens_allow() ->
     form = make_generation(sampling=SamplingParams(structured_output=StructuredOutput.regex("a")))
     for caller, mask_s, is_refused in (("usual", MASKS_PER_TOKEN_S, False), ("greedy", 0.1, True)):
         for number in range(200):
-            core._charge_masks(caller, round_times(number, 0.0, 0.2, 4, 0, mask_s=mask_s))
+            core._charge_masks(caller, round_times(number, 0.0, 0.2, 0, 0, mask_us=round(mask_s * 1e6)))
         with pytest.raises(NoRoomError, match="used up") if is_refused else nullcontext():
             core._forms._check(caller)
     with pytest.raises(NoRoomError, match="used up"):

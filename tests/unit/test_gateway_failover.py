@@ -46,11 +46,11 @@ from draftwire.models.description import PARTIAL_BLOCKS
 from draftwire.requests.logprobs import TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import MAX_PLACE_S, StructuredOutput
-from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session import ports
 from draftwire_gateway.session.committed_text import FinishReason
 from draftwire_gateway.session.drafter_seat import NO_BLOCK
 from draftwire_gateway.session.loop import GenerationLoop
+from draftwire_gateway.session.loop_settings import LoopSettings
 from draftwire_gateway.session.ports import (
     BlocksRefused,
     DrafterLost,

@@ -41,8 +41,8 @@ from draftwire.method.token_source import TokenSource
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
 from draftwire.requests.session_parameters import SessionParameters
-from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.committed_text import Delta, FinishReason
+from draftwire_gateway.session.loop_settings import LoopSettings
 from draftwire_gateway.session.ports import DrafterLost
 
 TEST_SECONDS = 10.0  # a loop that hangs fails, long before pytest's own limit

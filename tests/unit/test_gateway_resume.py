@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from virtual_time import run
 
-from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.committed_text import FinishReason
+from draftwire_gateway.session.loop_settings import LoopSettings
 from draftwire_gateway.text.text import REPLACEMENT, TextStream
 
 TOKENIZER_FOLDER = Path(__file__).parents[2] / "models" / "target"

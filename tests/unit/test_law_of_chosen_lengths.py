@@ -29,7 +29,7 @@ from draftwire.method.rounds import WatchedGuess
 from draftwire.method.token_tree import TokenTree
 from draftwire.verification import RULES
 from draftwire.verification.traversal import TraversalRule
-from draftwire_gateway.speculation.arms import Arm, DraftSource
+from draftwire_gateway.session.policy import Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.session_length import SessionLength
 

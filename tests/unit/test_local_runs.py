@@ -14,11 +14,11 @@ from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import Fence, LocalDraft, Verdict, WatchedGuess
 from draftwire.method.token_source import TokenSource
 from draftwire_gateway.core import local_strategies
-from draftwire_gateway.session.drafter_seat import RunRequest
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import WhyPlain
+from draftwire_gateway.session.session_option import RunRequest
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.pairs import PairName, Pairs
 from draftwire_gateway.speculation.session_length import SessionLength
@@ -34,10 +34,10 @@ def seated(num_drafters: int = 0, strategies: tuple[str, ...] = ("suffix",), **c
 @in_virtual_time
 async def test_without_a_drafter_the_verifier_is_asked_to_draft() -> None:
     one = seated(num_speculative_tokens=3)
-    assert one.seat.first_run(one.target, 32) == RunRequest(WhyPlain.NO_DRAFTER, 1), "its prompt is read first"
+    assert one.planner.first_run(one.target, 32) == RunRequest(WhyPlain.NO_DRAFTER, 1), "its prompt is read first"
     one.seat.seek(one.target)
-    assert one.seat.next_draft() == PLAIN
-    assert one.seat.run(32, 2) == RunRequest(WhyPlain.NO_GUESS, 32, LocalDraft("suffix", 3))
+    assert one.planner.next_draft() == PLAIN
+    assert one.planner.run(32, 2) == RunRequest(WhyPlain.NO_GUESS, 32, LocalDraft("suffix", 3))
 
 
 @pytest.mark.parametrize("head", HEAD_NAMES)
@@ -46,10 +46,10 @@ async def test_verifier_with_a_head_is_asked_to_draft_by_it_alone(head: str) -> 
     both = local_strategies("auto")
     one = seated(num_speculative_tokens=3, strategies=(head, "suffix", "lookup"), local_strategies=both)
     one.seat.seek(one.target)
-    assert one.seat.run(32, 2).draft == LocalDraft(head, 3, instead="suffix"), "unless it is in quarantine"
+    assert one.planner.run(32, 2).draft == LocalDraft(head, 3, instead="suffix"), "unless it is in quarantine"
     one = seated(num_speculative_tokens=3, strategies=("suffix", "lookup"), local_strategies=both)
     one.seat.seek(one.target)
-    assert one.seat.run(32, 2).draft == LocalDraft("suffix", 3), "without one by what it can"
+    assert one.planner.run(32, 2).draft == LocalDraft("suffix", 3), "without one by what it can"
     assert local_strategies(head) == (head,)
 
 
@@ -57,7 +57,7 @@ async def test_verifier_with_a_head_is_asked_to_draft_by_it_alone(head: str) -> 
 async def test_verifier_bridges_the_time_until_a_drafter_is_ready() -> None:
     one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=True)
     one.seat.seek(one.target)
-    assert one.seat.run(32, 2) == RunRequest(WhyPlain.NO_GUESS, 2, LocalDraft("suffix", 4))
+    assert one.planner.run(32, 2) == RunRequest(WhyPlain.NO_GUESS, 2, LocalDraft("suffix", 4))
 
 
 @in_virtual_time
@@ -65,21 +65,21 @@ async def test_text_without_fresh_numbers_is_not_drafted_for_during_warm_up() ->
     for changes in ({"has_own_seed": True}, {"is_retried": True}):
         one = seated(num_drafters=1, **changes)
         one.seat.seek(one.target)
-        assert one.seat.run(32, 2) == RunRequest(WhyPlain.WARMING_UP, 2)
+        assert one.planner.run(32, 2) == RunRequest(WhyPlain.WARMING_UP, 2)
     one = seated(num_drafters=1)
     one.session.epoch = 1
     one.seat.seek(one.target)
-    assert one.seat.run(32, 2) == RunRequest(WhyPlain.WARMING_UP, 2), "the verifier before may have drawn them"
+    assert one.planner.run(32, 2) == RunRequest(WhyPlain.WARMING_UP, 2), "the verifier before may have drawn them"
     one = seated(num_drafters=0, has_own_seed=True)
     one.seat.seek(one.target)
-    assert one.seat.run(32, 2).draft == LocalDraft("suffix", 4), "without one it always is"
+    assert one.planner.run(32, 2).draft == LocalDraft("suffix", 4), "without one it always is"
 
 
 @in_virtual_time
 async def test_opened_session_waits_one_round_for_its_drafter() -> None:
     for adapts in (False, True):
         one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=adapts)
-        assert one.seat.first_run(one.target, 32) == RunRequest(WhyPlain.WARMING_UP, 1)
+        assert one.planner.first_run(one.target, 32) == RunRequest(WhyPlain.WARMING_UP, 1)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ async def test_nothing_is_requested_that_verifier_or_request_rules_out(
 ) -> None:
     one = seated(**changes)
     one.seat.seek(one.target)
-    request = one.seat.run(32, 2)
+    request = one.planner.run(32, 2)
     assert (request.draft, request.num_rounds) == (None, 32)
 
 
@@ -100,12 +100,12 @@ async def test_nothing_is_requested_that_verifier_or_request_rules_out(
 async def test_verifier_without_its_drafter_is_a_pair_of_its_own() -> None:
     one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=True)
     await one.seek_until_ready()
-    assert one.seat.next_draft().length == 4, "of the drafter"
+    assert one.planner.next_draft().length == 4, "of the drafter"
     one.seat.give_up(GONE)
     one.seat.seek(one.target)
-    request = one.seat.run(32, 2)
+    request = one.planner.run(32, 2)
     assert (request.why, request.draft) == (WhyPlain.NO_GUESS, LocalDraft("suffix", 4))
-    assert one.seat.next_draft() == PLAIN
+    assert one.planner.next_draft() == PLAIN
     assert set(one.pairs.explain()) == {
         PairName(one.target.address, "drafter", "suffix"),
         PairName(one.target.address, "", "suffix"),
@@ -287,9 +287,9 @@ async def test_verifier_drafts_while_the_drafter_does_not_pay(monkeypatch: pytes
     )
     monkeypatch.setattr(PairChooser, "num_plain_rounds", lambda chooser, most, now: most)
     one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=True)
-    one.seat.first_run(one.target, 32)
+    one.planner.first_run(one.target, 32)
     one.seat.seek(one.target)
-    request = one.seat.run(32, 2)
+    request = one.planner.run(32, 2)
     assert (request.why, request.draft) == (WhyPlain.NO_GUESS, LocalDraft("suffix", 4))
     assert one.drafters[0].sessions == [], "no prompt is read for nothing"
 
@@ -312,8 +312,9 @@ async def test_each_source_learns_from_its_own_rounds() -> None:
     one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=True)
     await one.seek_until_ready()
     number = one.session.round
-    one.seat.ask_for_block(one.seat.next_draft())
-    one.seat.observe(round_times(number, 0.0, 0.01, 4, 4))
+    one.seat.drafter.request_block(one.planner.next_draft())
+    assert one.policy.observer is not None
+    one.policy.observer(round_times(number, 0.0, 0.01, 4, 4))
     ((drafter, verifier),) = one.pairs.explain().values()
     assert (drafter.source, drafter.num_drafts) == (DraftSource.DRAFTER, 1)
     assert (verifier.source, verifier.num_drafts) == (DraftSource.VERIFIER, 0)

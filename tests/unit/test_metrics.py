@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as LibraryHistogram
 
+from benchmarks.pair_simulation import round_times
 from draftwire.engine.engine_metrics import COUNTS
 from draftwire.errors import NoRoomError
 from draftwire.method.rounds import DraftTimings, Fence, Verdict
@@ -95,9 +96,8 @@ def test_names_of_vllm_get_their_labels_when_the_model_is_known() -> None:
     assert value(metrics, "requests_total", result="stop") == 0.0
 
 
-def times(**changes: float | bool | WhyPlain | None) -> RoundTimes:
-    fields = dict.fromkeys(RoundTimes.__slots__, 0) | {"why_plain": None, "is_first": False} | changes
-    return RoundTimes(**fields)  # type: ignore[arg-type]
+def times(num_draft_tokens: int = 0, num_accepted: int = 0, **changes: float | bool | WhyPlain | None) -> RoundTimes:
+    return round_times(0, 0.0, 0.0, num_draft_tokens, num_accepted, **{"why_plain": None, **changes})
 
 
 def counts(metrics: GatewayMetrics, suffix: str) -> dict[str, float]:
@@ -107,12 +107,10 @@ def counts(metrics: GatewayMetrics, suffix: str) -> dict[str, float]:
 
 def test_parts_of_rounds_are_counted_where_a_round_has_them() -> None:
     metrics = GatewayMetrics()
-    metrics.observe_round(times(is_first=True, why_plain=WhyPlain.WARMING_UP, num_tokens=1, prefill_s=2.0))
+    metrics.observe_round(times(is_first=True, why_plain=WhyPlain.WARMING_UP, prefill_s=2.0))
     assert counts(metrics, "count") == {"prefill": 1.0, "gateway": 1.0}
-    metrics.observe_round(
-        times(num_draft_tokens=4, num_tokens=3, calibration_s=0.25, draft_s=0.5, queue_s=1.0, verify_s=4.0, wire_s=8.0)
-    )
-    metrics.observe_round(times(why_plain=WhyPlain.NO_DRAFTER, num_tokens=1, lost_s=16.0, gateway_s=32.0))
+    metrics.observe_round(times(4, 2, calibration_s=0.25, draft_s=0.5, queue_s=1.0, verify_s=4.0, wire_s=8.0))
+    metrics.observe_round(times(why_plain=WhyPlain.NO_DRAFTER, lost_s=16.0, gateway_s=32.0))
     assert counts(metrics, "count") == {
         "lost": 1.0, "prefill": 1.0, "draft": 1.0, "wire": 2.0, "queue": 2.0, "verify": 2.0, "gateway": 3.0
     }  # fmt: skip

@@ -33,7 +33,8 @@ from draftwire.runtime.settings import (
     TlsSettings,
 )
 from draftwire_drafter.config import DrafterConfig
-from draftwire_gateway.config import DiscoverySettings, GatewayConfig, LoopSettings
+from draftwire_gateway.config import DiscoverySettings, GatewayConfig
+from draftwire_gateway.session.loop_settings import LoopSettings
 from draftwire_verifier.config import VerifierConfig
 
 CERT, KEY, CA = Path("cert.pem"), Path("key.pem"), Path("ca.pem")

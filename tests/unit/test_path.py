@@ -16,6 +16,11 @@ LOADED_SHARE = 1.1
 """Lines that are loaded for a few rounds of a fixed chain, over those that are imported."""
 MOST_MODULES_OF = {"draftwire.local_loop": 66, "draftwire_verifier.engine": 105}
 """That a root imports, transitively."""
+UNKNOWN_TO_THE_LOOP = (
+    *("draftwire_gateway.options", "draftwire_gateway.speculation", "draftwire_gateway.config"),
+    *("draftwire.options", "draftwire.drafting", "draftwire.method.ahead_limits", "draftwire.method.tree_limits"),
+)
+"""Options of the gateway, what chooses for sessions, and what is configured of both."""
 
 
 def test_path_of_a_round_stays_within_its_budget() -> None:
@@ -29,6 +34,11 @@ def test_root_imports_few_modules(root: str) -> None:
     found = imports_of([root])
     print(f"\n{root}: {len(found.modules)} modules, {found.num_lines:,} lines")
     assert len(found.modules) <= MOST_MODULES_OF[root]
+
+
+def test_loop_of_the_gateway_knows_no_option() -> None:
+    found = imports_of(["draftwire_gateway.session.loop"]).modules
+    assert [name for name in found if any(is_in(name, part) for part in UNKNOWN_TO_THE_LOOP)] == []
 
 
 def test_rounds_load_hardly_more_than_what_is_imported() -> None:

@@ -14,16 +14,16 @@ from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsReque
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import MAX_SALT_LENGTH
 from draftwire.requests.structured_output import Form, StructuredOutput
-from draftwire_gateway.session.generation import (
+from draftwire_gateway.requested_generation import (
     MAX_CHOICES,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     GeneratedChoice,
-    Generation,
     RequestedGeneration,
     SpeculationDefaults,
     complete_request,
 )
+from draftwire_gateway.session.generation import Generation
 
 TARGET = ModelDescription(
     name="target",

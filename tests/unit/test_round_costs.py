@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.round_costs import MOST_SLOWNESS, RoundCosts, WindowSums
 from draftwire_gateway.speculation.windows import Yields
 from tests.unit.simulated_sessions import costs_of, of

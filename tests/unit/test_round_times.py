@@ -12,7 +12,8 @@ from virtual_time import run
 
 from draftwire.method.rounds import DraftTimings, Fence, Verdict
 from draftwire.method.token_source import TokenSource
-from draftwire_gateway.config import LoopSettings
+from draftwire_gateway.options.mask_allowance import mask_s
+from draftwire_gateway.session.loop_settings import LoopSettings
 from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
 
 
@@ -84,8 +85,9 @@ def test_first_round_is_prefill_and_the_next_has_its_parts() -> None:
     assert (first.is_first, first.why_plain) == (True, WhyPlain.WARMING_UP)
     assert (first.prefill_s, first.gateway_s) == pytest.approx((0.5, 0.001))
     assert first.queue_s == first.verify_s == first.wire_s == 0.0
-    assert (second.epoch, second.round, second.is_first, second.why_plain, second.lost_s) == (2, 1, False, None, 0.0)
-    assert (second.num_draft_tokens, second.num_accepted_tokens, second.num_tokens) == (4, 2, 3)
+    fence = second.verdict.fence
+    assert (fence.epoch, fence.round, second.is_first, second.why_plain, second.lost_s) == (2, 1, False, None, 0.0)
+    assert (second.verdict.num_draft_tokens, second.verdict.num_accepted_tokens, second.num_tokens) == (4, 2, 3)
     assert (second.queue_s, second.verify_s) == pytest.approx((0.005, 0.03))
     assert (second.calibration_s, second.draft_s) == pytest.approx((0.003, 0.02))
     assert (second.wire_s, second.gateway_s) == pytest.approx((0.1 - 0.058, 0.002))
@@ -116,13 +118,13 @@ def test_report_of_a_round_does_not_delay_the_request_of_the_next() -> None:
     assert told == [], "the request is sent first"
     watch.report()
     watch.report()
-    assert [times.round for times in told] == [0]
+    assert [times.verdict.fence.round for times in told] == [0]
     watch.take(verdict(1, drafted=4), 100.0)
     watch.ask(WhyPlain.EMPTY_BLOCK)
     watch.take(verdict(2, drafted=4), 100.0)
     watch.ask(WhyPlain.EMPTY_BLOCK)
     watch.end()
-    assert [times.round for times in told] == [0, 1, 2], "in their order, and none is lost"
+    assert [times.verdict.fence.round for times in told] == [0, 1, 2], "in their order, and none is lost"
 
 
 def test_waiting_for_a_drafter_that_is_given_up_is_a_part_of_its_own() -> None:
@@ -144,16 +146,16 @@ def test_services_that_claim_more_than_the_round_took_are_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafted", "local_strategy", "mask_us", "mask_s"),
+    ("drafted", "local_strategy", "mask_us", "expected_s"),
     [(0, "", 500, 500e-6), (4, "", 500, 900e-6), (4, "suffix", 500, 500e-6), (4, "", 10**9, 0.02)],
 )
 def test_masks_count_with_the_drafters_and_never_beyond_the_round(
-    drafted: int, local_strategy: str, mask_us: int, mask_s: float
+    drafted: int, local_strategy: str, mask_us: int, expected_s: float
 ) -> None:
     """A drafter makes one before each of its tokens, the verifier another one behind the last."""
     claim = verdict(drafted=drafted, local_strategy=local_strategy, mask=mask_us)
     (times,) = watched(WhyPlain.EMPTY_BLOCK, 0.01, claim)
-    assert times.mask_s == pytest.approx(mask_s)
+    assert mask_s(times) == pytest.approx(expected_s)
 
 
 def observed(target: FakeTarget, drafter: Any, **arguments: Any) -> tuple[list[RoundTimes], int]:
@@ -183,14 +185,14 @@ def test_every_committed_round_is_told_once_whatever_happens(
         loop_settings=LoopSettings(bridge_rounds=2, plain_run_rounds=3),
         num_speculative_tokens=num_speculative_tokens,
     )
-    assert [times.round for times in told] == list(range(len(told)))
+    assert [times.verdict.fence.round for times in told] == list(range(len(told)))
     assert sum(times.num_tokens for times in told) == num_tokens == 20
     assert_whole(told)
-    epochs = [times.epoch for times in told]
+    epochs = [times.verdict.fence.epoch for times in told]
     assert [times.is_first for times in told] == [
         place == 0 or epoch != epochs[place - 1] for place, epoch in enumerate(epochs)
     ]
-    assert all((times.why_plain is None) is (times.num_draft_tokens > 0) for times in told)
+    assert all((times.why_plain is None) is (times.verdict.num_draft_tokens > 0) for times in told)
     if not num_speculative_tokens:
         assert {times.why_plain for times in told} == {WhyPlain.NOT_ASKED_FOR}
 

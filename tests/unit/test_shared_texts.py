@@ -15,7 +15,7 @@ from draftwire.drafting.model_free.suffix import SuffixDrafter
 from draftwire.drafting.model_free.text_drafter import NOTHING
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.parameters import SamplingParams
-from draftwire_gateway.session.generation import (
+from draftwire_gateway.requested_generation import (
     GeneratedChoice,
     RequestedGeneration,
     SpeculationDefaults,

@@ -23,7 +23,7 @@ from draftwire.errors import (
 )
 from draftwire.method.encoding import Supports
 from draftwire.method.quantization import Encoding
-from draftwire.method.rounds import DraftTree, ReceivedBlock, Verdict
+from draftwire.method.rounds import Calibration, DraftTree, ReceivedBlock, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.method.token_tree import TokenTree
 from draftwire.requests.parameters import SamplingParams
@@ -34,11 +34,14 @@ from draftwire.verification.tree_choice import tree_rule_for
 from draftwire_drafter.config import DrafterConfig, DraftSettings
 from draftwire_drafter.core import DrafterCore
 from draftwire_gateway.config import GatewayConfig
+from draftwire_gateway.options.tree_drafts import TreeDrafts
+from draftwire_gateway.requested_generation import SpeculationDefaults, complete_request
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict
-from draftwire_gateway.session.generation import Generation, SpeculationDefaults, complete_request
+from draftwire_gateway.session.generation import Generation
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
-from draftwire_gateway.session.statistics import Statistics
-from draftwire_gateway.session.tree_request import tree_to_draft
+from draftwire_gateway.session.session_option import BlockRequest
+from draftwire_gateway.session.session_state import SessionState
 from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_NODES
 from draftwire_verifier.config import TargetEngineSettings, VerifierConfig
 from draftwire_verifier.metrics import VerifierMetrics
@@ -93,7 +96,7 @@ def test_verdict_reports_the_depth_of_a_tree_and_how_its_path_ended(path: tuple[
     watch.ask(WhyPlain.NO_ROOM)
     watch.take(verdict, 0.0)
     watch.end()
-    assert [(times.extra, times.draft_depth) for times in told] == [(extra, 3)], "of the round's span"
+    assert [(times.verdict.extra, times.verdict.draft_depth) for times in told] == [(extra, 3)], "of the round's span"
     assert verdict.token_ids == [*(TOKENS[node] for node in path), 20]
 
 
@@ -181,7 +184,9 @@ def test_positions_that_are_counted_are_depths() -> None:
     verdict = verdict_of(scheduler, (0, 3), 20)
     metrics.of_model.model_name = "any"
     metrics.count(verdict)
-    statistics = Statistics()
+    session = SessionState(generation(num_draft_nodes=5))
+    TreeDrafts(session).end_round(verdict, was_held=False)
+    statistics = session.statistics
     statistics.count(verdict)
     families = {sample.name: 0.0 for family in metrics.registry.collect() for sample in family.samples}
     for family in metrics.registry.collect():
@@ -315,18 +320,30 @@ def test_trees_may_be_chosen_where_lengths_are_and_nobody_says_anything() -> Non
         )
 
 
+def requested(generation: Generation, arm: Arm) -> tuple[DraftTree | None, int]:
+    """Returns the tree that a drafter is asked for, and how deep the gateway takes it to be."""
+    session = SessionState(generation)
+    block = BlockRequest(arm, Calibration(session.fence, 0, [], arm.length), arm.length)
+    TreeDrafts(session).request(block)
+    return block.calibration.tree, block.depth
+
+
 def test_shape_is_given_where_distributions_are_sent_alone() -> None:
     """It depends on numbers alone, and is no deeper than what is drafted."""
     drawn = generation(num_draft_nodes=12)
-    assert tree_to_draft(drawn, 0, 4) is None
-    tree = tree_to_draft(drawn, 12, 4)
+    assert requested(drawn, PLAIN) == (None, 0)
+    assert requested(drawn, Arm(DraftSource.DRAFTER, 4)) == (None, 4)
+    tree, depth = requested(drawn, Arm(DraftSource.TREES, 4, 12))
     assert tree is not None
     assert tree.shape is not None
-    assert (len(tree.shape), tree.num_nodes, tree.shape.depth) == (12, 12, 4)
-    flat = tree_to_draft(drawn, 12, 1)
-    assert flat == DraftTree(8, TokenTree((-1,) * 8)), "no more children than have a chance"
+    assert (len(tree.shape), tree.num_nodes, tree.shape.depth, depth) == (12, 12, 4, 4)
+    flat = DraftTree(8, TokenTree((-1,) * 8))
+    assert requested(drawn, Arm(DraftSource.TREES, 1, 12)) == (flat, 1), "no more children than have a chance"
+    deep, depth = requested(drawn, Arm(DraftSource.TREES, 8, 3))
+    assert (deep and deep.num_nodes, depth) == (3, 3), "its nodes run out before it is as deep"
     for changes in ({"rule": "coupled"}, {"sampling": GREEDY}):
-        assert tree_to_draft(generation(num_draft_nodes=12, **changes), 12, 4) == DraftTree(12)
+        chosen = generation(num_draft_nodes=12, **changes)
+        assert requested(chosen, Arm(DraftSource.TREES, 4, 12)) == (DraftTree(12), 4)
 
 
 @pytest.mark.parametrize(

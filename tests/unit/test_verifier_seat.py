@@ -13,10 +13,11 @@ from virtual_time import in_virtual_time, now
 
 from draftwire.errors import CompletionInterruptedError, InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.method.rounds import TargetSessionSpec, Verdict
-from draftwire_gateway.config import LoopSettings
+from draftwire_gateway.session.loop_settings import LoopSettings
 from draftwire_gateway.session.ports import PeerEvent, TargetPort
 from draftwire_gateway.session.session_state import SessionState
 from draftwire_gateway.session.verifier_seat import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_FUTILE_MOVES, VerifierSeat
+from draftwire_gateway.session_plugs import options_of
 
 LIMITS = LoopSettings(failover_timeout_s=30.0)
 
@@ -65,7 +66,8 @@ def seating(count: int, *, plain_rounds: Callable[[TargetPort], int] = lambda _:
     """Returns a seat among so many verifiers, which none of them has yet."""
     session, queue = SessionState(make_generation(**changes)), asyncio.Queue[PeerEvent]()
     targets = [FakeTarget(address=f"target:{number}") for number in range(1, count + 1)]
-    return Seating(VerifierSeat(session, FakePeers(targets), queue, LIMITS), session, queue, targets, plain_rounds)
+    seat = VerifierSeat(session, FakePeers(targets), queue, LIMITS, options_of(session))
+    return Seating(seat, session, queue, targets, plain_rounds)
 
 
 @in_virtual_time

@@ -17,6 +17,7 @@ from draftwire.runtime.settings import (
     TracingSettings,
     require,
 )
+from draftwire_gateway.session.loop_settings import LoopSettings
 
 NO_DRAFTER = NO_LOCAL_DRAFTS = "none"
 """Value of the option `drafter` for no drafter, and of `local_drafts` for verifiers that draft nothing."""
@@ -78,23 +79,9 @@ class DiscoverySettings:
 
 
 @dataclass(frozen=True, slots=True)
-class LoopSettings:
-    """Timeouts of the outer loop, and lengths of plain runs."""
+class AheadSettings:
+    """How far drafters draft ahead of the verdict."""
 
-    plain_run_rounds: int = 32
-    """Rounds asked for at once where there is no drafter."""
-    bridge_rounds: int = 2
-    """Rounds asked for at once while the drafter still reads the prompt or is late; more, if it may have begun more."""
-    block_timeout_s: float = 5.0
-    """A drafter that is slower than its blocks usually are is asked for what it has drawn, at the latest after this
-    time. If it does not reply soon, at the latest after this time again, the session goes on without it until it does;
-    after this time once more, another drafter takes over if there is one."""
-    verdict_timeout_s: float = 120.0
-    """A verifier that is silent for this long during its own work is lost."""
-    prompt_timeout_s: float = 900.0
-    """How long the verifier may take for the first token: a long prompt is read beside running sessions."""
-    failover_timeout_s: float = 30.0
-    """How long another verifier is sought for a session whose verifier was lost; it may be the same one, restarted."""
     draft_ahead_rounds: int = 0
     """Rounds for which a drafter may draft before their text is known, while earlier ones are being judged; 0 for none.
     """
@@ -102,12 +89,6 @@ class LoopSettings:
     """Texts that a session may have next, for which a drafter drafts ahead at once at most."""
 
     def __post_init__(self) -> None:
-        require(self.plain_run_rounds >= 1, "plain_run_rounds must be at least 1")
-        require(self.bridge_rounds >= 1, "bridge_rounds must be at least 1")
-        require(self.block_timeout_s > 0.0, "block_timeout_s must be positive")
-        require(self.verdict_timeout_s > 0.0, "verdict_timeout_s must be positive")
-        require(self.prompt_timeout_s > 0.0, "prompt_timeout_s must be positive")
-        require(self.failover_timeout_s >= 0.0, "failover_timeout_s must not be negative")
         in_range = 0 <= self.draft_ahead_rounds <= MAX_ROUNDS_AHEAD
         require(in_range, f"draft_ahead_rounds must be in 0..{MAX_ROUNDS_AHEAD}")
         in_range = 1 <= self.draft_ahead_branches <= MAX_BRANCHES
@@ -176,6 +157,7 @@ class GatewayConfig:
     """Largest request of a user over gRPC, bytes: a prompt as long as the context (5 bytes x tokens), and what it
     resumes. max_message_bytes limits it too."""
     loop: LoopSettings = field(default_factory=LoopSettings)
+    ahead: AheadSettings = field(default_factory=AheadSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     tls: TlsSettings = field(default_factory=lambda: TlsSettings(tls_require_client_cert=False))
     tracing: TracingSettings = field(default_factory=TracingSettings)

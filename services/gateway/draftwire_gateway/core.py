@@ -24,19 +24,17 @@ from draftwire.runtime.served_request import served_request_id
 from draftwire.runtime.watched_files import read_bytes
 from draftwire_gateway.config import AUTO_LOCAL_DRAFTS, AUTO_TOOL_SYNTAX, NO_LOCAL_DRAFTS, GatewayConfig
 from draftwire_gateway.metrics import GatewayMetrics
+from draftwire_gateway.options.mask_allowance import mask_s
 from draftwire_gateway.request_queue import QueuePlace, RequestQueue
 from draftwire_gateway.request_record import RequestRecord
+from draftwire_gateway.requested_generation import RequestedGeneration, SpeculationDefaults, complete_request
 from draftwire_gateway.session.choices import ChoiceEvent, ChoiceRunner, PromptEcho
-from draftwire_gateway.session.generation import (
-    Generation,
-    RequestedGeneration,
-    SpeculationDefaults,
-    complete_request,
-)
+from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.loop import GenerationLoop
 from draftwire_gateway.session.ports import Peers
 from draftwire_gateway.session.round_times import RoundTimes, combined
 from draftwire_gateway.session.spans import RequestSpans, RequestTracing
+from draftwire_gateway.session_plugs import plugs_of
 from draftwire_gateway.speculation.pairs import Pairs
 from draftwire_gateway.text.chat import ChatTemplate, check_template
 from draftwire_gateway.text.control_tokens import is_marked
@@ -100,8 +98,8 @@ class GatewayCore:
             adapts_length=config.speculation == "adaptive",
             local_strategies=local_strategies(config.local_drafts),
             drafter_names=self._drafter_names,
-            rounds_ahead=config.loop.draft_ahead_rounds,
-            max_branches=config.loop.draft_ahead_branches,
+            rounds_ahead=config.ahead.draft_ahead_rounds,
+            max_branches=config.ahead.draft_ahead_branches,
             num_draft_nodes=config.num_draft_nodes,
         )
 
@@ -296,11 +294,12 @@ class GatewayCore:
         observer = combined(self.metrics.observe_round, spans.add_round if spans is not None else None)
         if generation.sampling.structured_output is not None:
             observer = combined(observer, partial(self._charge_masks, generation.form_caller))
-        return GenerationLoop(generation, self._peers, text, self.config.loop, self.pairs, observer, spans)
+        plugs = plugs_of(generation, self.pairs, observer, spans)
+        return GenerationLoop(generation, self._peers, text, self.config.loop, plugs)
 
     def _charge_masks(self, caller: str, times: RoundTimes) -> None:
         """Makes a caller pay for masks of a round, as for compiling, if they took longer than is allowed."""
-        self._forms.charge(caller, times.mask_s - MASKS_PER_TOKEN_S * times.num_tokens)
+        self._forms.charge(caller, mask_s(times) - MASKS_PER_TOKEN_S * times.num_tokens)
 
     async def _echo(self, prompt_ids: list[int]) -> PromptEcho:
         return PromptEcho(prompt_ids, await asyncio.to_thread(decoded, self._tokenizer, prompt_ids))

@@ -186,7 +186,7 @@ class GatewayMetrics(ServiceMetrics):
     def observe_round(self, times: RoundTimes) -> None:
         """Counts a committed round; see `RoundObserver`."""
         self._by_kind[times.why_plain].inc()
-        self.draft_lengths.labels(str(times.num_draft_tokens)).inc()
+        self.draft_lengths.labels(str(times.verdict.num_draft_tokens)).inc()
         self.round_tokens.inc(times.num_tokens)
         parts = self._parts
         if times.lost_s:
@@ -194,7 +194,7 @@ class GatewayMetrics(ServiceMetrics):
         if times.is_first:
             parts["prefill"].observe(times.prefill_s)
         else:
-            if times.num_draft_tokens:
+            if times.verdict.num_draft_tokens:
                 parts["draft"].observe(times.calibration_s + times.draft_s)
             parts["wire"].observe(times.wire_s)
             parts["queue"].observe(times.queue_s)

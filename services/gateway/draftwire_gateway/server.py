@@ -40,20 +40,20 @@ from draftwire_gateway.peers.pool import Pool
 from draftwire_gateway.peers.roster import Roster
 from draftwire_gateway.peers.sources import sources_of
 from draftwire_gateway.peers.wire import DrafterLink, VerifierLink
-from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
-from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
-from draftwire_gateway.session.generation import (
+from draftwire_gateway.requested_generation import (
     MAX_CHOICES,
     MAX_DRAFTERS,
     MAX_STOP_STRINGS,
     GeneratedChoice,
-    Generation,
     RequestedGeneration,
     check_num_choices,
 )
+from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
+from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
+from draftwire_gateway.session.generation import Generation
+from draftwire_gateway.session.policy import DraftSource
 from draftwire_gateway.session.spans import RequestTracing
 from draftwire_gateway.session.statistics import Statistics
-from draftwire_gateway.speculation.arms import DraftSource
 from draftwire_gateway.speculation.explanation import Explanation, LoadExplanation
 from draftwire_gateway.speculation.pairs import PairName
 from draftwire_gateway.text.conversation import (
@@ -80,6 +80,12 @@ _SOURCES = {
     TokenSource.BONUS: gateway_pb2.TOKEN_SOURCE_BONUS,
     TokenSource.PLAIN: gateway_pb2.TOKEN_SOURCE_PLAIN,
 }
+
+_NAMED_ALIKE = (
+    *("num_choices", "max_tokens", "seed", "num_speculative_tokens", "num_draft_nodes"),
+    *("logprobs", "prompt_logprobs", "logprobs_mode"),
+)
+"""Parameters that may be left out and have the same names in `RequestedGeneration`."""
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
@@ -198,20 +204,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def _requested(self, request: gateway_pb2.GenerateRequest, caller: str) -> RequestedGeneration:
         return RequestedGeneration(
             prompts=[await self._prompt_ids(prompt, caller) for prompt in _prompts(request)],
-            num_choices=request.num_choices if request.HasField("num_choices") else None,
             sampling=messages.sampling_from_proto(request.sampling),
             caller=caller,
-            max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
             stop=tuple(request.stop),
             stop_token_ids=tuple(request.stop_token_ids),
             ignore_eos=request.ignore_eos,
-            seed=request.seed if request.HasField("seed") else None,
-            num_speculative_tokens=(
-                request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None
-            ),
-            num_draft_nodes=request.num_draft_nodes if request.HasField("num_draft_nodes") else None,
             drafter=tuple(request.drafter),
-            rule=request.rejection_sample_method if request.HasField("rejection_sample_method") else None,
+            rule=_optional(request, "rejection_sample_method"),
             cache_salt=request.cache_salt,
             generated_choices=tuple(
                 [
@@ -219,11 +218,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                     for generated in request.generated_choices
                 ]
             ),
-            logprobs=request.logprobs if request.HasField("logprobs") else None,
-            prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
-            logprobs_mode=request.logprobs_mode if request.HasField("logprobs_mode") else None,
             echo=request.echo,
             token_details=request.token_details,
+            **{name: _optional(request, name) for name in _NAMED_ALIKE},
         )
 
     async def _prompt_ids(self, prompt: AnyPrompt, caller: str) -> list[int]:
@@ -260,9 +257,12 @@ def _num_choices(request: gateway_pb2.GenerateRequest) -> int:
         InvalidRequestError: the number is 0 or too large.
     """
     num_prompts = len(_prompts(request))
-    return num_prompts * check_num_choices(
-        num_prompts, request.num_choices if request.HasField("num_choices") else None
-    )
+    return num_prompts * check_num_choices(num_prompts, _optional(request, "num_choices"))
+
+
+def _optional(request: gateway_pb2.GenerateRequest, name: str) -> Any:
+    """Returns a parameter; None if it was left out."""
+    return getattr(request, name) if request.HasField(name) else None  # type: ignore[arg-type]
 
 
 def _conversation(chat: gateway_pb2.ChatPrompt) -> Conversation:
@@ -341,37 +341,10 @@ def _finish_to_proto(finish: Finish, generation: Generation) -> gateway_pb2.Gene
 
 
 def _statistics_to_proto(statistics: Statistics) -> gateway_pb2.GenerationStatistics:
-    return gateway_pb2.GenerationStatistics(
-        num_prompt_tokens=statistics.num_prompt_tokens,
-        num_generated_tokens=statistics.num_generated_tokens,
-        num_emitted_tokens=statistics.num_emitted_tokens,
-        num_cached_prompt_tokens=statistics.num_cached_prompt_tokens,
-        num_near_ties=statistics.num_near_ties,
-        num_rounds=statistics.num_rounds,
-        num_drafts=statistics.num_drafts,
-        num_draft_tokens=statistics.num_draft_tokens,
-        num_accepted_tokens=statistics.num_accepted_tokens,
-        num_accepted_tokens_per_pos=statistics.num_accepted_tokens_per_pos,
-        time_to_first_token_us=statistics.time_to_first_token_us,
-        duration_us=statistics.duration_us,
-        calibration_duration_us=statistics.calibration_us,
-        draft_duration_us=statistics.draft_us,
-        verify_duration_us=statistics.verify_us,
-        queue_duration_us=statistics.queue_us,
-        num_drafters_lost=statistics.num_drafters_lost,
-        num_verifiers_lost=statistics.num_verifiers_lost,
-        acceptance_histogram=statistics.acceptance_histogram,
-        mean_acceptance_length=statistics.mean_acceptance_length,
-        draft_acceptance_rate=statistics.draft_acceptance_rate,
-        draft_length_histogram=statistics.draft_length_histogram,
-        num_ahead_hits=statistics.num_ahead_hits,
-        num_ahead_misses=statistics.num_ahead_misses,
-        num_ahead_late=statistics.num_ahead_late,
-        num_ahead_wasted_tokens=statistics.num_ahead_wasted_tokens,
-        max_held_bytes=statistics.max_held_bytes,
-        num_trees=statistics.num_trees,
-        num_draft_positions=statistics.num_draft_positions,
-    )
+    """Returns the message, whose fields are those of the same names; only sums of durations are named at length."""
+    message = gateway_pb2.GenerationStatistics
+    names = [field.name for field in message.DESCRIPTOR.fields]
+    return message(**{name: getattr(statistics, name.replace("_duration_us", "_us")) for name in names})
 
 
 def _choice_to_proto(pair: PairName, explanation: Explanation) -> gateway_pb2.SpeculationChoice:

@@ -27,7 +27,7 @@ from draftwire_gateway.http.event_ids import event_id_of
 from draftwire_gateway.http.json_parsing import NAME, parse
 from draftwire_gateway.http.neutral_fields import without_neutral
 from draftwire_gateway.http.refusal import RefusedError
-from draftwire_gateway.session.generation import MAX_CHOICES, MAX_DRAFTERS, MAX_STOP_STRINGS
+from draftwire_gateway.requested_generation import MAX_CHOICES, MAX_DRAFTERS, MAX_STOP_STRINGS
 from draftwire_gateway.text.conversation import MAX_CHAT_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS
 
 UNSUPPORTED = {

@@ -31,7 +31,7 @@ from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.http.responses_body import ResponsesBody
 from draftwire_gateway.http.responses_writer import ResponsesWriter
 from draftwire_gateway.http.tool_use import tool_use
-from draftwire_gateway.session.generation import GeneratedChoice, RequestedGeneration
+from draftwire_gateway.requested_generation import GeneratedChoice, RequestedGeneration
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
 
 

@@ -21,8 +21,9 @@ from draftwire_gateway.http.model_list import ListDrafters
 from draftwire_gateway.http.openai_types import Writer
 from draftwire_gateway.http.routes import Route, in_names, model_fault
 from draftwire_gateway.request_queue import QueuePlace
+from draftwire_gateway.requested_generation import check_num_choices
 from draftwire_gateway.session.committed_text import Delta
-from draftwire_gateway.session.generation import Generation, check_num_choices
+from draftwire_gateway.session.generation import Generation
 
 PART_BYTES = 2**16
 """Size of the parts of a response that is not streamed: other requests run between two parts."""

@@ -1,29 +1,22 @@
 """Token usage and speculation metrics of a response."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from itertools import zip_longest
 from typing import Any
 
 from draftwire_gateway.http.choice_deltas import Ending
 from draftwire_gateway.session.statistics import Statistics
 
-_SUMMED = (
-    "num_generated_tokens",
-    "num_emitted_tokens",
-    "num_rounds",
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "num_ahead_hits",
-    "num_ahead_late",
-    "num_ahead_misses",
-    "num_ahead_wasted_tokens",
-    "num_trees",
-    "num_draft_positions",
-    "num_drafters_lost",
-    "num_verifiers_lost",
-)
-_SUMMED_LISTS = ("num_accepted_tokens_per_pos", "acceptance_histogram", "draft_length_histogram")
+_FIELDS = tuple(field.name for field in fields(Statistics))
+_NAMED_ALIKE = _FIELDS[_FIELDS.index("num_ahead_hits") :]
+"""Statistics that the metrics have under their own names."""
+_COMBINED: dict[str, Callable[[Iterable[int]], int]] = {
+    "time_to_first_token_us": min,
+    "duration_us": max,
+    "max_held_bytes": max,
+}
+"""How statistics of several choices are combined that are not added."""
 
 
 def usage_of(endings: Sequence[Ending]) -> dict[str, Any]:
@@ -74,27 +67,17 @@ def _speculation(endings: Sequence[Ending]) -> dict[str, Any]:
         "seed": generation.seed,
         "time_to_first_token_ms": total.time_to_first_token_us / 1e3,
         "duration_ms": total.duration_us / 1e3,
-        "num_ahead_hits": total.num_ahead_hits,
-        "num_ahead_late": total.num_ahead_late,
-        "num_ahead_misses": total.num_ahead_misses,
-        "num_ahead_wasted_tokens": total.num_ahead_wasted_tokens,
-        "max_held_bytes": total.max_held_bytes,
-        "num_trees": total.num_trees,
-        "num_draft_positions": total.num_draft_positions,
-        "num_drafters_lost": total.num_drafters_lost,
-        "num_verifiers_lost": total.num_verifiers_lost,
+        **{name: getattr(total, name) for name in _NAMED_ALIKE},
     }
 
 
 def _sum(statistics: Iterable[Statistics]) -> Statistics:
     """Returns the sums of counts, with the earliest time to first token, the longest duration and the largest size."""
-    parts = list(statistics)
-    total = Statistics()
-    for name in _SUMMED:
-        setattr(total, name, sum(getattr(part, name) for part in parts))
-    for name in _SUMMED_LISTS:
-        setattr(total, name, [sum(row) for row in zip_longest(*(getattr(part, name) for part in parts), fillvalue=0)])
-    total.time_to_first_token_us = min(part.time_to_first_token_us for part in parts)
-    total.duration_us = max(part.duration_us for part in parts)
-    total.max_held_bytes = max(part.max_held_bytes for part in parts)
+    parts, total = list(statistics), Statistics()
+    for name in _FIELDS:
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], list):
+            setattr(total, name, [sum(row) for row in zip_longest(*values, fillvalue=0)])
+        else:
+            setattr(total, name, _COMBINED.get(name, sum)(values))
     return total

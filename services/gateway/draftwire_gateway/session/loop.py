@@ -16,14 +16,16 @@ Source: Sun et al. 2024 (arXiv 2403.10444), Algorithm 3.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 
 from draftwire.errors import DraftwireError, ProtocolViolationError, UnavailableError
 from draftwire.method.rounds import BlockSent, PromptRead, Verdict
 from draftwire.requests.logprobs import PromptPart
-from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.committed_text import CommittedText, Delta, Finish
-from draftwire_gateway.session.drafter_seat import DrafterSeat, RunRequest
+from draftwire_gateway.session.drafter_seat import DrafterSeat
 from draftwire_gateway.session.generation import Generation
+from draftwire_gateway.session.loop_settings import LoopSettings
+from draftwire_gateway.session.policy import Policy
 from draftwire_gateway.session.ports import (
     BlocksRefused,
     DrafterLost,
@@ -33,12 +35,26 @@ from draftwire_gateway.session.ports import (
     TargetLost,
     TargetPort,
 )
+from draftwire_gateway.session.round_planner import RoundPlanner
 from draftwire_gateway.session.round_times import RoundObserver, RoundWatch, WhyPlain, combined
-from draftwire_gateway.session.session_state import SessionState
-from draftwire_gateway.session.spans import ChoiceSpans
+from draftwire_gateway.session.session_option import MakeOptions, RunRequest
+from draftwire_gateway.session.session_state import SessionState, SessionTrace
 from draftwire_gateway.session.verifier_seat import VerifierSeat
-from draftwire_gateway.speculation.pairs import Pairs
 from draftwire_gateway.text.text import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPlugs:
+    """Parts of one session that its loop knows by their interfaces alone."""
+
+    policy: Policy
+    """Chooses what is drafted."""
+    make_options: MakeOptions = lambda _: ()
+    """Makes the session's options."""
+    observer: RoundObserver | None = None
+    """Called for each committed round."""
+    trace: SessionTrace | None = None
+    """Traces the session; None traces nothing."""
 
 
 class GenerationLoop:
@@ -50,9 +66,7 @@ class GenerationLoop:
         peers: Peers,
         text: TextStream,
         settings: LoopSettings,
-        pairs: Pairs,
-        observer: RoundObserver | None = None,
-        spans: ChoiceSpans | None = None,
+        plugs: SessionPlugs,
     ) -> None:
         """Opens no session before `run`.
 
@@ -61,19 +75,20 @@ class GenerationLoop:
             peers: the available verifiers and drafters.
             text: the text so far of a resumed completion, else empty.
             settings: timeouts and lengths of plain runs.
-            pairs: choose the lengths of drafts, if the generation adapts them.
-            observer: called for each committed round.
-            spans: traces the session; None traces nothing.
+            plugs: what else the session has.
         """
         self._settings = settings
         # Peers never block: a peer that sends more than was requested, the verdicts of a block and a plain run and the
         # parts of a reported prompt, is lost; see `MAX_UNREAD_EVENTS`.
         self._queue: asyncio.Queue[PeerEvent] = asyncio.Queue()
-        self._session = SessionState(generation, spans)
+        self._session = SessionState(generation, plugs.trace)
         self._text = CommittedText(self._session, text)
-        self._verifier = VerifierSeat(self._session, peers, self._queue, settings)
-        self._drafter = DrafterSeat(self._session, peers, self._queue, pairs)
-        self._watch = RoundWatch(combined(observer, self._drafter.observe if generation.adapts_length else None))
+        policy, options = plugs.policy, plugs.make_options(self._session)
+        self._verifier = VerifierSeat(self._session, peers, self._queue, settings, options)
+        self._seat = DrafterSeat(self._session, peers, self._queue, policy, options)
+        self._planner = RoundPlanner(self._session, self._seat, policy, options)
+        self._policy = policy
+        self._watch = RoundWatch(combined(plugs.observer, policy.observer))
         self._deadline = 0.0
         self.statistics = self._session.statistics
 
@@ -115,7 +130,7 @@ class GenerationLoop:
         reason = self._text.reason_before()
         try:
             if reason is None:
-                await self._verifier.open(self._prepare, self._drafter.leave, waits_for_room=waits_for_room)
+                await self._verifier.open(self._prepare, self._policy.leave, waits_for_room=waits_for_room)
                 self._begin()
                 on_open()
             while reason is None:
@@ -140,9 +155,9 @@ class GenerationLoop:
                 self.statistics.count_time(time.perf_counter() - started)
                 if delta.token_ids or delta.text:
                     yield delta
-            yield Finish(reason, self.statistics, self._drafter.error)
+            yield Finish(reason, self.statistics, self._seat.error)
         finally:
-            self._drafter.end()
+            self._seat.end()
             self._verifier.drop()
             self._session.end(reason.value if reason is not None else "")
 
@@ -155,7 +170,7 @@ class GenerationLoop:
             except TimeoutError:
                 await self._handle_timeout()
                 continue
-            if event.epoch != self._session.epoch or event.permit_number not in (None, self._drafter.permit_number):
+            if event.epoch != self._session.epoch or event.permit_number not in (None, self._seat.permit_number):
                 continue  # of a peer that was dropped
             match event.event:
                 case Verdict() | PromptRead():
@@ -164,14 +179,14 @@ class GenerationLoop:
                         return new
                 case TargetLost(error):
                     await self._move(error)
-                case BlocksRefused(error, permit_number) if permit_number == self._drafter.permit_number:
+                case BlocksRefused(error, permit_number) if permit_number == self._seat.permit_number:
                     self._give_up_drafter(error)
                 case DrafterLost(error):
                     self._give_up_drafter(error)
                 case DrafterReady():
-                    self._drafter.mark_ready()
-                case BlockSent() as sent if self._drafter.note_sent(sent, event.arrived_at):
-                    self._set_timeout(self._drafter.sent_timeout_s(self._settings.block_timeout_s))
+                    self._seat.mark_ready()
+                case BlockSent() as sent if self._seat.note_sent(sent, event.arrived_at):
+                    self._set_timeout(self._seat.drafter.sent_timeout_s(self._settings.block_timeout_s))
 
     async def _take(self, event: PeerEvent) -> Verdict | PromptPart | None:
         """Returns what is new in a verifier's event, if anything is. A verifier that sends something else is lost."""
@@ -181,7 +196,7 @@ class GenerationLoop:
                 case Verdict() as verdict if verdict.fence == self._session.fence:
                     self._session.check(verdict, vocab_size)
                     self._watch.take(verdict, event.at)
-                    self._drafter.end_round(verdict, event.arrived_at)
+                    self._seat.end_round(verdict, event.arrived_at)
                     return verdict
                 case PromptRead(part=part) if (new := self._session.take_prompt(part, vocab_size)) is not None:
                     self._set_timeout(self._settings.prompt_timeout_s)
@@ -195,15 +210,15 @@ class GenerationLoop:
 
         Depends on times alone, never on the drafted tokens: see docs/exactness.md.
         """
-        if not self._drafter.is_awaited:
+        if not self._seat.is_awaited:
             await self._move(UnavailableError("the verifier was silent for too long"))
-        elif not self._drafter.can_flush:
-            self._drafter.fall_asleep()
+        elif not self._seat.drafter.can_flush:
+            self._seat.fall_asleep()
             self._run(RunRequest(WhyPlain.LATE, self._settings.bridge_rounds))
         else:
-            self._set_timeout(self._drafter.flush_timeout_s(self._settings.block_timeout_s))
+            self._set_timeout(self._seat.drafter.flush_timeout_s(self._settings.block_timeout_s))
             try:
-                self._drafter.request_flush()
+                self._seat.drafter.request_flush()
             except DraftwireError as error:
                 self._give_up_drafter(error)
 
@@ -213,16 +228,16 @@ class GenerationLoop:
 
     def _ask_for_round(self) -> None:
         """Requests the next round: a block if a drafter is ready and has room, else plain rounds."""
-        self._drafter.seek(self._verifier.target, self._settings.block_timeout_s)
-        arm = self._drafter.next_draft()
+        self._seat.seek(self._verifier.target, self._settings.block_timeout_s)
+        arm = self._planner.next_draft()
         if arm.length:
             self._watch.ask(WhyPlain.EMPTY_BLOCK)
             try:
-                self._set_timeout(self._drafter.ask_for_block(arm, self._settings.block_timeout_s))
+                self._set_timeout(self._seat.drafter.request_block(arm, self._settings.block_timeout_s))
             except DraftwireError as error:
                 self._give_up_drafter(error)
             return
-        self._run(self._drafter.run(self._settings.plain_run_rounds, self._settings.bridge_rounds))
+        self._run(self._planner.run(self._settings.plain_run_rounds, self._settings.bridge_rounds))
 
     def _run(self, request: RunRequest) -> None:
         """Requests rounds without a drafter, as many as may be left. A block of the open round that is judged first
@@ -230,27 +245,27 @@ class GenerationLoop:
         """
         self._watch.ask(request.why)
         self._set_timeout(self._settings.verdict_timeout_s)
-        num_rounds = max(request.num_rounds, self._drafter.num_begun)
+        num_rounds = max(request.num_rounds, self._planner.num_begun)
         self._verifier.run_plain(min(num_rounds, self._session.num_left), request.draft)
 
     def _prepare(self, target: TargetPort) -> int:
         """Prepares an attempt to open the session on a verifier, and returns its plain rounds; a `Prepare`."""
-        request = self._drafter.first_run(target, self._settings.plain_run_rounds)
+        request = self._planner.first_run(target, self._settings.plain_run_rounds)
         self._watch.ask(request.why, opens=True)
         return request.num_rounds
 
     def _begin(self) -> None:
         """Continues the open round on a verifier that accepted the session."""
         self._set_timeout(self._settings.prompt_timeout_s)
-        self._drafter.seek(self._verifier.target)
+        self._seat.seek(self._verifier.target)
 
     async def _move(self, error: Exception) -> None:
         """Moves the session to another verifier. The drafter is dropped, since it sends its blocks to the lost one."""
-        self._drafter.drop()
-        await self._verifier.move(error, self._prepare, self._drafter.leave)
+        self._seat.drop()
+        await self._verifier.move(error, self._prepare, self._policy.leave)
         self._begin()
 
     def _give_up_drafter(self, error: Exception) -> None:
         """Drops the drafter. If a block was awaited, requests the round again; the first verdict of either counts."""
-        if self._drafter.give_up(error):
+        if self._seat.give_up(error):
             self._ask_for_round()

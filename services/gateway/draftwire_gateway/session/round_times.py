@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from draftwire.method.rounds import DraftTimings, Verdict, WatchedGuess
-from draftwire.method.token_source import TokenSource
+from draftwire.method.rounds import DraftTimings, Verdict
 
 
 class WhyPlain(Enum):
@@ -46,18 +45,12 @@ class RoundTimes:
     services are capped so that their sum does not exceed the time that the gateway measured.
     """
 
-    epoch: int
-    round: int
+    verdict: Verdict
+    """Decision of the round."""
     started_at: float
     """Time at which the round was requested; within a plain run, when the verdict before it arrived."""
     ended_at: float
     """Time at which its verdict arrived."""
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    num_tokens: int
-    """Tokens that the round committed."""
-    extra: TokenSource
-    """Source of the last one."""
     why_plain: WhyPlain | None
     """None if draft tokens were verified."""
     is_first: bool
@@ -80,18 +73,13 @@ class RoundTimes:
     gateway_s: float
     """Time from the verdict's arrival to the request of the next round, or to the end; 0 within a plain run. Includes
     backpressure of a slow client."""
-    local_strategy: str = ""
-    """Strategy of the verifier that drafted the tokens; empty if a drafter did, or nothing was drafted."""
-    watched: WatchedGuess | None = None
-    """How what the verifier could have drafted would have fared; None if that is not known."""
     is_held: bool = False
     """Whether the verifier had its block when it began."""
-    is_ahead: bool = False
-    """Whether its block was drafted before its text was known."""
-    draft_depth: int = 0
-    """Draft tokens on the longest path of a token tree; 0 if its block was no tree."""
-    mask_s: float = 0.0
-    """CPU time of the masks of the text's form, of the verifier and of a drafter."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the round committed."""
+        return len(self.verdict.token_ids)
 
     @property
     def duration_s(self) -> float:
@@ -190,14 +178,9 @@ class RoundWatch:
             left_s -= parts[-1]
         verify_s, queue_s, draft_s, calibration_s = parts
         self._left = RoundTimes(
-            epoch=verdict.fence.epoch,
-            round=verdict.fence.round,
+            verdict=verdict,
             started_at=started_at,
             ended_at=arrived_at,
-            num_draft_tokens=verdict.num_draft_tokens,
-            num_accepted_tokens=verdict.num_accepted_tokens,
-            num_tokens=len(verdict.token_ids),
-            extra=verdict.extra,
             why_plain=None if verdict.num_draft_tokens else self._why,
             is_first=is_first,
             lost_s=asked_at - started_at,
@@ -208,12 +191,7 @@ class RoundWatch:
             verify_s=verify_s,
             wire_s=0.0 if is_first else left_s,
             gateway_s=max(0.0, left_at - arrived_at),
-            local_strategy=verdict.local_strategy,
-            watched=verdict.watched,
             is_held=self._is_held,
-            is_ahead=verdict.is_ahead,
-            draft_depth=verdict.draft_depth,
-            mask_s=min(verdict.mask_s, 2.0 * (arrived_at - asked_at)),  # of two processes, as they say
         )
         self._verdict, self._is_first = None, False
         self._started_at = self._asked_at = max(left_at, arrived_at)

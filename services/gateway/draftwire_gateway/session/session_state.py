@@ -2,6 +2,7 @@
 
 import secrets
 from contextlib import suppress
+from typing import Protocol
 
 from draftwire.errors import DraftwireError, ProtocolViolationError
 from draftwire.method.keys import KEY_BYTES, Role, derive_key
@@ -10,22 +11,34 @@ from draftwire.requests.logprobs import PromptPart
 from draftwire.requests.session_parameters import SessionParameters
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict, check_top
 from draftwire_gateway.session.generation import Generation
-from draftwire_gateway.session.mask_allowance import MaskAllowance
 from draftwire_gateway.session.ports import DrafterPort, TargetPort
 from draftwire_gateway.session.prompt_report import PromptReport
-from draftwire_gateway.session.spans import ChoiceSpans
 from draftwire_gateway.session.statistics import Statistics
+
+
+class SessionTrace(Protocol):
+    """Records what happens to a session that is traced."""
+
+    @property
+    def traceparent(self) -> str:
+        """Parent of the services' spans; empty if nothing is recorded."""
+
+    def add_event(self, event: str, **attributes: int | str) -> None:
+        """Adds an event with the current time."""
+
+    def end(self, session_id: int, statistics: Statistics, reason: str) -> None:
+        """Ends the session, with a finish reason; empty if it was not finished."""
 
 
 class SessionState:
     """One session: ids, keys and committed tokens. Outlives its peers."""
 
-    def __init__(self, generation: Generation, spans: ChoiceSpans | None = None) -> None:
+    def __init__(self, generation: Generation, trace: SessionTrace | None = None) -> None:
         """Starts after the tokens that were generated before an interruption, if any.
 
         Args:
             generation: the choice to generate.
-            spans: traces the session; None traces nothing.
+            trace: of the session; None traces nothing.
         """
         self.generation = generation
         self.session_id = secrets.randbits(64)
@@ -42,12 +55,8 @@ class SessionState:
         self.prompt = PromptReport(generation.prompt_ids, generation.logprobs.prompt_logprobs is not None)
         self.expected = ExpectedVerdict(generation)
         """Limits of the open round's verdict."""
-        self.masks = MaskAllowance()
-        """CPU time that the masks of the session's form may take before nothing is drafted for it."""
-        self.next_is_held = False
-        """Whether the verifier has the block of the open round since before it began."""
         self.statistics = Statistics(num_prompt_tokens=len(generation.prompt_ids))
-        self._spans = spans
+        self._trace = trace
 
     @property
     def fence(self) -> Fence:
@@ -85,8 +94,6 @@ class SessionState:
     def commit(self, verdict: Verdict) -> None:
         """Commits all tokens of the open round, and starts the next round."""
         self.round += 1
-        self.next_is_held = verdict.next_is_held
-        self.masks.count(verdict)
         self.expected.end_round(verdict)
         self.committed.append(verdict.token_ids)
         self.statistics.count(verdict)
@@ -113,15 +120,15 @@ class SessionState:
     @property
     def parameters(self) -> SessionParameters:
         """Parameters of the request that both services need."""
-        traceparent = "" if self._spans is None else self._spans.traceparent
+        traceparent = "" if self._trace is None else self._trace.traceparent
         return self.generation.session_parameters(traceparent, epoch=self.epoch)
 
     def add_event(self, event: str, **attributes: int | str) -> None:
         """Adds an event to the choice's span, if the request is traced."""
-        if self._spans is not None:
-            self._spans.add_event(event, **attributes)
+        if self._trace is not None:
+            self._trace.add_event(event, **attributes)
 
     def end(self, reason: str) -> None:
         """Ends the choice's span with the finish reason; empty if the choice was not finished."""
-        if self._spans is not None:
-            self._spans.end(self.session_id, self.statistics, reason)
+        if self._trace is not None:
+            self._trace.end(self.session_id, self.statistics, reason)

@@ -17,6 +17,14 @@ _PARTS = ("lost", "prefill", "calibration", "draft", "queue", "verify", "wire", 
 """Parts of a round's time; see `RoundTimes`."""
 
 
+_COUNTS = (
+    *("num_prompt_tokens", "num_cached_prompt_tokens", "num_generated_tokens", "num_rounds", "num_draft_tokens"),
+    *("num_accepted_tokens", "num_ahead_hits", "num_ahead_late", "num_ahead_misses", "num_ahead_wasted_tokens"),
+    *("max_held_bytes", "num_drafters_lost", "num_verifiers_lost", "time_to_first_token_us"),
+)
+"""`Statistics` of a choice that its span has."""
+
+
 class ChoiceSpans:
     """Span of one choice, and those of its rounds. Used on the event loop only."""
 
@@ -34,14 +42,14 @@ class ChoiceSpans:
     def add_round(self, times: RoundTimes) -> None:
         """Records the span of a committed round; a `RoundObserver`."""
         attributes: dict[str, int | str] = {
-            PREFIX + "round": times.round,
-            PREFIX + "epoch": times.epoch,
-            PREFIX + "num_draft_tokens": times.num_draft_tokens,
-            PREFIX + "num_accepted_tokens": times.num_accepted_tokens,
+            PREFIX + "round": times.verdict.fence.round,
+            PREFIX + "epoch": times.verdict.fence.epoch,
+            PREFIX + "num_draft_tokens": times.verdict.num_draft_tokens,
+            PREFIX + "num_accepted_tokens": times.verdict.num_accepted_tokens,
             PREFIX + "num_tokens": times.num_tokens,
-            PREFIX + "extra_token": times.extra.value,
+            PREFIX + "extra_token": times.verdict.extra.value,
         }
-        if times.is_ahead:
+        if times.verdict.is_ahead:
             attributes[PREFIX + "ahead"] = "hit" if times.is_held else "late"
         if times.why_plain is not None:
             attributes[PREFIX + "why_plain"] = times.why_plain.value
@@ -61,20 +69,7 @@ class ChoiceSpans:
         attributes: dict[str, int | str] = {
             PREFIX + "session_id": str(session_id),  # does not fit into an attribute's 63 bits
             PREFIX + "finish_reason": reason,
-            PREFIX + "num_prompt_tokens": statistics.num_prompt_tokens,
-            PREFIX + "num_cached_prompt_tokens": statistics.num_cached_prompt_tokens,
-            PREFIX + "num_generated_tokens": statistics.num_generated_tokens,
-            PREFIX + "num_rounds": statistics.num_rounds,
-            PREFIX + "num_draft_tokens": statistics.num_draft_tokens,
-            PREFIX + "num_accepted_tokens": statistics.num_accepted_tokens,
-            PREFIX + "num_ahead_hits": statistics.num_ahead_hits,
-            PREFIX + "num_ahead_late": statistics.num_ahead_late,
-            PREFIX + "num_ahead_misses": statistics.num_ahead_misses,
-            PREFIX + "num_ahead_wasted_tokens": statistics.num_ahead_wasted_tokens,
-            PREFIX + "max_held_bytes": statistics.max_held_bytes,
-            PREFIX + "num_drafters_lost": statistics.num_drafters_lost,
-            PREFIX + "num_verifiers_lost": statistics.num_verifiers_lost,
-            PREFIX + "time_to_first_token_us": statistics.time_to_first_token_us,
+            **{PREFIX + name: getattr(statistics, name) for name in _COUNTS},
         }
         self._span.end(attributes, "" if reason else "not finished")
 

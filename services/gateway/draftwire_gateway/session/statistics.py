@@ -7,7 +7,10 @@ from draftwire.method.rounds import Verdict
 
 @dataclass(slots=True)
 class Statistics:
-    """Token counts and times of a completion. Durations are sums over its rounds, microseconds."""
+    """Token counts and times of a completion. Durations are sums over its rounds, microseconds.
+
+    What users get is named here alone: the message over gRPC has each field, and HTTP those from `num_ahead_hits` on.
+    """
 
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
@@ -21,10 +24,6 @@ class Statistics:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     """Draft tokens, of token trees all of them."""
-    num_draft_positions: int = 0
-    """Draft tokens on the longest path of each block: what could have been accepted."""
-    num_trees: int = 0
-    """Rounds that verified a token tree."""
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     acceptance_histogram: list[int] = field(default_factory=list)
@@ -49,6 +48,10 @@ class Statistics:
     """
     max_held_bytes: int = 0
     """Largest size of the blocks that the verifier held for the completion."""
+    num_trees: int = 0
+    """Rounds that verified a token tree."""
+    num_draft_positions: int = 0
+    """Draft tokens on the longest path of each block: what could have been accepted."""
     num_drafters_lost: int = 0
     num_verifiers_lost: int = 0
 
@@ -70,8 +73,6 @@ class Statistics:
     def count(self, verdict: Verdict) -> None:
         """Counts one round."""
         self.num_rounds += 1
-        self.num_ahead_wasted_tokens += verdict.num_wasted_draft_tokens
-        self.max_held_bytes = max(self.max_held_bytes, verdict.held_bytes)
         # After a move, generated tokens may be cached too.
         self.num_cached_prompt_tokens = min(verdict.num_cached_tokens, self.num_prompt_tokens)
         self.num_emitted_tokens += len(verdict.token_ids)
@@ -84,7 +85,6 @@ class Statistics:
             self.num_drafts += 1
             self.num_draft_tokens += verdict.num_draft_tokens
             self.num_draft_positions += verdict.num_draft_positions
-            self.num_trees += verdict.draft_depth > 0
             self.num_accepted_tokens += verdict.num_accepted_tokens
             self.calibration_us += verdict.timings.calibration_us
             self.draft_us += verdict.timings.draft_us

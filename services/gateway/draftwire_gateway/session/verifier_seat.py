@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -17,9 +17,9 @@ from draftwire.errors import (
 )
 from draftwire.method.keys import Role
 from draftwire.method.rounds import LocalDraft, PlainRun, TargetSessionSpec
-from draftwire.models.description import HELD_BLOCKS
-from draftwire_gateway.config import LoopSettings
+from draftwire_gateway.session.loop_settings import LoopSettings
 from draftwire_gateway.session.ports import PeerEvent, Peers, TaggedInbox, TargetPort
+from draftwire_gateway.session.session_option import SessionOption
 from draftwire_gateway.session.session_state import SessionState
 
 log = structlog.get_logger()
@@ -46,7 +46,12 @@ class VerifierSeat:
     """Holds the verifier that a session is open on, and opens the session on another one when it is lost."""
 
     def __init__(
-        self, session: SessionState, peers: Peers, queue: asyncio.Queue[PeerEvent], settings: LoopSettings
+        self,
+        session: SessionState,
+        peers: Peers,
+        queue: asyncio.Queue[PeerEvent],
+        settings: LoopSettings,
+        options: Sequence[SessionOption] = (),
     ) -> None:
         """Opens nothing yet.
 
@@ -55,11 +60,13 @@ class VerifierSeat:
             peers: the available verifiers.
             queue: receives the verifiers' events.
             settings: timeouts.
+            options: of the session.
         """
         self._session = session
         self._peers = peers
         self._queue = queue
         self._settings = settings
+        self._options = options
         self._target: TargetPort | None = None
         self._lost_by: list[str] = []
         self._futile_moves = 0
@@ -195,8 +202,7 @@ class VerifierSeat:
 
     def _spec(self, target: TargetPort, plain_rounds: int) -> TargetSessionSpec:
         session, generation = self._session, self._session.generation
-        most = generation.num_speculative_tokens
-        return TargetSessionSpec(
+        spec = TargetSessionSpec(
             session_id=session.session_id,
             epoch=session.epoch,
             first_round=session.round,
@@ -210,7 +216,7 @@ class VerifierSeat:
             if session.prompt.is_missing
             else replace(generation.logprobs, prompt_logprobs=None),
             reports_draft_logprobs=generation.token_details,
-            watched=generation.local_draft(target.description, most) if generation.adapts_length else None,
-            max_held_blocks=generation.max_held_blocks if HELD_BLOCKS in target.description.capabilities else 0,
-            max_tree_nodes=min(generation.num_draft_nodes, target.description.max_tree_nodes),
         )
+        for option in self._options:
+            spec = option.target_spec(spec, target.description)
+        return spec

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from draftwire_gateway.speculation.arms import Arm
+from draftwire_gateway.session.policy import Arm
 
 WINDOW_NOISE = 0.12
 """Standard deviation of the logarithm of a full window's time, by chance: a window may have four steps."""

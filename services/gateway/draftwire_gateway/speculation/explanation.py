@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftwire_gateway.speculation.arms import DraftSource
+from draftwire_gateway.session.policy import DraftSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
+from draftwire_gateway.session.policy import Arm, DraftSource
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
-from draftwire_gateway.speculation.arms import Arm, DraftSource
 from draftwire_gateway.speculation.tree_acceptance import TreePrior
 
 FOLLOWED_EVERY = 4

@@ -11,8 +11,8 @@ All that is measured is of rounds that are over, so an arm depends on the past o
 import math
 from collections.abc import Mapping, Sequence
 
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation
 from draftwire_gateway.speculation.load_probes import LEAST_GAIN, Prospects
 from draftwire_gateway.speculation.pair_acceptance import PairAcceptance
@@ -149,7 +149,7 @@ class PairChooser:
             current.made.add(times.num_tokens, seconds)
         elif current.expected_rate is not None:
             expected_tokens = seconds * current.expected_rate
-            state.yields.openings.add(times.num_tokens, expected_tokens, is_over=times.num_draft_tokens > 0)
+            state.yields.openings.add(times.num_tokens, expected_tokens, is_over=times.verdict.num_draft_tokens > 0)
 
     def observe(self, times: RoundTimes, window: Window, *, is_whole: bool, text_tokens: int = 0) -> None:
         """Takes note of a round of a session, which was counted.

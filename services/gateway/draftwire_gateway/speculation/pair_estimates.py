@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
 from draftwire_gateway.speculation.load_probes import LoadProbes
 from draftwire_gateway.speculation.pair_acceptance import PairAcceptance

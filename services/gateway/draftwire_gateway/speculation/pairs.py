@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftwire_gateway.speculation.arms import DraftSource
+from draftwire_gateway.session.policy import DraftSource
 from draftwire_gateway.speculation.explanation import Explanation
 from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, MIN_CHOSEN_NODES, PairChooser
 from draftwire_gateway.speculation.session_length import SessionLength
@@ -38,40 +38,6 @@ class PairName:
         if self.max_tree_nodes >= MIN_CHOSEN_NODES:
             named[DraftSource.TREES] = f"{self.drafter_model}, trees"
         return {source: name for source, name in named.items() if name}
-
-
-class PairSeat:
-    """A session's place in one pair at a time."""
-
-    def __init__(self, pairs: "Pairs") -> None:
-        """Is in no pair."""
-        self._pairs = pairs
-        self._name: PairName | None = None
-        self.length: SessionLength | None = None
-        """Chooses the session's lengths; None in no pair."""
-
-    @property
-    def has_drafter(self) -> bool:
-        """Whether there are drafters in the pair."""
-        return self._name is not None and bool(self._name.drafter_model)
-
-    def preferred(self, pairs: Sequence[PairName], session_id: int) -> PairName:
-        """Returns the session's own pair if it is among some, else `Pairs.preferred` of them."""
-        own = self._name
-        return own if own is not None and own in pairs else self._pairs.preferred(pairs, session_id)
-
-    def join(self, name: PairName | None) -> None:
-        """Counts the session in to a pair, and out of the one before; None is no pair.
-
-        Args:
-            name: in which somebody could draft.
-        """
-        if name == self._name:
-            return
-        if self.length is not None:
-            self.length.close()
-        self._name = name
-        self.length = None if name is None else self._pairs.session_length(name)
 
 
 class Pairs:

@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes
 from draftwire_gateway.speculation.arm_paces import ArmPaces
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 
 MOST_SLOWNESS = 2.0
 """Of a window, over what is known: more counts as that."""
@@ -77,7 +77,7 @@ class WindowSums:
         self.draft_s += times.draft_s
         self.num_tokens += times.num_tokens
         self.expected_tokens += expected_tokens
-        self.num_draft_tokens += times.num_draft_tokens
+        self.num_draft_tokens += times.verdict.num_draft_tokens
         self.text_tokens += text_tokens
 
     def merge(self, other: "WindowSums") -> None:

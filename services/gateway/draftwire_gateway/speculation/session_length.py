@@ -4,9 +4,9 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_acceptance import estimates_of
 from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, PairChooser
 from draftwire_gateway.speculation.windows import Window
@@ -105,7 +105,7 @@ class SessionLength:
         """Takes note of a round; a `RoundObserver`."""
         if self._is_reading:
             self._end_reading(times.ended_at, is_read=True)
-        asked = self._asked_for(times.round)
+        asked = self._asked_for(times.verdict.fence.round)
         is_drafters = _is_drafters(times)
         ended_at = times.ended_at + times.gateway_s
         text_tokens = self._text_tokens
@@ -143,15 +143,15 @@ class SessionLength:
         if is_drafters and arm.num_nodes:
             size = arm if arm in pair.trees else window.arm  # one that was cut for room is of the window's size
             if size in pair.trees:
-                pair.count_tree(size, arm.length, times.num_accepted_tokens)
+                pair.count_tree(size, arm.length, times.verdict.num_accepted_tokens)
         chains = pair.chains.get(DraftSource.DRAFTER)
         num_surprises = 0 if chains is None else chains.num_surprises
         for source, own in self._acceptance.items():
             if source is DraftSource.DRAFTER:
                 # A drafter's block may be judged after it was given up: as a tree, or in a round that asked for none.
-                if is_drafters and arm.uses_drafter and not arm.num_nodes and not times.draft_depth:
-                    own.add(times.num_draft_tokens, times.num_accepted_tokens)
-                    pair.chains[source].add(times.num_draft_tokens, times.num_accepted_tokens)
+                if is_drafters and arm.uses_drafter and not arm.num_nodes and not times.verdict.draft_depth:
+                    own.add(times.verdict.num_draft_tokens, times.verdict.num_accepted_tokens)
+                    pair.chains[source].add(times.verdict.num_draft_tokens, times.verdict.num_accepted_tokens)
             elif source is not DraftSource.AHEAD:  # shares the drafter's
                 _learn_guess(own, times, source, arm)
                 _learn_guess(pair.chains[source], times, source, arm)
@@ -198,26 +198,26 @@ _NOT_OF_THE_LENGTH = (WhyPlain.WARMING_UP, WhyPlain.NO_DRAFTER, WhyPlain.NO_ROOM
 
 def _learn_guess(acceptance: AcceptanceEstimate, times: RoundTimes, source: DraftSource, arm: Arm) -> None:
     """Adds what a round of some arm shows of what the verifier drafts by itself."""
-    if arm.source is source and times.local_strategy:
+    if arm.source is source and times.verdict.local_strategy:
         # A guess may be shorter, at no cost but its rows: what was not guessed counts as not accepted.
-        acceptance.add(arm.length, times.num_accepted_tokens)
-    elif times.watched is not None:
-        if times.watched.has_guess:
-            acceptance.add(min(times.num_tokens, MAX_CHOSEN_LENGTH), times.watched.num_right)
+        acceptance.add(arm.length, times.verdict.num_accepted_tokens)
+    elif times.verdict.watched is not None:
+        if times.verdict.watched.has_guess:
+            acceptance.add(min(times.num_tokens, MAX_CHOSEN_LENGTH), times.verdict.watched.num_right)
         else:
             acceptance.add_missing()
 
 
 def _reads_for_drafts(times: RoundTimes) -> bool:
     """Whether what drafts at the verifier still reads the text, which takes time and drafts nothing yet."""
-    return times.why_plain is WhyPlain.NO_GUESS and times.watched is None
+    return times.why_plain is WhyPlain.NO_GUESS and times.verdict.watched is None
 
 
 def _is_verifiers(times: RoundTimes) -> bool:
     """Whether the verifier drafted by itself in a round, or had no guess."""
-    return bool(times.local_strategy) or times.why_plain is WhyPlain.NO_GUESS
+    return bool(times.verdict.local_strategy) or times.why_plain is WhyPlain.NO_GUESS
 
 
 def _is_drafters(times: RoundTimes) -> bool:
     """Whether a drafter's block was verified in a round."""
-    return times.num_draft_tokens > 0 and not _is_verifiers(times)
+    return times.verdict.num_draft_tokens > 0 and not _is_verifiers(times)

@@ -4,13 +4,11 @@ from itertools import accumulate
 from operator import mul
 
 from draftwire.drafting.tree_shapes import shape_by_chances, survival_of
+from draftwire.options.trees.tree_request import CHANCES
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 
-CHANCES = (0.71, 0.11, 0.04, 0.021, 0.016, 0.014, 0.007, 0.005)
-"""How often the child of a rank is accepted, of children that are drawn without replacement: on the embedded pair at
-temperature 1, by `calibrate` of benchmarks/tree_efficiency.py."""
 SIBLINGS = tuple(chance / (1.0 - CHANCES[0]) for chance in CHANCES[1:])
-"""The same of all but the first child, where that one is not accepted."""
+"""`CHANCES` of all but the first child, where that one is not accepted."""
 
 MOST_EXPONENT = 16.0
 EXPONENT_STEPS = 10

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from draftwire_gateway.speculation.arms import Arm
+from draftwire_gateway.session.policy import Arm
 from draftwire_gateway.speculation.pair_acceptance import PairAcceptance
 from draftwire_gateway.speculation.round_costs import WindowSums
 

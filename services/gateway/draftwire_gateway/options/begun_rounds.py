@@ -7,7 +7,7 @@ values, which biases the text. A round that may have begun is therefore requeste
 docs/exactness.md.
 """
 
-from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 
 
 class BegunRounds:

@@ -1,0 +1,1 @@
+"""Options of sessions: parts that the loop does not know, beside fixed chains of a drafter."""

@@ -1,0 +1,102 @@
+"""Drafting ahead of the verdict: which rounds a drafter may begin before they are requested, and what came of them."""
+
+from dataclasses import replace
+
+from typing_extensions import override
+
+from draftwire.method.ahead_limits import held_blocks
+from draftwire.method.rounds import DraftSessionSpec, TargetSessionSpec, Verdict
+from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ModelDescription
+from draftwire_gateway.options.begun_rounds import BegunRounds
+from draftwire_gateway.session.generation import Generation
+from draftwire_gateway.session.policy import Arm, DraftSource
+from draftwire_gateway.session.round_times import WhyPlain
+from draftwire_gateway.session.session_option import BlockRequest, SessionOption
+from draftwire_gateway.session.session_state import SessionState
+
+
+class DraftsAhead(SessionOption):
+    """Lets drafters begin rounds early, and requests a round that may have begun as it was begun. Comes after all
+    options that change arms.
+    """
+
+    def __init__(self, session: SessionState) -> None:
+        super().__init__(session)
+        self._begun = BegunRounds()
+        """Rounds that the session's drafters of this epoch may have begun."""
+        self._drafter_number = -1
+        """Identifies the drafter; each one has a higher number."""
+        self._rounds_ahead = 0
+        """Rounds that it may begin early."""
+        self._next_is_held = False
+        """Whether the verifier has the block of the open round since before it began."""
+        self._counts = False
+        """Whether no block was there when the open round began, for which one may have been drafted ahead."""
+
+    @override
+    def target_spec(self, spec: TargetSessionSpec, target: ModelDescription) -> TargetSessionSpec:
+        self._begun = BegunRounds()
+        return replace(spec, max_held_blocks=self._max_held_blocks if HELD_BLOCKS in target.capabilities else 0)
+
+    @override
+    def draft_spec(
+        self, spec: DraftSessionSpec, drafter: ModelDescription, target: ModelDescription
+    ) -> DraftSessionSpec:
+        generation = self._session.generation
+        self._drafter_number += 1
+        self._rounds_ahead = generation.rounds_ahead if can_go_ahead(generation, drafter, target) else 0
+        if not self._rounds_ahead:
+            return spec
+        return replace(spec, max_branches=generation.max_branches, max_held_blocks=self._max_held_blocks)
+
+    @override
+    def arm(self, wanted: Arm, round_number: int, room: int) -> Arm:
+        is_chosen = self._session.generation.adapts_length  # then the policy says itself what is drafted ahead
+        if self._rounds_ahead and wanted.source is DraftSource.DRAFTER and not is_chosen:
+            wanted = wanted._replace(source=DraftSource.AHEAD)
+        return self._begun.arm(wanted, round_number, room, self._drafter_number)
+
+    @override
+    def why_plain(self, round_number: int, *, is_ready: bool) -> WhyPlain | None:
+        is_anothers = is_ready and self._begun.is_of_another(round_number, self._drafter_number)
+        return WhyPlain.WARMING_UP if is_anothers else None
+
+    @override
+    def num_begun(self, round_number: int) -> int:
+        return self._begun.num_from(round_number)
+
+    @override
+    def request(self, block: BlockRequest) -> None:
+        number = self._session.round
+        rounds_ahead = self._rounds_ahead if block.arm.source is DraftSource.AHEAD else 0
+        self._counts = rounds_ahead > 0 or self._next_is_held or self.num_begun(number) > 0
+        self._begun.request(number, rounds_ahead, block.arm.length, self._drafter_number)
+        block.is_held = self._next_is_held
+        # Blocks that were drafted for later rounds may still be held when none is drafted ahead any more.
+        block.may_be_ahead = self._rounds_ahead > 0
+        block.calibration = replace(block.calibration, max_rounds_ahead=rounds_ahead)
+
+    @override
+    def end_round(self, verdict: Verdict, *, was_held: bool) -> None:
+        self._next_is_held = verdict.next_is_held
+        statistics, is_hit = self._session.statistics, was_held and verdict.is_ahead
+        statistics.num_ahead_wasted_tokens += verdict.num_wasted_draft_tokens
+        statistics.max_held_bytes = max(statistics.max_held_bytes, verdict.held_bytes)
+        if not self._counts:
+            return
+        self._counts = False
+        statistics.num_ahead_hits += is_hit
+        statistics.num_ahead_late += verdict.is_ahead and not is_hit
+        statistics.num_ahead_misses += not verdict.is_ahead
+
+    @property
+    def _max_held_blocks(self) -> int:
+        """Blocks that a verifier is to hold for the session at most."""
+        generation = self._session.generation
+        return held_blocks(generation.max_branches, generation.rounds_ahead) if generation.max_branches else 0
+
+
+def can_go_ahead(generation: Generation, drafter: ModelDescription, target: ModelDescription) -> bool:
+    """Whether a drafter may draft ahead of the verdict, and a verifier can hold what it drafts."""
+    is_possible = DRAFT_AHEAD in drafter.capabilities and HELD_BLOCKS in target.capabilities
+    return generation.rounds_ahead > 0 and is_possible

@@ -1,0 +1,76 @@
+"""Drafts of the verifier by itself, where no drafter drafts: by its head, or from text without a model."""
+
+from dataclasses import replace
+
+from typing_extensions import override
+
+from draftwire.drafting.heads.head_names import HEAD_NAMES
+from draftwire.drafting.model_free.names import JOINT, parts_of
+from draftwire.method.rounds import LocalDraft, TargetSessionSpec
+from draftwire.models.description import ModelDescription
+from draftwire_gateway.session.generation import Generation
+from draftwire_gateway.session.policy import Policy
+from draftwire_gateway.session.round_times import WhyPlain
+from draftwire_gateway.session.session_option import RunRequest, SessionOption
+from draftwire_gateway.session.session_state import SessionState
+
+
+class LocalDrafting(SessionOption):
+    """Has the verifier draft by itself, if it can and that pays, and report what it would have drafted in other rounds
+    where that is chosen by it.
+    """
+
+    def __init__(self, session: SessionState) -> None:
+        super().__init__(session)
+        self._draft: LocalDraft | None = None
+        """Drafts that the session's verifier may make by itself; None if it does not."""
+
+    @override
+    def join(self, target: ModelDescription) -> None:
+        self._draft = local_draft(self._session.generation, target)
+
+    @override
+    def target_spec(self, spec: TargetSessionSpec, target: ModelDescription) -> TargetSessionSpec:
+        generation = self._session.generation
+        return replace(spec, watched=local_draft(generation, target)) if generation.adapts_length else spec
+
+    @override
+    def accepts(self, drafter: ModelDescription, target: ModelDescription) -> bool:
+        """Not those that do what the verifier can do by itself."""
+        possible = _possible(self._session.generation, target)
+        return not all(part in possible for part in parts_of(drafter.name))
+
+    @override
+    def run(self, request: RunRequest, policy: Policy) -> RunRequest:
+        most_tokens = min(self._session.generation.num_speculative_tokens, self._session.num_left - 1)
+        if self._draft is None or most_tokens < 1:
+            return request
+        why, num_rounds = request.why, request.num_rounds
+        if why is not WhyPlain.DOES_NOT_PAY:  # then they are chosen by that already
+            num_rounds = policy.num_rounds(num_rounds)
+        length = policy.next_own_length(self._session.round, most_tokens)
+        if length < 1:
+            return RunRequest(WhyPlain.DOES_NOT_PAY if why is WhyPlain.NO_DRAFTER else why, num_rounds)
+        return RunRequest(WhyPlain.NO_GUESS, num_rounds, replace(self._draft, num_draft_tokens=length))
+
+
+def local_strategy(generation: Generation, target: ModelDescription) -> str:
+    """Returns by what a verifier may draft by itself: by its head if it has one, else by the longest match of what
+    guesses tokens from tokens; empty if by nothing.
+    """
+    possible = _possible(generation, target)
+    return next((strategy for strategy in possible if strategy in HEAD_NAMES), JOINT.join(possible))
+
+
+def local_draft(generation: Generation, target: ModelDescription) -> LocalDraft | None:
+    """Returns what a verifier may draft by itself; None if nothing."""
+    strategy, most = local_strategy(generation, target), generation.num_speculative_tokens
+    if strategy not in HEAD_NAMES:
+        return LocalDraft(strategy, most) if strategy else None
+    others = [name for name in _possible(generation, target) if name not in HEAD_NAMES]
+    return LocalDraft(strategy, most, JOINT.join(others))
+
+
+def _possible(generation: Generation, target: ModelDescription) -> list[str]:
+    """Returns the strategies of a verifier that the generation allows."""
+    return [strategy for strategy in generation.local_strategies if strategy in target.local_strategies]

@@ -1,0 +1,194 @@
+"""A drafter that a session is open on: its permit, its blocks, and how long they take."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+from draftwire.method.keys import Role
+from draftwire.method.rounds import BlockSent, Calibration, DraftSessionSpec, Permit, SendDrafted, Verdict
+from draftwire.models.description import FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS
+from draftwire_gateway.session.block_wait import BlockFate, BlockWait
+from draftwire_gateway.session.policy import Arm
+from draftwire_gateway.session.ports import DrafterPort, TargetPort
+from draftwire_gateway.session.session_option import BlockRequest, SessionOption
+from draftwire_gateway.session.session_state import SessionState
+
+
+class SeatedDrafter:
+    """One drafter of a session, which drafts for one verifier. Times are by the event loop's clock, seconds."""
+
+    def __init__(
+        self,
+        port: DrafterPort,
+        target: TargetPort,
+        session: SessionState,
+        options: Sequence[SessionOption],
+        permit_number: int,
+    ) -> None:
+        """Sends nothing yet; `spec` is what it is to be opened with.
+
+        Args:
+            port: the drafter.
+            target: the verifier that its blocks go to.
+            session: the session.
+            options: of the session.
+            permit_number: of its permit.
+        """
+        self.port = port
+        self.is_ready = False
+        """Whether it has finished its prefill."""
+        self.wait = BlockWait()
+        self._target, self._session, self._options = target, session, options
+        self._permit_number = permit_number
+        self._known_len = len(session.committed)
+        capabilities = port.description.capabilities & target.description.capabilities
+        self._has_permit = ISSUED_IDENTITIES not in capabilities
+        """Whether it has its permit: one that names nobody from the start, else one with the identity that the verifier
+        gave it."""
+
+    @property
+    def max_len(self) -> int:
+        """How many tokens of the session's text it can have at most."""
+        return min(self._session.generation.max_len, self.port.description.context_length)
+
+    @property
+    def room(self) -> int:
+        """How many tokens it may draft now; one is left for the verifier. Drafters count alike."""
+        return self.max_len - len(self._session.committed) - 1
+
+    def is_capable_of(self, capability: str) -> bool:
+        """Whether the drafter has a capability."""
+        return capability in self.port.description.capabilities
+
+    def spec(self) -> DraftSessionSpec:
+        """Returns the parameters of the session."""
+        session, target = self._session, self._target
+        spec = DraftSessionSpec(
+            session_id=session.session_id,
+            epoch=session.epoch,
+            token_ids=list(session.committed.ids),
+            parameters=session.parameters,
+            drafting_key=session.key(Role.DRAFTING),
+            verifier_address=target.address,
+            target_vocab_size=target.description.vocab_size,
+            max_len=self.max_len,
+            permit=Permit.make(session.permit_key, self._permit_number) if self._has_permit else None,
+        )
+        for option in self._options:
+            spec = option.draft_spec(spec, self.port.description, target.description)
+        return spec
+
+    def request_block(self, arm: Arm, most_s: float = math.inf) -> float:
+        """Requests a block of the open round, and sends the tokens committed since the last one.
+
+        Args:
+            arm: what to draft.
+            most_s: longest timeout of the block.
+
+        Returns:
+            The timeout of the block; see `timeout_s`.
+
+        Raises:
+            DraftwireError: the drafter cannot be asked.
+        """
+        base_len, self._known_len = self._known_len, len(self._session.committed)
+        new_ids = self._session.committed.ids[base_len:]
+        calibration = Calibration(self._session.fence, base_len, new_ids, arm.length, permit=self._next_permit())
+        block = BlockRequest(arm, calibration, arm.length)
+        for option in self._options:
+            option.request(block)
+        if block.is_held:
+            timeout_s = self.port.round_trip.sent_timeout_s(block.depth, most_s)
+        else:
+            timeout_s = self.timeout_s(block.depth, most_s)
+        self.wait.begin(self._session.round, block.depth, _now(), timeout_s, is_held=block.is_held)
+        self._session.expected.request_block(arm.length, num_nodes=arm.num_nodes, is_ahead=block.may_be_ahead)
+        self.port.calibrate(block.calibration)
+        return timeout_s
+
+    def timeout_s(self, num_draft_tokens: int, most: float) -> float:
+        """Returns the timeout of a block of so many tokens, after which `request_flush` is due; at most `most`."""
+        if not self.is_capable_of(PARTIAL_BLOCKS):  # all that could be done is to leave out what it has drawn
+            return most
+        return self.port.round_trip.timeout_s(num_draft_tokens, most)
+
+    @property
+    def can_flush(self) -> bool:
+        """Whether it supports partial blocks, and was not asked for this one yet."""
+        return not self.wait.flush_requested and self.is_capable_of(PARTIAL_BLOCKS)
+
+    def request_flush(self) -> None:
+        """Requests the tokens drawn so far of the block.
+
+        Raises:
+            DraftwireError: the drafter cannot be asked.
+        """
+        self.wait.flush_requested = True
+        self.port.send_drafted(SendDrafted(self._session.session_id, self._session.epoch, self._session.round))
+
+    def flush_timeout_s(self, most: float) -> float:
+        """Returns the timeout of the reply to `request_flush`, or of the block if the drafter does not reply."""
+        if not self.is_capable_of(FLUSH_REPLIES):
+            return most
+        mask_s = sum(option.flush_s for option in self._options)
+        return self.port.round_trip.flush_timeout_s(self.wait.num_tokens, most, mask_s)
+
+    def sent_timeout_s(self, most: float) -> float:
+        """Returns the timeout of the verdict after that reply."""
+        return self.port.round_trip.sent_timeout_s(self.wait.num_tokens, most)
+
+    def note_sent(self, sent: BlockSent, arrived_at: float) -> bool:
+        """Records its reply to a flush, which wakes it if it is asleep.
+
+        Args:
+            sent: the reply.
+            arrived_at: when it arrived.
+
+        Returns:
+            Whether the block is still awaited: from now on of the verifier.
+        """
+        if not self.wait.take_reply(sent.round):
+            return False
+        if self.wait.is_asleep:
+            self._learn(arrived_at, None)
+            self._wake()
+        return self.wait.is_awaited
+
+    def end_round(self, verdict: Verdict, arrived_at: float) -> BlockFate:
+        """Ends the open round; if a block was verified, updates the estimate of the drafter's times.
+
+        Args:
+            verdict: of the open round.
+            arrived_at: when it arrived.
+        """
+        fate = self.wait.end(verdict.fence.round, verdict.num_draft_tokens > 0 and not verdict.local_strategy)
+        if fate is BlockFate.VERIFIED:
+            if not self.wait.is_held:
+                self._learn(arrived_at, verdict)
+            self._wake()
+        return fate
+
+    def _next_permit(self) -> Permit | None:
+        """Returns the permit to send now, which names the drafter; None if it has one."""
+        if self._has_permit:
+            return None
+        self._has_permit = True
+        drafter_id = self.port.known_as(self._target.address)
+        return Permit.make(self._session.permit_key, self._permit_number, drafter_id)
+
+    def _wake(self) -> None:
+        if self.wait.wake():
+            self._session.add_event("drafter awake", epoch=self._session.epoch)
+
+    def _learn(self, arrived_at: float, verdict: Verdict | None) -> None:
+        """Updates the estimate of the drafter's times by the time since the block was requested."""
+        seconds = self.wait.seconds_until(arrived_at)
+        pass_s = None
+        if verdict is not None and verdict.num_draft_tokens:
+            drafting_s = (verdict.timings.calibration_us + verdict.timings.draft_us) / 1e6
+            pass_s = min(drafting_s, seconds) / verdict.num_draft_positions
+        self.port.round_trip.add(seconds, self.wait.num_tokens, pass_s)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
