@@ -163,7 +163,7 @@ class DrafterPeers:
         slowly hears of it from the gateway alone.
         """
         is_drafters = bool(verdict.num_draft_tokens) and not verdict.local_strategy
-        stream = self.streams.get(session.drafter_id)
+        stream = self.streams.get(session.drafter_id) if session.drafter_id is not None else None
         if session.spec.max_held_blocks and is_drafters and stream is not None and stream.takes_outcomes:
             with suppress(UnavailableError):
                 stream.outbox.put(RoundOutcome(session.fence, verdict.token_ids))
