@@ -34,7 +34,7 @@ from draftwire_verifier.config import HeadSettings, TargetEngineSettings, Verifi
 from draftwire_verifier.core import VerifierCore
 from draftwire_verifier.drafter_peers import MAX_TOLD, DrafterStream
 from draftwire_verifier.drafters import Drafter, Greeting
-from draftwire_verifier.feature_feeds import FeatureFeeds, FeaturePart, encoded_features
+from draftwire_verifier.feature_feeds import FeatureFeeds, encoded_features
 from draftwire_verifier.server import VerifierServicer
 
 TOKENS = ["a", "b", "ab", "c", "<e>"]
@@ -257,7 +257,7 @@ async def test_features_of_many_sessions_are_taken_together(
     monkeypatch.setattr("draftwire_verifier.feature_feeds.MOST_BYTES", 10 * row_bytes)
     sizes = []
 
-    def features(engine: Any, parts: list[FeaturePart], encoding: FeatureEncoding) -> Any:
+    def features(engine: Any, parts: list[FeatureSpan[Any]], encoding: FeatureEncoding) -> Any:
         sizes.append([part.stop - part.start for part in parts])
         return encoded_features(engine, parts, encoding)
 
