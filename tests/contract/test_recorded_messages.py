@@ -382,8 +382,8 @@ WRITTEN: dict[str, Message] = {
     **{name: messages.block_to_proto(block) for name, block in BLOCKS.items()},
     **{name: user_event(ChoiceEvent(GENERATION, event)) for name, event in EVENTS.items()},
     **REQUESTS,
-    "outcomes": messages.outcomes_to_proto(OUTCOMES),
-    "feature requests": messages.feature_requests_to_proto(WANTED_FEATURES),
+    "outcomes": verifier_pb2.RoundOutcomes(outcomes=map(messages.outcome_to_proto, OUTCOMES)),
+    "feature requests": verifier_pb2.FeatureRequests(requests=map(messages.feature_request_to_proto, WANTED_FEATURES)),
     **{
         f"feature source, {encoding.value}": messages.feature_source_to_proto(b"\x01\x02", encoding)
         for encoding in FeatureEncoding
@@ -451,10 +451,10 @@ def test_request_is_read_from_the_record(name: str) -> None:
 
 
 def test_lists_of_a_drafters_stream_are_read_from_the_record() -> None:
-    assert messages.outcomes_from_proto(read(verifier_pb2.RoundOutcomes, "outcomes")) == OUTCOMES
-    assert (
-        messages.feature_requests_from_proto(read(verifier_pb2.FeatureRequests, "feature requests")) == WANTED_FEATURES
-    )
+    outcomes = read(verifier_pb2.RoundOutcomes, "outcomes").outcomes
+    assert list(map(messages.outcome_from_proto, outcomes)) == OUTCOMES
+    requests = read(verifier_pb2.FeatureRequests, "feature requests").requests
+    assert list(map(messages.feature_request_from_proto, requests)) == WANTED_FEATURES
     for encoding in FeatureEncoding:
         source = read(verifier_pb2.FeatureSource, f"feature source, {encoding.value}")
         assert (source.fingerprint, messages.feature_encoding_from_proto(source)) == (b"\x01\x02", encoding)

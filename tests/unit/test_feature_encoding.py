@@ -52,8 +52,8 @@ def test_rows_survive_with_the_loss_of_their_encoding(encoding: FeatureEncoding,
 @pytest.mark.parametrize("first_position", [None, 0, 7])
 def test_requests_and_features_survive_the_wire(first_position: int | None) -> None:
     request = FeatureRequest(2**63, 4, Permit(3, bytes(KEY_BYTES)), 900, first_position)
-    sent = messages.feature_requests_to_proto([request]).SerializeToString()
-    assert messages.feature_requests_from_proto(verifier_pb2.FeatureRequests.FromString(sent)) == [request]
+    sent = messages.feature_request_to_proto(request).SerializeToString()
+    assert messages.feature_request_from_proto(verifier_pb2.FeatureRequest.FromString(sent)) == request
     features = SessionFeatures(2**63, 4, 17, 2, b"rows", b"scales")
     sent = messages.features_to_proto(features).SerializeToString()
     assert messages.features_from_proto(verifier_pb2.SessionFeatures.FromString(sent)) == features

@@ -332,9 +332,9 @@ async def test_stream_whose_writer_fails_ends_with_a_status_and_is_logged(
         welcome = await call.read()
         assert isinstance(welcome, verifier_pb2.PushDraftBlocksResponse), "the stream goes on"
         permit = Permit.make(KEY, 0, welcome.identity.drafter_id)
-        requests = messages.feature_requests_to_proto([FeatureRequest(1, 0, permit, 999, 0)])
+        request = messages.feature_request_to_proto(FeatureRequest(1, 0, permit, 999, 0))
         with capture_logs() as lines:
-            await call.write(verifier_pb2.PushDraftBlocksRequest(feature_requests=requests))
+            await call.write(verifier_pb2.PushDraftBlocksRequest(feature_requests={"requests": [request]}))
             assert await call.code() is grpc.StatusCode.INTERNAL
     await server.stop(grace=None)
     assert [line["event"] for line in lines if line["log_level"] == "error"] == ["rpc.method_failed"]

@@ -172,13 +172,12 @@ class GrpcBlockLink:
             blocks = [each for each in queued if isinstance(each, DraftBlock)]
             wanted = [each for each in queued if isinstance(each, FeatureRequest)]
             for start in range(0, len(wanted), messages.MAX_BLOCKS):
-                some = messages.feature_requests_to_proto(wanted[start : start + messages.MAX_BLOCKS])
-                yield verifier_pb2.PushDraftBlocksRequest(feature_requests=some)
+                some = map(messages.feature_request_to_proto, wanted[start : start + messages.MAX_BLOCKS])
+                requests = verifier_pb2.FeatureRequests(requests=some)
+                yield verifier_pb2.PushDraftBlocksRequest(feature_requests=requests)
             for part in in_parts(blocks, self._max_message_bytes // 2):
-                request = verifier_pb2.PushDraftBlocksRequest(
-                    blocks=verifier_pb2.DraftBlocks(blocks=[messages.block_to_proto(block) for block in part])
-                )
-                yield request
+                encoded = verifier_pb2.DraftBlocks(blocks=map(messages.block_to_proto, part))
+                yield verifier_pb2.PushDraftBlocksRequest(blocks=encoded)
 
     def _encode(self, request: verifier_pb2.PushDraftBlocksRequest) -> bytes:
         """Encodes a message and counts its bytes: to measure it would be to encode it another time."""
@@ -197,7 +196,7 @@ class GrpcBlockLink:
                 response = received(read)
                 assert isinstance(response, verifier_pb2.PushDraftBlocksResponse), "it is none but at the end"
                 if response.HasField("outcomes"):
-                    self._events.on_outcomes(messages.outcomes_from_proto(response.outcomes))
+                    self._events.on_outcomes(list(map(messages.outcome_from_proto, response.outcomes.outcomes)))
                 elif response.HasField("features"):
                     self._events.on_features(messages.features_from_proto(response.features))
             reason = await call.details()

@@ -114,7 +114,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             while some := await stream.outbox.take_all():
                 outcomes = [each for each in some if isinstance(each, RoundOutcome)]
                 if outcomes:
-                    told = messages.outcomes_to_proto(outcomes)
+                    told = verifier_pb2.RoundOutcomes(outcomes=map(messages.outcome_to_proto, outcomes))
                     await context.write(verifier_pb2.PushDraftBlocksResponse(outcomes=told))
                 keys = [each for each in some if not isinstance(each, RoundOutcome)]
                 for features in await feeds.take(stream, keys) if keys and feeds is not None else []:
@@ -151,10 +151,11 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                     raise ProtocolViolationError(_ORDER)
 
     def _request_features(self, request: verifier_pb2.PushDraftBlocksRequest, stream: DrafterStream) -> None:
-        if len(request.feature_requests.requests) > self._most_items:
+        wanted = request.feature_requests.requests
+        if len(wanted) > self._most_items:
             raise ProtocolViolationError(f"a message holds at most {self._most_items} requests")
         assert self._core.feeds is not None, "else it would not have been welcomed"
-        self._core.feeds.request(stream, messages.feature_requests_from_proto(request.feature_requests))
+        self._core.feeds.request(stream, list(map(messages.feature_request_from_proto, wanted)))
 
     @property
     def _most_items(self) -> int:
