@@ -6,13 +6,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from draftwire.errors import BlockViolationError, InvalidRequestError, Violation
 from draftwire.method.ahead_limits import MAX_BRANCHES, MAX_ROUNDS_AHEAD
 from draftwire.method.encoding import Claim, DraftDistributions, decode
-from draftwire.method.feature_format import FeatureEncoding
-from draftwire.method.features import FeatureRequest, SessionFeatures
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import (
@@ -22,7 +21,6 @@ from draftwire.method.rounds import (
     DrafterIdentity,
     DraftSessionSpec,
     DraftTimings,
-    DraftTree,
     Fence,
     LocalDraft,
     Permit,
@@ -36,7 +34,6 @@ from draftwire.method.rounds import (
     WatchedGuess,
 )
 from draftwire.method.token_source import TokenSource
-from draftwire.method.token_tree import TokenTree
 from draftwire.method.tree_limits import MAX_TREE_NODES
 from draftwire.models.description import ModelDescription, check_protocol
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
@@ -58,7 +55,14 @@ MAX_BLOCKS = 256
 MAX_NAME_LENGTH = 256
 """Most characters of a model's name: names are stored, logged, and label every series of the audit's metrics."""
 
+TREES = "draftwire.options.trees.tree_messages"
+"""What converts token trees, loaded with the first of them."""
+
 _ENCODINGS = members_of(Encoding, session_pb2.DistributionEncoding)
+
+
+def _trees() -> Any:
+    return import_module(TREES)
 
 
 def _key(key: bytes) -> bytes:
@@ -240,7 +244,7 @@ def _claim_from_proto(
     if num_sizes > most:  # in memory a large one takes 18 times what it takes on the wire
         return BlockViolationError(Violation.ENCODING, f"{num_sizes} support sizes, the limit is {most}")
     try:
-        tree = TokenTree.of(message.parent_indices, len(message.token_ids)) if is_tree else None
+        tree = _trees().shape_of(message.parent_indices, len(message.token_ids)) if is_tree else None
     except BlockViolationError as violation:
         return violation
     return Claim(list(message.token_ids), _distributions_from_proto(stated), tree)
@@ -307,57 +311,16 @@ verdict_to_proto, verdict_from_proto = converters(
 plain_run_to_proto, plain_run_from_proto = converters(PlainRun, verifier_pb2.PlainRun)
 
 
-def _tree_fields(tree: DraftTree) -> dict[str, Any]:
-    return {"num_nodes": tree.num_nodes, "parent_indices": () if tree.shape is None else tree.shape.parents}
-
-
-def _tree_from_proto(message: drafter_pb2.DraftTree) -> DraftTree:
-    num_nodes, parents = message.num_nodes, message.parent_indices
-    if not 1 <= num_nodes <= MAX_TREE_NODES:
-        raise InvalidRequestError(f"a tree to draft has 1 to {MAX_TREE_NODES} tokens, not {num_nodes}")
-    if not parents:
-        return DraftTree(num_nodes)
-    try:
-        shape = TokenTree.of(parents, num_nodes)
-    except BlockViolationError as violation:
-        raise InvalidRequestError(f"a tree to draft: {violation}") from None
-    if list(parents) != sorted(parents):
-        raise InvalidRequestError("a tree to draft: its parents are not in order, depth by depth")
-    return DraftTree(num_nodes, shape)
-
-
 calibration_to_proto, calibration_from_proto = converters(
     Calibration,
     drafter_pb2.Calibration,
     checks={"permit": _permit, **_at_most(max_rounds_ahead=MAX_ROUNDS_AHEAD)},
-    tree=Conversion(_tree_fields, _tree_from_proto, is_optional=True),
+    tree=Conversion(
+        lambda tree: _trees().fields_of(tree), lambda message: _trees().tree_from_proto(message), is_optional=True
+    ),
 )
-
-# A drafter's stream
 
 outcome_to_proto, outcome_from_proto = converters(RoundOutcome, verifier_pb2.RoundOutcome)
-feature_request_to_proto, feature_request_from_proto = converters(FeatureRequest, verifier_pb2.FeatureRequest)
-features_to_proto, features_from_proto = converters(SessionFeatures, verifier_pb2.SessionFeatures)
-"""The sizes of features are not checked."""
-_FEATURE_ENCODING = enumeration(
-    members_of(FeatureEncoding, verifier_pb2.FeatureEncoding), "unknown encoding {} of features"
-)
-
-
-def feature_source_to_proto(fingerprint: bytes, encoding: FeatureEncoding) -> verifier_pb2.FeatureSource:
-    """Encodes which features a drafter needs."""
-    return verifier_pb2.FeatureSource(fingerprint=fingerprint, encoding=_FEATURE_ENCODING.encode(encoding))
-
-
-def feature_encoding_from_proto(message: verifier_pb2.FeatureSource) -> FeatureEncoding:
-    """Decodes how features are to be sent.
-
-    Raises:
-        InvalidRequestError: the encoding is unknown.
-    """
-    encoding: FeatureEncoding = _FEATURE_ENCODING.decode(message.encoding)
-    return encoding
-
 
 # Models and failures
 

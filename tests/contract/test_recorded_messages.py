@@ -43,6 +43,7 @@ from draftwire.method.rounds import (
 from draftwire.method.token_source import TokenSource
 from draftwire.method.token_tree import TokenTree
 from draftwire.models.description import ModelDescription
+from draftwire.options.heads import feature_messages
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
@@ -141,7 +142,7 @@ WRITERS: dict[type, Callable[[Any], Message]] = {
     SendDrafted: messages.send_drafted_to_proto,
     BlockSent: messages.block_sent_to_proto,
     ModelDescription: messages.model_to_proto,
-    SessionFeatures: messages.features_to_proto,
+    SessionFeatures: feature_messages.features_to_proto,
     TargetSessionSpec: lambda spec: messages.target_spec_to_proto(spec, LEASE),
     DraftSessionSpec: lambda spec: messages.draft_spec_to_proto(spec, LEASE),
     DraftBlock: messages.block_to_proto,
@@ -160,7 +161,7 @@ READERS: dict[type, Callable[[Any], Any]] = {
     SendDrafted: messages.send_drafted_from_proto,
     BlockSent: messages.block_sent_from_proto,
     ModelDescription: messages.model_from_proto,
-    SessionFeatures: messages.features_from_proto,
+    SessionFeatures: feature_messages.features_from_proto,
     TargetSessionSpec: messages.target_spec_from_proto,
     DraftSessionSpec: messages.draft_spec_from_proto,
 }
@@ -383,9 +384,11 @@ WRITTEN: dict[str, Message] = {
     **{name: user_event(ChoiceEvent(GENERATION, event)) for name, event in EVENTS.items()},
     **REQUESTS,
     "outcomes": verifier_pb2.RoundOutcomes(outcomes=map(messages.outcome_to_proto, OUTCOMES)),
-    "feature requests": verifier_pb2.FeatureRequests(requests=map(messages.feature_request_to_proto, WANTED_FEATURES)),
+    "feature requests": verifier_pb2.FeatureRequests(
+        requests=map(feature_messages.feature_request_to_proto, WANTED_FEATURES)
+    ),
     **{
-        f"feature source, {encoding.value}": messages.feature_source_to_proto(b"\x01\x02", encoding)
+        f"feature source, {encoding.value}": feature_messages.feature_source_to_proto(b"\x01\x02", encoding)
         for encoding in FeatureEncoding
     },
     "failure": messages.failure_to_proto(2**64 - 1, 3, NoRoomError("full")),
@@ -454,7 +457,7 @@ def test_lists_of_a_drafters_stream_are_read_from_the_record() -> None:
     outcomes = read(verifier_pb2.RoundOutcomes, "outcomes").outcomes
     assert list(map(messages.outcome_from_proto, outcomes)) == OUTCOMES
     requests = read(verifier_pb2.FeatureRequests, "feature requests").requests
-    assert list(map(messages.feature_request_from_proto, requests)) == WANTED_FEATURES
+    assert list(map(feature_messages.feature_request_from_proto, requests)) == WANTED_FEATURES
     for encoding in FeatureEncoding:
         source = read(verifier_pb2.FeatureSource, f"feature source, {encoding.value}")
-        assert (source.fingerprint, messages.feature_encoding_from_proto(source)) == (b"\x01\x02", encoding)
+        assert (source.fingerprint, feature_messages.feature_encoding_from_proto(source)) == (b"\x01\x02", encoding)

@@ -15,6 +15,7 @@ from draftwire.engine.ranks.place import Place
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import PromptRead, RoundOutcome, Verdict
 from draftwire.models.description import ISSUED_IDENTITIES, ModelDescription
+from draftwire.options.heads import feature_messages
 from draftwire.runtime import messages
 from draftwire.runtime.call_limits import SPARE_CALLS, Arrivals, CallLimits, PeerStreams, StreamUse
 from draftwire.runtime.caller_identity import CallerRole, origin_of, require_role
@@ -102,7 +103,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             raise ProtocolViolationError(_ORDER)
         model = messages.model_from_proto(first.hello.model)
         source = first.hello.features if first.hello.HasField("features") else None
-        encoding = None if source is None else messages.feature_encoding_from_proto(source)
+        encoding = None if source is None else feature_messages.feature_encoding_from_proto(source)
         greeting = _greeting(first.hello, model, origin_of(context))
         drafter = self._core.peers.welcome(greeting, model, None if source is None else source.fingerprint)
         stream = self._core.peers.open_stream(drafter, model, encoding)
@@ -118,7 +119,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                     await context.write(verifier_pb2.PushDraftBlocksResponse(outcomes=told))
                 keys = [each for each in some if not isinstance(each, RoundOutcome)]
                 for features in await feeds.take(stream, keys) if keys and feeds is not None else []:
-                    part = messages.features_to_proto(features)
+                    part = feature_messages.features_to_proto(features)
                     await context.write(verifier_pb2.PushDraftBlocksResponse(features=part))
 
         def end() -> None:
@@ -155,7 +156,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         if len(wanted) > self._most_items:
             raise ProtocolViolationError(f"a message holds at most {self._most_items} requests")
         assert self._core.feeds is not None, "else it would not have been welcomed"
-        self._core.feeds.request(stream, list(map(messages.feature_request_from_proto, wanted)))
+        self._core.feeds.request(stream, list(map(feature_messages.feature_request_from_proto, wanted)))
 
     @property
     def _most_items(self) -> int:
