@@ -51,7 +51,7 @@ from draftwire.requests.session_parameters import SessionParameters
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire.runtime import messages
 from draftwire.v1 import gateway_pb2, session_pb2, verifier_pb2
-from draftwire_gateway.server import GatewayServicer, _choice_to_proto
+from draftwire_gateway.server import GatewayServicer, _choice_to_proto, _conversation
 from draftwire_gateway.server import _event_to_proto as user_event
 from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
 from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
@@ -60,6 +60,7 @@ from draftwire_gateway.session.statistics import Statistics
 from draftwire_gateway.speculation.arms import DraftSource
 from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
 from draftwire_gateway.speculation.pairs import PairName
+from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
 from draftwire_verifier.core import BlockRefused
 from draftwire_verifier.server import _event_to_proto as target_event
 
@@ -348,6 +349,32 @@ REQUESTS = {
     ),
     "request with a form": make_request([7], {"structured_output": FORMS["tool calls"]}),
 }
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+REQUESTS["request of a chat"] = make_request(
+    [
+        {"role": "user", "content": "a", "name": "b"},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "content": "c", "tool_call_id": "1"},
+    ],
+    {
+        "tools": [
+            {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}},
+            {"type": "function", "function": {"name": "g"}},
+        ],
+        "template_arguments": {"e": 1},
+        "continue_final_message": True,
+    },
+)
+CONVERSATION = Conversation(
+    turns=(
+        ChatTurn("user", "a", name="b"),
+        ChatTurn("assistant", "", tool_calls=(ToolCall("1", "f", "{}"),)),
+        ChatTurn("tool", "c", tool_call_id="1"),
+    ),
+    tools=(Tool("f", "d", '{"type": "object"}'), Tool("g")),
+    template_arguments='{"e": 1}',
+    continues_last=True,
+)
 REQUESTED = {
     "request": RequestedGeneration([[7, 300]], SamplingParams(), "user"),
     "request with everything": RequestedGeneration(
@@ -451,6 +478,10 @@ def test_request_is_read_from_the_record(name: str) -> None:
     servicer = GatewayServicer(None, None, None)  # type: ignore[arg-type]
     request = read(gateway_pb2.GenerateRequest, name)
     assert asyncio.run(servicer._requested(request, "user")) == REQUESTED[name]
+
+
+def test_conversation_is_read_from_the_record() -> None:
+    assert _conversation(read(gateway_pb2.GenerateRequest, "request of a chat").chat) == CONVERSATION
 
 
 def test_lists_of_a_drafters_stream_are_read_from_the_record() -> None:
