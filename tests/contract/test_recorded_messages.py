@@ -51,13 +51,14 @@ from draftwire.requests.session_parameters import SessionParameters
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire.runtime import messages
 from draftwire.v1 import gateway_pb2, session_pb2, verifier_pb2
+from draftwire_gateway.requested_generation import GeneratedChoice, RequestedGeneration
 from draftwire_gateway.server import GatewayServicer, _choice_to_proto, _conversation
 from draftwire_gateway.server import _event_to_proto as user_event
 from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
 from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
-from draftwire_gateway.session.generation import GeneratedChoice, Generation, RequestedGeneration
+from draftwire_gateway.session.generation import Generation
+from draftwire_gateway.session.policy import DraftSource
 from draftwire_gateway.session.statistics import Statistics
-from draftwire_gateway.speculation.arms import DraftSource
 from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
 from draftwire_gateway.speculation.pairs import PairName
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall

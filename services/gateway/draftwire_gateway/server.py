@@ -20,7 +20,7 @@ from draftwire.runtime import messages
 from draftwire.runtime.addresses import host_of_peer
 from draftwire.runtime.call_limits import SPARE_CALLS, CallLimits
 from draftwire.runtime.channels import check_prompt_fits
-from draftwire.runtime.codec import converters
+from draftwire.runtime.codec import Codec, converters
 from draftwire.runtime.http_server import MAX_HTTP_CONNECTIONS, HttpEndpoint, HttpListener
 from draftwire.runtime.interceptor import Metadata, ignore_ends, value_of
 from draftwire.runtime.logging import configure_logging
@@ -89,6 +89,7 @@ _NAMED_ALIKE = (
 """Parameters that may be left out and have the same names in `RequestedGeneration`."""
 
 
+_statistics_to_proto = Codec(Statistics, gateway_pb2.GenerationStatistics).encode
 converters(ToolCall, gateway_pb2.ToolCall)
 converters(ChatTurn, gateway_pb2.ChatMessage)
 converters(Tool, gateway_pb2.Tool)
@@ -333,13 +334,6 @@ def _finish_to_proto(finish: Finish, generation: Generation) -> gateway_pb2.Gene
         drafter_error=finish.drafter_error,
         is_lossy=generation.is_lossy,
     )
-
-
-def _statistics_to_proto(statistics: Statistics) -> gateway_pb2.GenerationStatistics:
-    """Returns the message, whose fields are those of the same names; only sums of durations are named at length."""
-    message = gateway_pb2.GenerationStatistics
-    names = [field.name for field in message.DESCRIPTOR.fields]
-    return message(**{name: getattr(statistics, name.replace("_duration_us", "_us")) for name in names})
 
 
 def _choice_to_proto(pair: PairName, explanation: Explanation) -> gateway_pb2.SpeculationChoice:
