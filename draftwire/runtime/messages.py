@@ -14,6 +14,7 @@ from draftwire.method.ahead_limits import MAX_BRANCHES, MAX_ROUNDS_AHEAD
 from draftwire.method.encoding import Claim, DraftDistributions, decode
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
+from draftwire.method.round_parts import LogprobsPart, WatchedGuess
 from draftwire.method.rounds import (
     BlockSent,
     Calibration,
@@ -31,7 +32,6 @@ from draftwire.method.rounds import (
     SendDrafted,
     TargetSessionSpec,
     Verdict,
-    WatchedGuess,
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.method.tree_limits import MAX_TREE_NODES
@@ -272,19 +272,23 @@ def tokens_from_proto(message: session_pb2.Verdict | verifier_pb2.PromptRead) ->
     return unpack_top(message.token_ids, message.logprobs, packed)
 
 
-def _draft_logprobs_from_proto(message: session_pb2.Verdict) -> list[float]:
+def _round_logprobs_from_proto(message: session_pb2.Verdict) -> LogprobsPart | None:
     if message.draft_logprobs and len(message.draft_logprobs) != len(message.token_ids):
         raise InvalidRequestError(
             f"{len(message.draft_logprobs)} log-probabilities of drafters, of {len(message.token_ids)} tokens"
         )
-    values = list(message.draft_logprobs)
-    if any(value > 0.0 for value in values):
+    target, draft = tokens_from_proto(message), list(message.draft_logprobs)
+    if any(value > 0.0 for value in draft):
         raise InvalidRequestError("a log-probability of a drafter is a number of at most 0, or NaN")
-    return values
+    return LogprobsPart(target, draft) if target or draft else None
 
 
 def _logprobs_fields(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {"logprobs": [token.logprob for token in tokens], "top_logprobs": top_to_proto(tokens)}
+
+
+def _round_logprobs_fields(logprobs: LogprobsPart | None) -> dict[str, Any]:
+    return {} if logprobs is None else {**_logprobs_fields(logprobs.target), "draft_logprobs": logprobs.draft}
 
 
 def _prompt_fields(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -302,8 +306,7 @@ verdict_to_proto, verdict_from_proto = converters(
     session_pb2.Verdict,
     {"extra": "extra_token_kind"},
     extra=enumeration(members_of(TokenSource, session_pb2.ExtraTokenKind), "unknown kind of extra token {}"),
-    logprobs=MessagePart(_logprobs_fields, tokens_from_proto),
-    draft_logprobs=MessagePart(lambda values: {"draft_logprobs": values}, _draft_logprobs_from_proto),
+    logprobs=MessagePart(_round_logprobs_fields, _round_logprobs_from_proto),
 )
 
 # Commands of the gateway

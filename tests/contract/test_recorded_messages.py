@@ -21,6 +21,7 @@ from draftwire.method.encoding import DraftDistributions, Supports, encode_dense
 from draftwire.method.feature_format import FeatureEncoding
 from draftwire.method.features import FeatureRequest, SessionFeatures
 from draftwire.method.quantization import Encoding
+from draftwire.method.round_parts import AheadPart, GuessPart, LogprobsPart, TreePart, WatchedGuess
 from draftwire.method.rounds import (
     BlockSent,
     Calibration,
@@ -38,7 +39,6 @@ from draftwire.method.rounds import (
     SendDrafted,
     TargetSessionSpec,
     Verdict,
-    WatchedGuess,
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.method.token_tree import TokenTree
@@ -209,17 +209,17 @@ VALUES: dict[str, Any] = {
     "verdict, plain": VERDICT,
     "verdict": JUDGED,
     "verdict, bonus": replace(JUDGED, extra=TokenSource.BONUS),
-    "verdict with log-probabilities": replace(VERDICT, token_ids=[300, 7], logprobs=TOKENS),
-    "verdict with own log-probabilities": replace(VERDICT, logprobs=[TokenLogprob(7, -math.inf)]),
-    "verdict with draft log-probabilities": replace(JUDGED, draft_logprobs=[-1.0, 0.0, -math.inf]),
-    "verdict of a guess": replace(JUDGED, local_strategy="suffix"),
-    "verdict with a watched guess": replace(VERDICT, watched=WatchedGuess(True, 3)),
-    "verdict with nothing guessed": replace(VERDICT, watched=WatchedGuess(False)),
+    "verdict with log-probabilities": replace(VERDICT, token_ids=[300, 7], logprobs=LogprobsPart(TOKENS)),
+    "verdict with own log-probabilities": replace(VERDICT, logprobs=LogprobsPart([TokenLogprob(7, -math.inf)])),
+    "verdict with draft log-probabilities": replace(JUDGED, logprobs=LogprobsPart(draft=[-1.0, 0.0, -math.inf])),
+    "verdict of a guess": replace(JUDGED, guess=GuessPart("suffix")),
+    "verdict with a watched guess": replace(VERDICT, guess=GuessPart(watched=WatchedGuess(True, 3))),
+    "verdict with nothing guessed": replace(VERDICT, guess=GuessPart(watched=WatchedGuess(False))),
     "verdict of a block ahead": replace(
-        JUDGED, next_is_held=True, is_ahead=True, num_wasted_draft_tokens=300, held_bytes=2**33
+        JUDGED, ahead=AheadPart(next_is_held=True, is_ahead=True, num_wasted_draft_tokens=300, held_bytes=2**33)
     ),
-    "verdict of a block that came late": replace(JUDGED, is_ahead=True),
-    "verdict of a tree": replace(JUDGED, draft_depth=3),
+    "verdict of a block that came late": replace(JUDGED, ahead=AheadPart(is_ahead=True)),
+    "verdict of a tree": replace(JUDGED, tree=TreePart(3)),
     "verdict under a form": replace(JUDGED, mask_us=300),
     "prompt that was read": PromptRead(FENCE.session_id, 1, PromptPart(300, TOKENS)),
     "plain run": PlainRun(FENCE, 300),
