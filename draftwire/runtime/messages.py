@@ -41,9 +41,8 @@ from draftwire.requests.packed_logprobs import PackedTop, pack_top, unpack_top
 from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, SamplingParams
 from draftwire.requests.rules import RuleFacts
 from draftwire.requests.session_parameters import SessionParameters
-from draftwire.requests.structured_output import MAX_CHOICES, Form, StructuredOutput
 from draftwire.runtime.codec import Codec, Conversion, FieldCheck, MessagePart, converters, enumeration, members_of
-from draftwire.runtime.form_messages import form_to_proto
+from draftwire.runtime.form_messages import form_from_proto, form_to_proto
 from draftwire.runtime.status import status_of
 from draftwire.runtime.traceparent import parse_own_traceparent
 from draftwire.v1 import drafter_pb2, model_pb2, session_pb2, verifier_pb2
@@ -117,18 +116,6 @@ def _few(name: str, most: int, encode: Callable[[Any], Any], decode: Callable[[A
     return Conversion(encode, checked)
 
 
-def _structured_from_proto(message: session_pb2.StructuredOutput) -> StructuredOutput:
-    name = message.WhichOneof("form")
-    if name is None:
-        raise InvalidRequestError("structured_output has no form")
-    value = getattr(message, name)
-    if name != Form.CHOICES.value:
-        return StructuredOutput(Form(name), (value,))
-    if len(value.texts) > MAX_CHOICES:  # checked before anything is allocated
-        raise InvalidRequestError(f"structured_output: choices takes at most {MAX_CHOICES} texts")
-    return StructuredOutput(Form.CHOICES, tuple(value.texts))
-
-
 sampling_to_proto, sampling_from_proto = converters(
     SamplingParams,
     session_pb2.SamplingParameters,
@@ -136,7 +123,7 @@ sampling_to_proto, sampling_from_proto = converters(
     allowed_token_ids=_few(
         "allowed_token_ids", MAX_ALLOWED_TOKENS, lambda ids: sorted(ids or ()), lambda ids: frozenset(ids) or None
     ),
-    structured_output=Conversion(form_to_proto, _structured_from_proto, is_optional=True),
+    structured_output=Conversion(form_to_proto, form_from_proto, is_optional=True),
 )
 rule_to_proto, rule_from_proto = converters(RuleFacts, session_pb2.VerificationRule)
 parameters_to_proto, parameters_from_proto = converters(
