@@ -20,6 +20,7 @@ from draftwire.runtime import messages
 from draftwire.runtime.call_limits import SPARE_CALLS, Arrivals, CallLimits, PeerStreams, StreamUse
 from draftwire.runtime.caller_identity import CallerRole, origin_of, require_role
 from draftwire.runtime.channels import FRAME_BYTES, check_prompt_fits, in_messages
+from draftwire.runtime.codec import Codec
 from draftwire.runtime.interceptor import num_received_bytes
 from draftwire.runtime.model_service import ModelServicer
 from draftwire.runtime.outbox import exchange, in_turns
@@ -41,6 +42,9 @@ MAX_GREETINGS = 64
 """Streams of drafters whose hello may come slowly at once."""
 
 _ORDER = "a drafter says hello once, first, and then sends blocks, or requests of features if its hello names some"
+
+
+_refusal_to_proto = Codec(BlockRefused, verifier_pb2.BlockRefusal, {"reason": "message"}).encode
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
@@ -212,15 +216,7 @@ def _event_to_proto(event: TargetEvent) -> verifier_pb2.TargetEvent:
     if isinstance(event, PromptRead):
         return verifier_pb2.TargetEvent(prompt_read=messages.prompt_read_to_proto(event))
     if isinstance(event, BlockRefused):
-        refusal = verifier_pb2.BlockRefusal(
-            session_id=event.session_id,
-            epoch=event.epoch,
-            round=event.round,
-            message=event.reason,
-            quarantined_drafter_id=event.quarantined_drafter_id,
-            permit_number=event.permit_number,
-        )
-        return verifier_pb2.TargetEvent(refusal=refusal)
+        return verifier_pb2.TargetEvent(refusal=_refusal_to_proto(event))
     return verifier_pb2.TargetEvent(failure=messages.failure_to_proto(event.session_id, event.epoch, event.error))
 
 
