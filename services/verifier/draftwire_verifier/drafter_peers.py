@@ -162,7 +162,7 @@ class DrafterPeers:
         """Tells the drafter of a round's block how the round ended, if its session holds blocks. One that reads too
         slowly hears of it from the gateway alone.
         """
-        is_drafters = bool(verdict.num_draft_tokens) and not verdict.local_strategy
+        is_drafters = bool(verdict.num_draft_tokens) and not verdict.is_of_verifier
         stream = self.streams.get(session.drafter_id) if session.drafter_id is not None else None
         if session.spec.max_held_blocks and is_drafters and stream is not None and stream.takes_outcomes:
             with suppress(UnavailableError):
