@@ -14,6 +14,7 @@ from itertools import accumulate, count
 from typing import Any
 
 from draftwire.drafting.tree_shapes import shape_by_rank
+from draftwire.method.round_parts import GuessPart, TreePart
 from draftwire.method.rounds import Fence, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.method.token_tree import ROOT, TokenTree
@@ -311,10 +312,12 @@ class Simulation:
         session.num_tokens += accepted + 1
         arrived_at = now + self.pair.hop_s
         if session.chooser is not None:
-            strategy = "guesses" if session.arm.source is DraftSource.VERIFIER else ""
+            is_guess = session.arm.source is DraftSource.VERIFIER
             arm = session.arm
             times = (session.asked_at, arrived_at, arm.num_rows, accepted, session.draft_s, verify_s)
-            changes: dict[str, Any] = {"local_strategy": strategy, "draft_depth": arm.length if arm.num_nodes else 0}
+            changes: dict[str, Any] = {"guess": GuessPart("guesses")} if is_guess else {}
+            if arm.num_nodes:
+                changes["tree"] = TreePart(arm.length)
             if session.is_read is False:
                 changes["why_plain"] = WhyPlain.WARMING_UP
             session.chooser.observe(round_times(session.round, *times, **changes))

@@ -18,9 +18,10 @@ from typing import cast
 
 import numpy as np
 
-from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence, load_drafter
+from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
 from draftwire.drafting.model_free.text_drafter import READ_AT_ONCE, Guess, TextDrafter
 from draftwire.drafting.model_free_drafter import ModelFreeSequence, TextContext
+from draftwire.drafting.model_strategy import load_drafter
 from draftwire.drafting.strategies import JOINT, MODEL, LoadedStrategy
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError

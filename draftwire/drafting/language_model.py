@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,17 +12,13 @@ from torch import Tensor
 from draftwire.drafting.drawing import BlockStart, Drawer, PlaceGuesses
 from draftwire.drafting.kept_edits import KeptEdits
 from draftwire.drafting.places import span_of_next
-from draftwire.drafting.strategies import LoadedStrategy, StrategyContext
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.method.devices import upload
 from draftwire.method.quantization import Quantization
 from draftwire.method.sampling import TokenEdits, probabilities_of_spans
-from draftwire.models.card import ModelCard
 from draftwire.models.sequence_model import DraftModel, ForkingModel, Reading
 from draftwire.requests.session_parameters import SessionParameters
-
-Drafter = TypeVar("Drafter", bound="LanguageModelDrafter")
 
 PROMPT_TOKENS = 32
 """A step that reads more tokens than this for one sequence counts as prefill."""
@@ -350,18 +346,3 @@ def _first_rows(logits: Tensor, members: list[BatchMember]) -> Tensor:
         member.rows = list(logits[place + 1 : place + 1 + len(member.ahead)])
         place += 1 + len(member.ahead)
     return logits[upload(firsts, logits.device, torch.int64)]
-
-
-def load(_name: str, context: StrategyContext) -> LoadedStrategy:
-    """Loads a language model as a strategy."""
-    card, drafter = load_drafter(context, LanguageModelDrafter)
-    return LoadedStrategy(card, drafter)
-
-
-def load_drafter(context: StrategyContext, kind: type[Drafter]) -> tuple[ModelCard, Drafter]:
-    """Loads a language model, and returns its card with a drafter of a kind that draws from it."""
-    card, model = context.load_language_model()
-    card = context.limited(card)
-    described = card.description
-    substitute = described.stop_token_ids[0] if described.stop_token_ids else 0
-    return card, kind(model, described.context_length, substitute, context.quantization, context.calibrates)

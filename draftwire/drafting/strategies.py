@@ -28,7 +28,7 @@ JOINT = "+"
 STRATEGIES = {
     **dict.fromkeys(TEXTS, "draftwire.drafting.model_free_drafter:load"),
     SCRIPTED: "draftwire.drafting.scripted_drafter:load",
-    MODEL: "draftwire.drafting.language_model:load",
+    MODEL: "draftwire.drafting.model_strategy:load",
     **dict.fromkeys(("eagle", "eagle3", "medusa", "hydra", "mtp"), "draftwire.drafting.heads.fed_head:load"),
 }
 """Import paths of what loads the strategy of a name, called with the name and a `StrategyContext`."""

@@ -14,6 +14,7 @@ from typing_extensions import override
 from draftwire.audit import AuditSums
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.session_book import EngineSession
+from draftwire.method.round_parts import GuessPart
 from draftwire.method.rounds import Fence, ReceivedBlock, TargetSessionSpec, Verdict
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.logprobs import MAX_PROMPT_PART
@@ -140,7 +141,7 @@ class LocalSource(BlockSource):
     ) -> Verdict:
         """Adds the strategy if the block was its own."""
         is_own = block is not None and block.local_strategy == self.strategy
-        return replace(verdict, local_strategy=self.strategy) if is_own else verdict
+        return replace(verdict, guess=GuessPart(self.strategy)) if is_own else verdict
 
 
 OpenSource = Callable[[TargetSessionSpec, str], LocalSource | None]

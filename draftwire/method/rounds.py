@@ -12,8 +12,9 @@ from draftwire.errors import BlockViolationError
 from draftwire.method.block_shape import CHAIN, BlockShape
 from draftwire.method.encoding import Decoded, DraftDistributions
 from draftwire.method.keys import KEY_BYTES
+from draftwire.method.round_parts import AheadPart, GuessPart, LogprobsPart, TreePart
 from draftwire.method.token_source import TokenSource
-from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart, TokenLogprob
+from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart
 from draftwire.requests.session_parameters import SessionParameters
 
 TOKEN_BYTES = 8
@@ -197,53 +198,38 @@ class Verdict:
     """Tokens of the round that rounding could have changed; 0 for rules that do not count them."""
     num_cached_tokens: int = 0
     """Tokens that the target found in its KV cache instead of reading them, over the whole session."""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    """One for each token, if the session requests them."""
-    draft_logprobs: list[float] = field(default_factory=list)
-    """The drafter's log-probability of each token, nats, if the session requests it: -inf for tokens that it could not
-    have drawn, NaN at positions without a draft token or without a distribution."""
-    local_strategy: str = ""
-    """Strategy of the verifier that drafted the tokens; empty if a drafter did, or nothing was drafted."""
-    watched: "WatchedGuess | None" = None
-    """How what the verifier could have drafted would have fared; None if that is not known."""
-    next_is_held: bool = False
-    """Whether the block of the next round was there already, drafted ahead for just these tokens."""
-    is_ahead: bool = False
-    """Whether the drafter began to draft the judged block before it knew the text."""
-    num_wasted_draft_tokens: int = 0
-    """Draft tokens of blocks that were drafted ahead for nothing, as was found since the verdict before."""
-    held_bytes: int = 0
-    """Size of the blocks that are held for coming rounds."""
-    draft_depth: int = 0
-    """Draft tokens on the longest path of the token tree that was judged; 0 if it was none."""
     mask_us: int = 0
     """CPU time of the verifier's masks of the session's form, those of rejected draft tokens included; 0 without a
     form."""
+    logprobs: LogprobsPart | None = None
+    """None unless the session requests some."""
+    guess: GuessPart | None = None
+    """None if the verifier neither drafted the tokens by itself nor knows how it would have fared."""
+    ahead: AheadPart | None = None
+    """None if nothing was drafted ahead."""
+    tree: TreePart | None = None
+    """None if no token tree was judged."""
 
     @property
     def mask_s(self) -> float:
         """CPU time of all masks of the round, seconds: a drafter has made the same before each draft token."""
-        num_twice = 0 if self.local_strategy else self.num_draft_tokens
+        num_twice = 0 if self.is_of_verifier else self.num_draft_tokens
         return self.mask_us / 1e6 * (1.0 + num_twice / (self.num_draft_tokens + 1))
 
     @property
     def num_draft_positions(self) -> int:
         """Draft tokens that could all have been accepted."""
-        return self.draft_depth or self.num_draft_tokens
+        return self.num_draft_tokens if self.tree is None else self.tree.draft_depth
+
+    @property
+    def is_of_verifier(self) -> bool:
+        """Whether the verifier drafted the tokens by itself."""
+        return self.guess is not None and self.guess.local_strategy != ""
 
     @property
     def sources(self) -> list[TokenSource]:
         """The source of each token."""
         return [*[TokenSource.ACCEPTED] * self.num_accepted_tokens, self.extra]
-
-
-@dataclass(frozen=True, slots=True)
-class WatchedGuess:
-    """A draft that the verifier would have made in a round in which it did not, compared with the round's tokens."""
-
-    has_guess: bool
-    num_right: int = 0
-    """First tokens of the round that were guessed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from draftwire.method.encoding import (
     encode_sparse,
 )
 from draftwire.method.quantization import Encoding
+from draftwire.method.round_parts import AheadPart, GuessPart, LogprobsPart, TreePart, WatchedGuess
 from draftwire.method.rounds import (
     BlockSent,
     Calibration,
@@ -41,7 +42,6 @@ from draftwire.method.rounds import (
     SendDrafted,
     TargetSessionSpec,
     Verdict,
-    WatchedGuess,
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.method.token_tree import TokenTree
@@ -123,6 +123,11 @@ def made(kind: type, **own: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return OF_TYPE[kind]
 
 
+def set_or_none(part: Any) -> Any:
+    """Returns a part as it is read: one that reports nothing is as good as none."""
+    return part if any(getattr(part, field.name) for field in fields(part)) else None
+
+
 def verdicts(tokens: list[TokenLogprob]) -> st.SearchStrategy[Verdict]:
     """Returns verdicts of these tokens, with and without what is reported of them."""
     own = st.just([token.token_id for token in tokens])
@@ -130,8 +135,7 @@ def verdicts(tokens: list[TokenLogprob]) -> st.SearchStrategy[Verdict]:
     return made(
         Verdict,
         token_ids=own,
-        logprobs=st.sampled_from([[], tokens]),
-        draft_logprobs=st.just([]) | drafted,
+        logprobs=st.builds(LogprobsPart, st.sampled_from([[], tokens]), st.just([]) | drafted).map(set_or_none),
     )
 
 
@@ -140,6 +144,8 @@ made(DraftTimings)
 OF_TYPE[Permit | None] = st.none() | made(Permit)
 OF_TYPE[LocalDraft | None] = st.none() | made(LocalDraft)
 OF_TYPE[WatchedGuess | None] = st.none() | made(WatchedGuess)
+for part in (GuessPart, AheadPart, TreePart):
+    OF_TYPE[part | None] = made(part).map(set_or_none)
 SHAPES = st.lists(st.integers(0, MAX_TREE_NODES), min_size=1, max_size=MAX_TREE_NODES).map(
     lambda numbers: TokenTree(tuple(sorted(min(number, node) - 1 for node, number in enumerate(numbers))))
 )
@@ -561,17 +567,17 @@ SENT: dict[str, tuple[Any, str]] = {
     "fence": (FENCE, GOLDEN_FENCE.hex()),
     "verdict": (VERDICT, GOLDEN_VERDICT.hex()),
     "verdict with log-probabilities": (  # 13: logprobs, 14: top_logprobs, 38 bytes
-        replace(VERDICT, token_ids=[300, 300], logprobs=REPORTED),
+        replace(VERDICT, token_ids=[300, 300], logprobs=LogprobsPart(REPORTED)),
         GOLDEN_VERDICT.hex().replace("220407ac0204", "2204ac02ac02") + "6a" + OWN_LOGPROBS + "72 26" + GOLDEN_TOP.hex(),
     ),
     "verdict with details": (  # 15: packed float32
-        replace(VERDICT, draft_logprobs=[-1.0, 0.0, -math.inf]),
+        replace(VERDICT, logprobs=LogprobsPart(draft=[-1.0, 0.0, -math.inf])),
         GOLDEN_VERDICT.hex() + "7a" + DRAFTED,
     ),
     "block under way": (SendDrafted(FENCE.session_id, 1, 300), GOLDEN_SEND_DRAFTED.hex()),
     "block that was sent": (BlockSent(FENCE.session_id, 1, 300), GOLDEN_SEND_DRAFTED.hex()),
     "verdict of a draft of the verifier's own": (  # 16: local_strategy
-        replace(VERDICT, local_strategy="suffix"),
+        replace(VERDICT, guess=GuessPart("suffix")),
         GOLDEN_VERDICT.hex() + "820106" + b"suffix".hex(),
     ),
     "verdict of a session with a form": (  # 23: mask_duration_us
@@ -782,7 +788,7 @@ REFUSED: list[tuple[type, Message, str]] = [
     *((SamplingParams, session_pb2.SamplingParameters(**values), next(iter(values))) for values in OUT_OF_RANGE),
     *((Verdict, changed(BARE_VERDICT, **values), "log-probabilit") for values in BAD_LOGPROBS),
     *(
-        (Verdict, messages.verdict_to_proto(replace(VERDICT, draft_logprobs=values)), "drafter")
+        (Verdict, messages.verdict_to_proto(replace(VERDICT, logprobs=LogprobsPart(draft=values))), "drafter")
         for values in ([0.5, -1.0, -1.0], [-1.0], [-1.0] * 4)
     ),
     *(
@@ -843,8 +849,10 @@ def test_model_with_too_long_a_description_is_refused_before_it_is_parsed() -> N
 
 
 def test_unknown_number_of_the_drafter_survives_the_wire() -> None:
-    message = messages.verdict_to_proto(replace(VERDICT, draft_logprobs=[math.nan] * 3))
-    assert all(map(math.isnan, messages.verdict_from_proto(sent(message)).draft_logprobs))
+    message = messages.verdict_to_proto(replace(VERDICT, logprobs=LogprobsPart(draft=[math.nan] * 3)))
+    read = messages.verdict_from_proto(sent(message)).logprobs
+    assert read is not None
+    assert all(map(math.isnan, read.draft))
 
 
 def tree_block(parents: list[int], tokens: list[int], rows: list[list[tuple[int, int]]]) -> session_pb2.DraftBlock:

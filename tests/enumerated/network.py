@@ -503,7 +503,7 @@ class VirtualBlockLink:
     async def _tell(self) -> None:
         while told := await self._stream.outbox.take_all():
             outcomes = [each for each in told if isinstance(each, RoundOutcome)]
-            self._to_drafter.send("outcome", messages.outcomes_to_proto(outcomes), _outcomes, self._learn)
+            self._to_drafter.send("outcome", _outcomes_to_proto(outcomes), _outcomes, self._learn)
 
     def _learn(self, outcomes: Any) -> None:
         self._drafter.learn(self._verifier.address, outcomes)
@@ -703,5 +703,9 @@ def _send_drafted(data: bytes) -> SendDrafted:
     return messages.send_drafted_from_proto(drafter_pb2.SendDrafted.FromString(data))
 
 
+def _outcomes_to_proto(outcomes: list[RoundOutcome]) -> verifier_pb2.RoundOutcomes:
+    return verifier_pb2.RoundOutcomes(outcomes=map(messages.outcome_to_proto, outcomes))
+
+
 def _outcomes(data: bytes) -> Any:
-    return messages.outcomes_from_proto(verifier_pb2.RoundOutcomes.FromString(data))
+    return list(map(messages.outcome_from_proto, verifier_pb2.RoundOutcomes.FromString(data).outcomes))

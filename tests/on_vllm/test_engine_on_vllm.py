@@ -132,7 +132,7 @@ def test_held_block_whose_text_comes_true_is_judged_unasked(vllm, own, sampling:
         for token in (likeliest, (likeliest + 1) % VOCAB_SIZE):
             assert duel.scheduler.offer_block(duel.block_ahead(session, [*block.token_ids, token], 2)) is None
         ((_, verdict),) = duel.step()
-        if verdict.next_is_held:
+        if verdict.ahead is not None and verdict.ahead.next_is_held:
             num_held += 1
             assert verdict.token_ids[:2] == block.token_ids
             ((_, following),) = duel.step()

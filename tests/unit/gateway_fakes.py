@@ -12,6 +12,7 @@ from session_specs import FACTS
 from virtual_time import now, run
 
 from draftwire.errors import UnavailableError
+from draftwire.method.round_parts import LogprobsPart
 from draftwire.method.rounds import (
     BlockSent,
     Calibration,
@@ -272,6 +273,8 @@ class FakeTarget:
         count = len(self.verdicts) + 1
         num_top, length = session.spec.logprobs.logprobs, len(session.committed)
         reports = num_top is not None and not self.leaves_out
+        target = [said_of(place, token, num_top or 0) for place, token in enumerate(tokens, length)] if reports else []
+        draft = [-float(token) for token in tokens] if session.spec.reports_draft_logprobs else []
         return Verdict(
             fence=session.fence,
             token_ids=tokens,
@@ -283,10 +286,7 @@ class FakeTarget:
             queue_us=5 * count,
             timings=DraftTimings(count, 2 * count) if num_draft_tokens else DraftTimings(),
             num_cached_tokens=self.num_cached_tokens,
-            logprobs=[said_of(place, token, num_top or 0) for place, token in enumerate(tokens, length)]
-            if reports
-            else [],
-            draft_logprobs=[-float(token) for token in tokens] if session.spec.reports_draft_logprobs else [],
+            logprobs=LogprobsPart(target, draft) if target or draft else None,
         )
 
     def _meet_fate(self, session: TargetSession, verdict: Verdict, fate: Fate) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.pair_simulation import Simulation, round_times
 from benchmarks.simulated_pair import bursts, waves
+from draftwire.method.round_parts import GuessPart
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.speculation.pair_chooser import PairChooser
@@ -223,7 +224,7 @@ def test_block_of_a_drafter_after_a_guess_of_the_verifier_does_not_count() -> No
     window, session, counted = chooser.window(now), SessionLength(chooser), []
     for number, strategy in enumerate(("", "", "suffix", "", "")):
         length = session.next_draft(number, 100, now).length
-        times = round_times(number, now, now + 0.02, length, length, 0.001, 0.01, local_strategy=strategy)
+        times = round_times(number, now, now + 0.02, length, length, 0.001, 0.01, guess=GuessPart(strategy))
         session.observe(times)
         now += 0.02
         counted.append(window.all.num_rounds)

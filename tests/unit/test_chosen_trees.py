@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.pair_simulation import Simulation, round_times
 from benchmarks.simulated_pair import FIXED_TREES, SIBLINGS
+from draftwire.method.round_parts import TreePart
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 from draftwire_gateway.speculation.pair_chooser import TREES, PairChooser
@@ -53,7 +54,7 @@ def test_trees_teach_their_size_alone() -> None:
         assert session.next_draft(number, 100 if number < 30 else 2, now) == arm._replace(
             length=4 if number < 30 else 2
         )
-        session.observe(round_times(number, now, now + 1e-3, 8, 2, draft_depth=2))
+        session.observe(round_times(number, now, now + 1e-3, 8, 2, tree=TreePart(2)))
         now += 1e-3
     assert chooser.acceptance.chains[DraftSource.DRAFTER].num_drafts == 0
     assert {known: one.num_drafts for known, one in chooser.acceptance.trees.items() if one.num_drafts} == {arm: 40}
@@ -61,7 +62,7 @@ def test_trees_teach_their_size_alone() -> None:
     other = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.TREES))
     session = SessionLength(other)
     assert not session.next_draft(0, 100, 0.0).num_nodes
-    session.observe(round_times(0, 0.0, 0.1, 8, 2, draft_depth=3))  # of a drafter that was given up
+    session.observe(round_times(0, 0.0, 0.1, 8, 2, tree=TreePart(3)))  # of a drafter that was given up
     assert other.acceptance.chains[DraftSource.DRAFTER].num_drafts == 0
 
 
@@ -190,7 +191,9 @@ def test_trees_for_which_texts_end_too_soon_are_not_probed_again_and_again() -> 
         took_s = 0.020 + 0.001 * arm.num_rows
         accepted = arm.length if arm.num_nodes else min(arm.length, number % 3 == 0)
         depth = arm.length if arm.num_nodes else 0
-        times = round_times(number, now, now + took_s, arm.num_rows, accepted, 0.001, 0.018, draft_depth=depth)
+        times = round_times(
+            number, now, now + took_s, arm.num_rows, accepted, 0.001, 0.018, tree=TreePart(depth) if depth else None
+        )
         session.observe(times)
         now, number, with_trees_s = now + took_s, number + 1, with_trees_s + took_s * bool(arm.num_nodes)
     assert 0.0 < with_trees_s < 10.0

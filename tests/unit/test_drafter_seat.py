@@ -11,6 +11,7 @@ from virtual_time import in_virtual_time, now
 
 from benchmarks.pair_simulation import round_times
 from draftwire.errors import NoRoomError
+from draftwire.method.round_parts import AheadPart, TreePart
 from draftwire.method.rounds import BlockSent, DraftTimings, Permit, SendDrafted, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ISSUED_IDENTITIES, PARTIAL_BLOCKS
@@ -133,7 +134,8 @@ async def test_rounds_are_counted_by_whether_their_block_was_drafted_ahead() -> 
     counts = []
     for number, told in enumerate(ends):
         one.seat.drafter.request_block(Arm(DraftSource.AHEAD, 2))
-        one.end_round(STORY[number : number + 1], num_draft_tokens=2, num_wasted_draft_tokens=number, **told)
+        ahead = AheadPart(num_wasted_draft_tokens=number, **told)
+        one.end_round(STORY[number : number + 1], num_draft_tokens=2, ahead=ahead)
         statistics = one.session.statistics
         counts.append((statistics.num_ahead_hits, statistics.num_ahead_late, statistics.num_ahead_misses))
     assert counts == [(0, 0, 1), (0, 1, 1), (0, 1, 2), (1, 1, 2), (1, 1, 3), (1, 1, 4)]
@@ -591,7 +593,8 @@ async def test_round_is_asked_for_in_the_shape_that_is_chosen() -> None:
         asked = drafter.calibrations[-1]
         assert asked.num_draft_tokens == arm.length
         assert (asked.tree and asked.tree.num_nodes) == tree
-        one.end_round(STORY[:1], num_draft_tokens=arm.num_rows, draft_depth=arm.length if arm.num_nodes else 0)
+        judged = TreePart(arm.length) if arm.num_nodes else None
+        one.end_round(STORY[:1], num_draft_tokens=arm.num_rows, tree=judged)
     chains = seating(num_speculative_tokens=8, adapts_length=True)
     chains.target.description = one.target.description
     chains.seat.restart(chains.target)

@@ -10,7 +10,7 @@ from draftwire.method.features import FeatureNeed, FeatureRequest, SessionFeatur
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import Permit
 from draftwire.models.feature_encoding import decode_rows, encode_rows
-from draftwire.runtime import messages
+from draftwire.options.heads import feature_messages
 from draftwire.v1 import verifier_pb2
 
 SIZE = 24
@@ -52,11 +52,11 @@ def test_rows_survive_with_the_loss_of_their_encoding(encoding: FeatureEncoding,
 @pytest.mark.parametrize("first_position", [None, 0, 7])
 def test_requests_and_features_survive_the_wire(first_position: int | None) -> None:
     request = FeatureRequest(2**63, 4, Permit(3, bytes(KEY_BYTES)), 900, first_position)
-    sent = messages.feature_requests_to_proto([request]).SerializeToString()
-    assert messages.feature_requests_from_proto(verifier_pb2.FeatureRequests.FromString(sent)) == [request]
+    sent = feature_messages.feature_request_to_proto(request).SerializeToString()
+    assert feature_messages.feature_request_from_proto(verifier_pb2.FeatureRequest.FromString(sent)) == request
     features = SessionFeatures(2**63, 4, 17, 2, b"rows", b"scales")
-    sent = messages.features_to_proto(features).SerializeToString()
-    assert messages.features_from_proto(verifier_pb2.SessionFeatures.FromString(sent)) == features
+    sent = feature_messages.features_to_proto(features).SerializeToString()
+    assert feature_messages.features_from_proto(verifier_pb2.SessionFeatures.FromString(sent)) == features
     for encoding in FeatureEncoding:
-        source = messages.feature_source_to_proto(b"f" * 32, encoding)
-        assert messages.feature_encoding_from_proto(source) is encoding
+        source = feature_messages.feature_source_to_proto(b"f" * 32, encoding)
+        assert feature_messages.feature_encoding_from_proto(source) is encoding

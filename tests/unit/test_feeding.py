@@ -26,6 +26,7 @@ from draftwire.models.description import FEATURES
 from draftwire.models.feature_encoding import decode_rows, encode_rows
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.sequence_model import FeatureSpan
+from draftwire.options.heads import feature_messages
 from draftwire.runtime import messages
 from draftwire.runtime.interceptor import ServiceGate
 from draftwire.runtime.settings import EngineSettings, ModelSettings
@@ -34,7 +35,7 @@ from draftwire_verifier.config import HeadSettings, TargetEngineSettings, Verifi
 from draftwire_verifier.core import VerifierCore
 from draftwire_verifier.drafter_peers import MAX_TOLD, DrafterStream
 from draftwire_verifier.drafters import Drafter, Greeting
-from draftwire_verifier.feature_feeds import FeatureFeeds, FeaturePart, encoded_features
+from draftwire_verifier.feature_feeds import FeatureFeeds, encoded_features
 from draftwire_verifier.server import VerifierServicer
 
 TOKENS = ["a", "b", "ab", "c", "<e>"]
@@ -257,7 +258,7 @@ async def test_features_of_many_sessions_are_taken_together(
     monkeypatch.setattr("draftwire_verifier.feature_feeds.MOST_BYTES", 10 * row_bytes)
     sizes = []
 
-    def features(engine: Any, parts: list[FeaturePart], encoding: FeatureEncoding) -> Any:
+    def features(engine: Any, parts: list[FeatureSpan[Any]], encoding: FeatureEncoding) -> Any:
         sizes.append([part.stop - part.start for part in parts])
         return encoded_features(engine, parts, encoding)
 
@@ -315,7 +316,7 @@ async def test_stream_whose_writer_fails_ends_with_a_status_and_is_logged(
     def refuse(_features: SessionFeatures) -> None:
         raise RuntimeError("cannot be encoded")
 
-    monkeypatch.setattr(messages, "features_to_proto", refuse)
+    monkeypatch.setattr(feature_messages, "features_to_proto", refuse)
     open_session(core)
     advance(core)
     gate = ServiceGate()
@@ -324,7 +325,7 @@ async def test_stream_whose_writer_fails_ends_with_a_status_and_is_logged(
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(core), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    source = messages.feature_source_to_proto(core.peers.features_of, FeatureEncoding.FLOAT32)
+    source = feature_messages.feature_source_to_proto(core.peers.features_of, FeatureEncoding.FLOAT32)
     hello = verifier_pb2.DrafterHello(model=messages.model_to_proto(core.description), instance_id=1, features=source)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(10.0):
         call = verifier_pb2_grpc.VerifierServiceStub(channel).PushDraftBlocks()
@@ -332,9 +333,9 @@ async def test_stream_whose_writer_fails_ends_with_a_status_and_is_logged(
         welcome = await call.read()
         assert isinstance(welcome, verifier_pb2.PushDraftBlocksResponse), "the stream goes on"
         permit = Permit.make(KEY, 0, welcome.identity.drafter_id)
-        requests = messages.feature_requests_to_proto([FeatureRequest(1, 0, permit, 999, 0)])
+        request = feature_messages.feature_request_to_proto(FeatureRequest(1, 0, permit, 999, 0))
         with capture_logs() as lines:
-            await call.write(verifier_pb2.PushDraftBlocksRequest(feature_requests=requests))
+            await call.write(verifier_pb2.PushDraftBlocksRequest(feature_requests={"requests": [request]}))
             assert await call.code() is grpc.StatusCode.INTERNAL
     await server.stop(grace=None)
     assert [line["event"] for line in lines if line["log_level"] == "error"] == ["rpc.method_failed"]

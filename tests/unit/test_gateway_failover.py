@@ -41,6 +41,7 @@ from draftwire.errors import (
     ProtocolViolationError,
     UnavailableError,
 )
+from draftwire.method.round_parts import LogprobsPart
 from draftwire.method.rounds import BlockSent, Calibration, SendDrafted, TargetSessionSpec
 from draftwire.models.description import PARTIAL_BLOCKS
 from draftwire.requests.logprobs import TokenLogprob
@@ -942,8 +943,8 @@ WRONG_VERDICTS: dict[str, Any] = {
     "plain rounds that nobody requested": verdict_of(plain_rounds_left=1),
     "near-ties of more tokens": verdict_of(num_near_ties=2**32 - 1),
     "cached tokens that there are not": verdict_of(num_cached_tokens=2**32 - 1),
-    "log-probabilities that nobody requested": verdict_of(logprobs=[TokenLogprob(1, -1.0)]),
-    "details that nobody requested": verdict_of(draft_logprobs=[-1.0]),
+    "log-probabilities that nobody requested": verdict_of(logprobs=LogprobsPart([TokenLogprob(1, -1.0)])),
+    "details that nobody requested": verdict_of(logprobs=LogprobsPart(draft=[-1.0])),
 }
 
 

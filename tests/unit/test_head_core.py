@@ -20,6 +20,7 @@ from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire_verifier.config import HeadSettings, TargetEngineSettings, VerifierConfig
 from draftwire_verifier.core import VerifierCore
 from tests.dishonest_drafter import argmax
+from tests.unit.verdict_parts import strategy_of
 
 TOKENS = ["a", "b", "ab", "c", "<e>"]
 STOP = 4
@@ -128,11 +129,11 @@ async def test_head_that_draws_otherwise_than_declared_is_not_asked_again(
     monkeypatch.undo()
     session.committed.append([2, 2, 2, 2])
     core.run_plain(PlainRun(session.fence, 3, LocalDraft(EAGLE3, 3)))
-    assert {verdict.local_strategy for verdict in decide(core)} == {""}
+    assert {strategy_of(verdict) for verdict in decide(core)} == {""}
     session.committed.append([2, 2, 2, 2])
     core.run_plain(PlainRun(session.fence, 1, LocalDraft(EAGLE3, 3, instead="suffix")))
     (verdict,) = decide(core)
-    assert (verdict.local_strategy, verdict.num_draft_tokens) == ("suffix", 3), "what else it has goes on"
+    assert (strategy_of(verdict), verdict.num_draft_tokens) == ("suffix", 3), "what else it has goes on"
     core.stop()
 
 

@@ -21,7 +21,8 @@ from draftwire.errors import InvalidRequestError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import KEY_BYTES, Role, derive_key, local_drafting_key
 from draftwire.method.randomness import uniforms
-from draftwire.method.rounds import LocalDraft, PlainRun, Verdict, WatchedGuess
+from draftwire.method.round_parts import WatchedGuess
+from draftwire.method.rounds import LocalDraft, PlainRun, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
@@ -34,6 +35,7 @@ from draftwire.requests.automaton import Automaton
 from draftwire.requests.parameters import SamplingParams
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.scheduler import Scheduler
+from tests.unit.verdict_parts import strategy_of, watched_of
 
 torch.set_num_threads(1)
 
@@ -152,7 +154,7 @@ def test_texts_are_the_same_with_the_head_and_without(verifier: Verifier, rule: 
         assert len(with_head) == 30
         assert not any(verdict.num_draft_tokens for verdict in plain)
         drafted = [verdict for verdict in verdicts if verdict.num_draft_tokens]
-        assert {verdict.local_strategy for verdict in drafted} == {HEAD}
+        assert {strategy_of(verdict) for verdict in drafted} == {HEAD}
         assert len(drafted) >= len(verdicts) - 2, "all rounds but the first, and one at the end without room"
         num_drafted += sum(verdict.num_draft_tokens for verdict in drafted)
         num_accepted += sum(verdict.num_accepted_tokens for verdict in drafted)
@@ -164,8 +166,8 @@ def test_round_that_reads_the_prompt_is_plain_and_later_ones_are_drafted() -> No
     session = verifier.open(plain_rounds=0)
     verifier.run(session, 3)
     first, second, third = verifier.decide()
-    assert (first.num_draft_tokens, first.local_strategy, first.extra) == (0, "", TokenSource.PLAIN)
-    assert (second.num_draft_tokens, second.local_strategy) == (3, HEAD)
+    assert (first.num_draft_tokens, strategy_of(first), first.extra) == (0, "", TokenSource.PLAIN)
+    assert (second.num_draft_tokens, strategy_of(second)) == (3, HEAD)
     assert second.timings.draft_us > 0
     assert second.verify_us == verifier.steps[1][1].verify_us - second.timings.draft_us
     assert (third.num_draft_tokens, third.plain_rounds_left) == (3, 0)
@@ -186,9 +188,9 @@ def test_rounds_of_a_plain_run_have_no_draft() -> None:
     verifier.run(session, 2, num_draft_tokens=0)
     assert [verdict.num_draft_tokens for verdict in verifier.decide()[-2:]] == [0, 0]
     verifier.scheduler.run_plain(PlainRun(session.fence, 1, LocalDraft("suffix", 3)))
-    assert verifier.decide()[-1].local_strategy in ("", "suffix")
+    assert strategy_of(verifier.decide()[-1]) in ("", "suffix")
     verifier.run(session, 1)
-    assert verifier.decide()[-1].local_strategy == HEAD
+    assert strategy_of(verifier.decide()[-1]) == HEAD
 
 
 def test_no_draft_reaches_beyond_the_end_of_the_text() -> None:
@@ -321,7 +323,7 @@ def test_head_without_finite_logits_costs_the_draft_and_not_the_round(monkeypatc
     state_of = verifier.head._state
     monkeypatch.setattr(verifier.head, "_state", lambda *given: without_rows(state_of(*given)))
     verifier.run(session, 2)
-    assert [(verdict.num_draft_tokens, verdict.local_strategy) for verdict in verifier.decide()] == [(0, "")] * 2
+    assert [(verdict.num_draft_tokens, strategy_of(verdict)) for verdict in verifier.decide()] == [(0, "")] * 2
 
 
 def test_head_that_is_not_trusted_any_more_drafts_nothing() -> None:
@@ -362,23 +364,23 @@ def test_rounds_without_a_head_draft_are_reported_unless_the_head_reads(
     verifier.close(other)
     verifier.run(watching, 3)
     reading, _, drafted = verifier.decide()
-    assert (reading.num_draft_tokens, reading.watched) == (0, None)
-    assert (drafted.local_strategy, drafted.watched) == (HEAD, None)
+    assert (reading.num_draft_tokens, watched_of(reading)) == (0, None)
+    assert (strategy_of(drafted), watched_of(drafted)) == (HEAD, None)
     state_of = verifier.head._state
     monkeypatch.setattr(verifier.head, "_state", lambda *given: without_rows(state_of(*given)))
     unwatched = verifier.opened(3, PROMPT[:2])
     for session in (watching, unwatched):
         verifier.run(session, 1)
     (lacking, untold) = verifier.decide()
-    assert (lacking.num_draft_tokens, lacking.watched) == (0, WatchedGuess(False))
-    assert (untold.num_draft_tokens, untold.watched) == (0, None), "which asked for nothing"
+    assert (lacking.num_draft_tokens, watched_of(lacking)) == (0, WatchedGuess(False))
+    assert (untold.num_draft_tokens, watched_of(untold)) == (0, None), "which asked for nothing"
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(verifier.head, "read", fail)
     verifier.run(watching, 1)
-    assert [verdict.watched for verdict in verifier.decide()] == [WatchedGuess(False)]
+    assert [watched_of(verdict) for verdict in verifier.decide()] == [WatchedGuess(False)]
 
 
 def test_what_a_head_would_have_drafted_is_not_watched() -> None:
@@ -386,7 +388,7 @@ def test_what_a_head_would_have_drafted_is_not_watched() -> None:
     verifier = Verifier()
     session = verifier.open(watched=LocalDraft(HEAD, 3))
     (verdict,) = verifier.decide()
-    assert verdict.watched is None
+    assert watched_of(verdict) is None
     assert session.run_source is None
     assert not verifier.head.readings
 
@@ -415,7 +417,7 @@ def test_head_that_fails_costs_the_drafts_of_a_step_and_nothing_else(monkeypatch
     ids, verdicts = verifier.text(3, sampling=SamplingParams(0.0))
     assert ids == plain
     assert sum(None in result.drafted.values() for _, result in verifier.steps) == 2
-    assert any(verdict.local_strategy for verdict in verdicts[4:]), "it drafts again"
+    assert any(strategy_of(verdict) for verdict in verdicts[4:]), "it drafts again"
 
 
 def test_time_of_the_head_is_no_time_of_the_target_for_anybody() -> None:

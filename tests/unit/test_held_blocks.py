@@ -27,6 +27,7 @@ from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import CommittedTokens, Fence, PlainRun, ReceivedBlock, Verdict
 from draftwire.options.ahead.held_blocks import HeldFate
 from draftwire_verifier.scheduler import Scheduler
+from tests.unit.verdict_parts import ahead_of
 
 HELD = 3
 
@@ -65,18 +66,23 @@ class Rig:
         return verdict
 
 
+def fate_of(verdict: Verdict) -> tuple[bool, int, int]:
+    ahead = ahead_of(verdict)
+    return ahead.is_ahead, ahead.num_wasted_draft_tokens, ahead.held_bytes
+
+
 def test_block_whose_text_comes_true_is_judged_without_being_requested() -> None:
     rig = Rig()
     offer(rig.scheduler, rig.ahead([10, 11, 20], token_ids=[30, 31]))
     offer(rig.scheduler, rig.ahead([10, 11, 21], token_ids=[40]))
     assert rig.scheduler.num_kept == 2
-    assert rig.step().next_is_held
+    assert ahead_of(rig.step()).next_is_held
     assert rig.session.block is not None
     assert rig.session.block.token_ids == [30, 31]
     assert rig.fates == {HeldFate.HIT: 1, HeldFate.MISSED: 1}
     assert (len(rig.session.pushed), rig.tally.num_bytes) == (0, 0)
     verdict = rig.step()
-    assert (verdict.token_ids, verdict.num_draft_tokens, verdict.next_is_held) == ([30, 31, 20], 2, False)
+    assert (verdict.token_ids, verdict.num_draft_tokens, ahead_of(verdict).next_is_held) == ([30, 31, 20], 2, False)
     assert rig.scheduler.next_step() is None
 
 
@@ -84,7 +90,7 @@ def test_other_text_drops_all_that_were_held_for_its_round() -> None:
     rig = Rig()
     offer(rig.scheduler, rig.ahead([10, 11, 20]))
     offer(rig.scheduler, rig.ahead([10, 11, 20, 5], rounds=2))
-    assert not rig.step(10, 50).next_is_held
+    assert not ahead_of(rig.step(10, 50)).next_is_held
     assert rig.scheduler.next_step() is None
     assert (rig.fates, len(rig.session.pushed)) == ({HeldFate.MISSED: 1}, 1), "one is for a round that is still to come"
     offer(rig.scheduler, make_block(rig.session.fence, permit=None))
@@ -101,7 +107,11 @@ def test_block_after_its_verdict_is_taken_or_dropped_without_violation() -> None
     assert rig.scheduler.next_step() is None
     offer(rig.scheduler, right)
     verdict = rig.step()
-    assert (verdict.num_draft_tokens, verdict.is_ahead, verdict.num_wasted_draft_tokens) == (2, True, 2)
+    assert (verdict.num_draft_tokens, ahead_of(verdict).is_ahead, ahead_of(verdict).num_wasted_draft_tokens) == (
+        2,
+        True,
+        2,
+    )
     assert rig.fates == {HeldFate.STALE: 1, HeldFate.LATE: 1}
     offer(rig.scheduler, wrong)
     assert rig.fates[HeldFate.STALE] == 2, "of a round that is over"
@@ -116,11 +126,19 @@ def test_held_bytes_and_wasted_tokens_are_told() -> None:
         offer(rig.scheduler, block)
     assert rig.tally.num_bytes == right.num_bytes + wrong.num_bytes + later.num_bytes
     verdict = rig.step()
-    assert (verdict.is_ahead, verdict.num_wasted_draft_tokens, verdict.held_bytes) == (False, 1, later.num_bytes)
+    assert fate_of(verdict) == (
+        False,
+        1,
+        later.num_bytes,
+    )
     verdict = rig.step(30, 50)
-    assert (verdict.is_ahead, verdict.num_wasted_draft_tokens, verdict.held_bytes) == (True, 1, 0)
+    assert fate_of(verdict) == (
+        True,
+        1,
+        0,
+    )
     rig.scheduler.run_plain(PlainRun(rig.session.fence, 1))
-    assert rig.step(51).num_wasted_draft_tokens == 0, "each is told once"
+    assert ahead_of(rig.step(51)).num_wasted_draft_tokens == 0, "each is told once"
 
 
 def test_first_blocks_are_kept_whatever_is_in_them() -> None:
@@ -134,11 +152,11 @@ def test_first_blocks_are_kept_whatever_is_in_them() -> None:
             offer(rig.scheduler, block)
         offer(rig.scheduler, rig.ahead([10, 11, 0], token_ids=[9]))
         assert rig.fates == {HeldFate.NO_ROOM: 1, HeldFate.REPEATED: 1}
-        assert rig.step(10, 11, HELD).next_is_held is False, "there was no room for the last"
+        assert ahead_of(rig.step(10, 11, HELD)).next_is_held is False, "there was no room for the last"
         other = Rig()
         for block in blocks:
             offer(other.scheduler, block)
-        assert other.step(10, 11, 0).next_is_held
+        assert ahead_of(other.step(10, 11, 0)).next_is_held
         assert other.session.block is blocks[0]
 
 
@@ -197,20 +215,20 @@ def test_what_a_drafter_sent_ends_with_it(ends: str) -> None:
             assert (rig.fates, rig.tally.num_bytes) == ({HeldFate.ENDED: 1}, 0)
             return
     assert (rig.fates[HeldFate.ENDED], len(rig.session.pushed), rig.tally.num_bytes) == (1, 0, 0)
-    assert not rig.step().next_is_held
+    assert not ahead_of(rig.step()).next_is_held
 
 
 def test_nothing_is_judged_after_a_stop_token_or_in_a_plain_run() -> None:
     rig = Rig()
     offer(rig.scheduler, rig.ahead([10, STOP_TOKEN]))
-    assert not rig.step(10, STOP_TOKEN).next_is_held
+    assert not ahead_of(rig.step(10, STOP_TOKEN)).next_is_held
     assert rig.fates == {HeldFate.MISSED: 1}
     rig = Rig()
     rig.step()
     rig.scheduler.run_plain(PlainRun(rig.session.fence, 2))
     offer(rig.scheduler, rig.ahead([20]))
     verdict = rig.step(20)
-    assert (verdict.next_is_held, verdict.plain_rounds_left) == (False, 1)
+    assert (ahead_of(verdict).next_is_held, verdict.plain_rounds_left) == (False, 1)
     assert (rig.session.block, rig.fates) == (None, {HeldFate.MISSED: 1})
 
 

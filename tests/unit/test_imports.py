@@ -154,3 +154,35 @@ request = DraftRequest(2, SamplingParams(), DrawKey(bytes(16), 0, 0), 4096)
 print(json.dumps([status, draft.token_ids, loaded.card.description.vocab_size, sys.modules["torch"]]))
 """
     assert python(code, may_complain=False) == [7, [7, 8], 4096, None]
+
+
+def test_verifier_without_options_loads_none_of_them() -> None:
+    """After a few rounds of its own core, as a user starts it. Text drafters are on by default."""
+    code = """
+import asyncio, json, sys
+sys.path.append("tests/unit")
+from session_specs import target_spec
+import draftwire_verifier.server
+from draftwire.method.rounds import Verdict
+from draftwire.runtime.settings import ModelSettings
+from draftwire_verifier.config import VerifierConfig
+from draftwire_verifier.core import VerifierCore
+
+async def serve():
+    core = VerifierCore(VerifierConfig(ModelSettings("models/target", threads=1)))
+    await core.start()
+    lease_id, outbox = core.open_lease()
+    running = asyncio.create_task(core.run_steps())
+    core.open_session(target_spec(token_ids=[1, 2, 3], plain_rounds=3), lease_id)
+    verdicts = []
+    while len(verdicts) < 3:
+        verdicts += [event for event in await outbox.take_all() if isinstance(event, Verdict)]
+    running.cancel()
+
+asyncio.run(serve())
+print(json.dumps(sorted(sys.modules)))
+"""
+    loaded = python(code)
+    assert "draftwire.options.ahead.held_blocks" in loaded, "what is loaded is seen"
+    parts = (".heads.", ".trees.", ".tree_rule", ".walk", "_verifier.vllm", "feature_feeds", "layer_parallel", "vllm")
+    assert [name for name in loaded if any(part in name for part in parts)] == []

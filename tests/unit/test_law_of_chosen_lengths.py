@@ -25,7 +25,7 @@ from draftwire.checking.emissions import largest_deviation as deviation_of
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
 from draftwire.checking.whole_round import Round
 from draftwire.drafting.tree_shapes import shape_by_rank
-from draftwire.method.rounds import WatchedGuess
+from draftwire.method.round_parts import TreePart, WatchedGuess
 from draftwire.method.token_tree import TokenTree
 from draftwire.verification import RULES
 from draftwire.verification.traversal import TraversalRule
@@ -82,7 +82,9 @@ def observed(session: SessionLength, number: int, arm: Arm, drafted_and_accepted
     """Has a session observe a round; returns its end."""
     accepted = min(arm.length, drafted_and_accepted[1])
     depth, ended_at = arm.length if arm.num_nodes else 0, now + 4.0 + 0.1 * accepted
-    session.observe(round_times(number, now, ended_at, arm.num_rows, accepted, 0.1, 0.1, draft_depth=depth))
+    session.observe(
+        round_times(number, now, ended_at, arm.num_rows, accepted, 0.1, 0.1, tree=TreePart(depth) if depth else None)
+    )
     return ended_at
 
 

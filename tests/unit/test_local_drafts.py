@@ -20,12 +20,14 @@ from test_verifier_scheduler import (
 from draftwire.drafting.model_free.text_drafter import READ_AT_ONCE
 from draftwire.errors import InvalidRequestError
 from draftwire.method.encoding import Supports
-from draftwire.method.rounds import LocalDraft, PlainRun, ReceivedBlock, Verdict, WatchedGuess
+from draftwire.method.round_parts import GuessPart, WatchedGuess
+from draftwire.method.rounds import LocalDraft, PlainRun, ReceivedBlock, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.options.model_free.local_texts import LocalText
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime import messages
 from draftwire.v1 import session_pb2, verifier_pb2
+from tests.unit.verdict_parts import strategy_of, watched_of
 
 REPEATING = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 
@@ -62,12 +64,12 @@ def test_rounds_of_a_run_have_the_guesses_of_the_committed_text() -> None:
     assert isinstance(block.draft, Supports)
     assert block.draft.weights.tolist() == [[65536]] * 3, "one-hot: a guess is no draw"
     verdict = decide(scheduler, step, [3, 4, 9])
-    assert (verdict.num_draft_tokens, verdict.num_accepted_tokens, verdict.local_strategy) == (3, 2, "suffix")
+    assert (verdict.num_draft_tokens, verdict.num_accepted_tokens, strategy_of(verdict)) == (3, 2, "suffix")
     assert verdict.plain_rounds_left == 2
     step, block = local(scheduler)
     assert block is None, "nothing like the end of the text"
     verdict = decide(scheduler, step, [1])
-    assert (verdict.num_draft_tokens, verdict.local_strategy, verdict.plain_rounds_left) == (0, "", 1)
+    assert (verdict.num_draft_tokens, strategy_of(verdict), verdict.plain_rounds_left) == (0, "", 1)
     step, block = local(scheduler)
     assert block is None
     assert decide(scheduler, step, [2]).plain_rounds_left == 0
@@ -177,12 +179,12 @@ def test_verdict_tells_how_a_guess_would_have_fared() -> None:
         scheduler.run_plain(PlainRun(session.fence, 1))
         step, block = local(scheduler)
         assert block is None, "it is not drafted"
-        fared.append(decide(scheduler, step, tokens).watched)
+        fared.append(watched_of(decide(scheduler, step, tokens)))
     assert fared == [WatchedGuess(True, 3), WatchedGuess(True, 0), WatchedGuess(False, 0)]
     scheduler, session = watching()
     scheduler.run_plain(PlainRun(session.fence, 1))
     step, _ = local(scheduler)
-    assert decide(scheduler, step, [3, 4, 9]).watched == WatchedGuess(True, 2)
+    assert watched_of(decide(scheduler, step, [3, 4, 9])) == WatchedGuess(True, 2)
 
 
 def test_guess_that_was_drafted_or_not_asked_for_is_not_watched() -> None:
@@ -190,14 +192,14 @@ def test_guess_that_was_drafted_or_not_asked_for_is_not_watched() -> None:
     run(scheduler, session, 2)
     step, block = local(scheduler)
     assert block is not None
-    assert decide(scheduler, step, [3, 4, 9]).watched is None
+    assert watched_of(decide(scheduler, step, [3, 4, 9])) is None
     step, block = local(scheduler)
     assert block is None
-    assert decide(scheduler, step, [8]).watched == WatchedGuess(False), "nothing was guessed"
+    assert watched_of(decide(scheduler, step, [8])) == WatchedGuess(False), "nothing was guessed"
     scheduler, session = repeating()
     scheduler.run_plain(PlainRun(session.fence, 1))
     step, _ = local(scheduler)
-    assert decide(scheduler, step, [3]).watched is None
+    assert watched_of(decide(scheduler, step, [3])) is None
     assert not session.local, "and costs nothing"
 
 
@@ -207,7 +209,7 @@ def test_guess_of_a_text_that_is_still_being_read_says_nothing() -> None:
     for _ in range(2):
         scheduler.run_plain(PlainRun(session.fence, 1))
         step, _ = local(scheduler)
-        told.append(decide(scheduler, step, [7]).watched)
+        told.append(watched_of(decide(scheduler, step, [7])))
     assert told == [None, WatchedGuess(False, 0)]
 
 
@@ -218,7 +220,7 @@ def test_longer_texts_are_not_watched_since_they_take_too_much_memory(monkeypatc
     for token in (3, 4, 1):
         scheduler.run_plain(PlainRun(session.fence, 1))
         step, _ = local(scheduler)
-        told.append(decide(scheduler, step, [token]).watched)
+        told.append(watched_of(decide(scheduler, step, [token])))
     assert told == [WatchedGuess(True, 1), WatchedGuess(True, 1), None]
     assert text_of(session).length == len(REPEATING) + 1
     run(scheduler, session, 1)
@@ -228,7 +230,9 @@ def test_longer_texts_are_not_watched_since_they_take_too_much_memory(monkeypatc
     run(scheduler, session, 1)
     step, block = local(scheduler)
     assert block is None
-    assert decide(scheduler, step, [9]).watched == WatchedGuess(False), "it is read anyway where drafts are asked for"
+    assert watched_of(decide(scheduler, step, [9])) == WatchedGuess(False), (
+        "it is read anyway where drafts are asked for"
+    )
 
 
 @pytest.mark.parametrize("watched", [LocalDraft("clairvoyance", 3), LocalDraft("suffix", 0), LocalDraft("suffix", 4)])
@@ -239,7 +243,15 @@ def test_session_that_has_something_impossible_watched_is_refused(watched: Local
 
 @pytest.mark.parametrize("watched", [None, WatchedGuess(False), WatchedGuess(True, 2)])
 def test_what_is_watched_survives_the_wire(watched: WatchedGuess | None) -> None:
-    verdict = Verdict(first_fence(), [1, 2], 1, 1, TokenSource.BONUS, 0, watched=watched)
+    verdict = Verdict(
+        first_fence(),
+        [1, 2],
+        1,
+        1,
+        TokenSource.BONUS,
+        0,
+        guess=None if watched is None else GuessPart(watched=watched),
+    )
     sent = messages.verdict_to_proto(verdict).SerializeToString()
     assert messages.verdict_from_proto(session_pb2.Verdict.FromString(sent)) == verdict
     spec = make_spec(watched=None if watched is None else LocalDraft("eagle3", 3, instead="suffix"))

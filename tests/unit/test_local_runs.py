@@ -11,7 +11,8 @@ from virtual_time import in_virtual_time
 from benchmarks.pair_simulation import round_times
 from draftwire.drafting.heads.head_names import HEAD_NAMES
 from draftwire.errors import ProtocolViolationError
-from draftwire.method.rounds import Fence, LocalDraft, Verdict, WatchedGuess
+from draftwire.method.round_parts import GuessPart, WatchedGuess
+from draftwire.method.rounds import Fence, LocalDraft, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire_gateway.core import local_strategies
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict
@@ -114,7 +115,7 @@ async def test_verifier_without_its_drafter_is_a_pair_of_its_own() -> None:
 
 def verdict(num_draft_tokens: int, rounds_left: int, strategy: str) -> Verdict:
     return Verdict(
-        Fence(1, 0, 0, 4, 0), [1], num_draft_tokens, 0, TokenSource.PLAIN, rounds_left, local_strategy=strategy
+        Fence(1, 0, 0, 4, 0), [1], num_draft_tokens, 0, TokenSource.PLAIN, rounds_left, guess=GuessPart(strategy)
     )
 
 
@@ -171,7 +172,7 @@ def test_watched_guess_is_of_the_rounds_tokens_and_was_asked_for(
 ) -> None:
     expected = ExpectedVerdict(make_generation(max_tokens=20, adapts_length=adapts_length))
     expected.request_plain(5)
-    given = replace(verdict(0, 4, ""), watched=watched)
+    given = replace(verdict(0, 4, ""), guess=GuessPart(watched=watched))
     if is_right:
         expected.check(given, 100)
         return
@@ -201,13 +202,13 @@ def test_watched_rounds_teach_the_verifiers_acceptance_beside_a_drafter() -> Non
     for number in range(100):
         session.next_draft(number, 100, 0.0)
         watched = WatchedGuess(True, 5) if number % 2 else WatchedGuess(False)
-        session.observe(round_times(number, 0.0, 0.01, 4, 4, watched=watched))
+        session.observe(round_times(number, 0.0, 0.01, 4, 4, guess=GuessPart(watched=watched)))
     own = chooser.acceptance.chains[DraftSource.VERIFIER]
     assert own.num_drafts == 50
     assert own.share == pytest.approx(0.5, abs=0.05)
     assert own.survival(5)[4] > 0.9
     assert chooser.acceptance.chains[DraftSource.DRAFTER].num_drafts == 100
-    for changes in ({"watched": None}, {"why_plain": WhyPlain.NO_GUESS}):
+    for changes in ({"guess": None}, {"why_plain": WhyPlain.NO_GUESS}):
         before = own.num_rounds
         session.observe(round_times(100, 0.0, 0.01, 4, 0, **changes))
         assert own.num_rounds == before, "not known, as while the text is read"
@@ -221,7 +222,7 @@ def test_what_was_not_guessed_counts_as_not_accepted() -> None:
     for number in range(rounds):
         session.next_own_length(number, 100, now)
         has_guess = number % 4 == 0
-        strategy = {"local_strategy": "suffix"} if has_guess else {"watched": WatchedGuess(False)}
+        strategy = {"guess": GuessPart("suffix") if has_guess else GuessPart(watched=WatchedGuess(False))}
         drafted, accepted = (4, 4) if has_guess else (0, 0)
         session.observe(round_times(number, now, now + 0.01, drafted, accepted, **strategy))
         now += 0.01
@@ -242,7 +243,7 @@ def test_rounds_in_which_a_head_still_reads_are_no_rounds_of_its_drafts() -> Non
         session.next_own_length(number, 100, now)
         is_reading = number < 20
         took_s = 0.05 if is_reading else 0.01
-        told = {"why_plain": WhyPlain.NO_GUESS} if is_reading else {"local_strategy": "eagle3"}
+        told = {"why_plain": WhyPlain.NO_GUESS} if is_reading else {"guess": GuessPart("eagle3")}
         session.observe(round_times(number, now, now + took_s, *((0, 0) if is_reading else (4, 4)), **told))
         now += took_s
         if is_reading:
@@ -272,7 +273,7 @@ def test_drafts_of_the_verifier_say_nothing_of_a_drafter() -> None:
     chooser = PairChooser(8, 4)
     session = SessionLength(chooser)
     session.next_draft(0, 100, 0.0)
-    session.observe(round_times(0, 0.0, 0.01, 4, 4, local_strategy="suffix"))
+    session.observe(round_times(0, 0.0, 0.01, 4, 4, guess=GuessPart("suffix")))
     assert [known.num_drafts for known in chooser.acceptance.chains.values()] == [0]
 
 
@@ -300,7 +301,9 @@ def test_verifier_replaces_a_drafter_without_room_at_its_own_best_length() -> No
     assert session.next_draft(0, 0, 0.0).length == 0, "it has no room"
     assert session.next_own_length(0, 100, 0.0) == 3, "nothing is known: as at first"
     chooser.window(0.0).all.add(round_times(0, 0.0, 0.1, 3, 0, 0.01, 0.01), 1.0)
-    session.observe(round_times(0, 0.0, 9.0, 0, 0, why_plain=WhyPlain.NO_GUESS, watched=WatchedGuess(False)))
+    session.observe(
+        round_times(0, 0.0, 9.0, 0, 0, why_plain=WhyPlain.NO_GUESS, guess=GuessPart(watched=WatchedGuess(False)))
+    )
     assert chooser.known.best_length(DraftSource.VERIFIER, 0) == 8, "guesses seem to cost nothing yet"
     assert session.next_own_length(1, 100, 9.0) == 0, "plain decoding has its turn first"
     assert chooser.acceptance.chains[DraftSource.VERIFIER].share < 1.0

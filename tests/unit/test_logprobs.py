@@ -24,6 +24,7 @@ from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, DraftDistributions, decode_one
 from draftwire.method.quantization import Encoding
+from draftwire.method.round_parts import LogprobsPart
 from draftwire.method.rounds import (
     CommittedTokens,
     Fence,
@@ -103,12 +104,18 @@ def check_all(tokens: list[TokenLogprob], start: int, text: Sequence[int], num_t
         check(token, expected, text[position], num_top)
 
 
+def told(verdict: Verdict) -> list[TokenLogprob]:
+    return (verdict.logprobs or LogprobsPart()).target
+
+
 def through_the_wire(tokens: list[TokenLogprob]) -> list[TokenLogprob]:
     """Returns what a gateway receives of a verdict."""
     fence = Fence(1, 0, 0, 1, 1)
-    verdict = Verdict(fence, [token.token_id for token in tokens], 0, 0, TokenSource.PLAIN, 0, logprobs=tokens)
+    verdict = Verdict(
+        fence, [token.token_id for token in tokens], 0, 0, TokenSource.PLAIN, 0, logprobs=LogprobsPart(tokens)
+    )
     sent = messages.verdict_to_proto(verdict).SerializeToString()
-    return messages.verdict_from_proto(session_pb2.Verdict.FromString(sent)).logprobs
+    return told(messages.verdict_from_proto(session_pb2.Verdict.FromString(sent)))
 
 
 def make(
@@ -292,7 +299,7 @@ def test_reported_prompt_reuses_nothing_and_precedes_the_first_verdict(model: Wa
     engine = TargetEngine(model, 400)
     prompt = random_ids(random.Random(5), 300)
     scheduler.open(make_spec(1, prompt), 1)
-    assert all(isinstance(event, Verdict) and not event.logprobs for _, event in run(scheduler, engine))
+    assert all(isinstance(event, Verdict) and event.logprobs is None for _, event in run(scheduler, engine))
     scheduler.open(make_spec(2, prompt), 1)
     assert [event.num_cached_tokens for _, event in run(scheduler, engine)] == [288] * 3
     scheduler.open(make_spec(3, prompt, logprobs=LogprobsRequest(1, 2)), 1)
@@ -304,7 +311,7 @@ def test_reported_prompt_reuses_nothing_and_precedes_the_first_verdict(model: Wa
     for position, token in enumerate(tokens, 1):
         check(token, logits[position - 1].log_softmax(0), prompt[position], 2)
     assert first.num_cached_tokens == second.num_cached_tokens == third.num_cached_tokens == 0
-    assert all(len(event.logprobs) == 1 and len(event.logprobs[0].top) == 1 for event in (first, second, third))
+    assert all(len(told(event)) == 1 and len(told(event)[0].top) == 1 for event in (first, second, third))
     scheduler.open(make_spec(4, prompt, logprobs=LogprobsRequest(1)), 1)
     assert [event.num_cached_tokens for _, event in run(scheduler, engine)] == [288] * 3, "others still share"
 
@@ -331,10 +338,10 @@ def test_verdict_on_a_block_reports_accepted_and_recovered_tokens(model: Watched
         ((_, verdict),) = run(scheduler, engine)
         assert isinstance(verdict, Verdict)
         assert verdict.num_accepted_tokens == min(length, 2)
-        for place, token in enumerate(verdict.logprobs):
+        for place, token in enumerate(told(verdict)):
             row = logits_of(text + verdict.token_ids[:place])[-1]
             check(token, row.log_softmax(0), verdict.token_ids[place], 3)
-        assert len(verdict.logprobs) == len(verdict.token_ids)
+        assert len(told(verdict)) == len(verdict.token_ids)
         text += verdict.token_ids
 
 

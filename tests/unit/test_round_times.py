@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import run
 
+from draftwire.method.round_parts import GuessPart
 from draftwire.method.rounds import DraftTimings, Fence, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire_gateway.options.mask_allowance import mask_s
@@ -31,7 +32,7 @@ def verdict(
         queue_us=microseconds.get("queue", 0),
         timings=DraftTimings(microseconds.get("calibration", 0), microseconds.get("draft", 0)),
         mask_us=microseconds.get("mask", 0),
-        local_strategy=local_strategy,
+        guess=GuessPart(local_strategy) if local_strategy else None,
     )
 
 

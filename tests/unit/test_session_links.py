@@ -12,7 +12,7 @@ from virtual_time import in_virtual_time
 
 from draftwire.errors import InvalidRequestError, ProtocolViolationError
 from draftwire.method.rounds import BlockSent
-from draftwire.requests import logprobs
+from draftwire.requests import packed_logprobs
 from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.runtime import messages
 from draftwire.runtime.peers import ModelPeer
@@ -99,7 +99,7 @@ def test_event_of_a_session_that_is_not_open_is_not_decoded(name: str) -> None:
 def test_lists_longer_than_the_tokens_end_the_stream_and_are_not_unpacked(fields: dict[str, Any]) -> None:
     link, events = link_of(VerifierLink)
     given = {"logprobs": [-1.0], **fields}
-    with patch.object(logprobs.struct, "unpack") as unpack, pytest.raises(InvalidRequestError, match="log-prob"):
+    with patch.object(packed_logprobs.struct, "unpack") as unpack, pytest.raises(InvalidRequestError, match="log-prob"):
         link._receive(event_of("verdict", **given))
     assert not unpack.called or "draft_logprobs" in fields
     assert events == []

@@ -38,6 +38,7 @@ MAY_IMPORT_GRPC = (
     "draftwire_*.server",
     "draftwire_*.wire",
     "draftwire.runtime.*",
+    "draftwire.options.*_messages",
     "draftwire.client.*",
     "draftwire.v1.*",
 )

@@ -14,6 +14,7 @@ from virtual_time import run
 
 from draftwire.method.encoding import DenseProbs, Supports, log_probs
 from draftwire.method.quantization import Encoding
+from draftwire.method.round_parts import LogprobsPart
 from draftwire.method.token_source import TokenSource
 from draftwire_gateway.session.committed_text import Delta
 from draftwire_gateway.session.loop import GenerationLoop
@@ -61,7 +62,7 @@ def test_verdict_reports_the_draft_probability_and_source_of_each_token(
         offer(scheduler, make_block(first_fence(), draft, encoding))
     verdict = complete(scheduler, next_step(scheduler), decided)
     assert verdict is not None
-    assert verdict.draft_logprobs == pytest.approx(given, nan_ok=True)
+    assert (verdict.logprobs or LogprobsPart()).draft == pytest.approx(given, nan_ok=True)
     assert verdict.sources == [*[ACCEPTED] * (len(decided) - 1), last]
 
 
@@ -137,7 +138,7 @@ def test_text_that_is_held_back_to_the_end_counts_with_the_last_token() -> None:
 def test_verifier_that_leaves_out_what_the_drafter_gave_is_given_up() -> None:
     forgetful, good = FakeTarget(address="forgetful:1"), FakeTarget(address="good:1")
     decide = forgetful._verdict
-    forgetful._verdict = lambda *given: replace(decide(*given), draft_logprobs=[])  # type: ignore[method-assign]
+    forgetful._verdict = lambda *given: replace(decide(*given), logprobs=None)  # type: ignore[method-assign]
     deltas = run(deltas_of(make_loop([forgetful, good], None, max_tokens=4, token_details=True)))
     assert sum(len(delta.draft_logprobs) for delta in deltas) == 4
     assert (len(forgetful.attempts), len(good.attempts)) == (1, 1)

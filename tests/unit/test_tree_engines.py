@@ -142,7 +142,7 @@ def test_text_with_trees_is_the_targets_own(rule: str, sampling: SamplingParams,
     assert rounds.ids[: len(PROMPT) + LENGTH] == plain(rule, sampling)
     assert any(verdict.num_accepted_tokens > 1 for verdict in verdicts)
     assert all(verdict.num_draft_tokens <= NODES and verdict.num_draft_positions <= DEPTH for verdict in verdicts)
-    assert sum(verdict.draft_depth > 0 for verdict in verdicts) > len(verdicts) / 2
+    assert sum(verdict.tree is not None for verdict in verdicts) > len(verdicts) / 2
     assert all(audit is None for audit in rounds.audits), "nobody can bias such a text"
     rounds.target.cache.check_integrity()
 
@@ -164,7 +164,7 @@ def test_tree_that_is_set_aside_is_audited_and_the_round_is_plain() -> None:
     rounds = Rounds("block", sampling, WIDE)
     rounds.is_trusted = False
     verdicts = [rounds.round() for _ in range(LENGTH - 1)]
-    assert all((len(one.token_ids), one.num_draft_tokens, one.draft_depth) == (1, 0, 0) for one in verdicts)
+    assert all((len(one.token_ids), one.num_draft_tokens, one.tree) == (1, 0, None) for one in verdicts)
     assert all(one.extra is TokenSource.PLAIN for one in verdicts)
     assert rounds.ids[: len(PROMPT) + LENGTH] == plain("block", sampling)
     assert all(audit is not None and audit.num_positions > 0 for audit in rounds.audits[1:])

@@ -24,6 +24,7 @@ from draftwire.errors import (
 )
 from draftwire.method.encoding import Supports
 from draftwire.method.quantization import Encoding
+from draftwire.method.round_parts import TreePart
 from draftwire.method.rounds import Calibration, DraftTree, ReceivedBlock, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.method.token_tree import TokenTree
@@ -50,6 +51,7 @@ from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_NODES
 from draftwire_verifier.config import TargetEngineSettings, VerifierConfig
 from draftwire_verifier.metrics import VerifierMetrics
 from draftwire_verifier.scheduler import Scheduler
+from tests.unit.verdict_parts import depth_of
 
 GREEDY = SamplingParams(0.0)
 TREE = TokenTree((-1, -1, 0, 0, 3))
@@ -93,14 +95,14 @@ def test_verdict_reports_the_depth_of_a_tree_and_how_its_path_ended(path: tuple[
     scheduler = judging()
     offer(scheduler, tree_block())
     verdict = verdict_of(scheduler, path, 20)
-    assert (verdict.num_draft_tokens, verdict.draft_depth, verdict.num_draft_positions) == (5, 3, 3)
+    assert (verdict.num_draft_tokens, depth_of(verdict), verdict.num_draft_positions) == (5, 3, 3)
     assert (verdict.num_accepted_tokens, verdict.extra) == (len(path), extra)
     told: list[RoundTimes] = []
     watch = RoundWatch(told.append)
     watch.ask(WhyPlain.NO_ROOM)
     watch.take(verdict, 0.0)
     watch.end()
-    assert [(times.verdict.extra, times.verdict.draft_depth) for times in told] == [(extra, 3)], "of the round's span"
+    assert [(times.verdict.extra, depth_of(times.verdict)) for times in told] == [(extra, 3)], "of the round's span"
     assert verdict.token_ids == [*(TOKENS[node] for node in path), 20]
 
 
@@ -108,7 +110,7 @@ def test_verdict_of_a_chain_says_nothing_of_depth() -> None:
     scheduler = judging()
     offer(scheduler, verifier.make_block(first_fence(), [10, 11], Encoding.NONE))
     verdict = verdict_of(scheduler, (), 20)
-    assert (verdict.draft_depth, verdict.num_draft_positions) == (0, 2)
+    assert (depth_of(verdict), verdict.num_draft_positions) == (0, 2)
 
 
 def test_drafters_log_probabilities_are_those_along_the_path() -> None:
@@ -129,7 +131,7 @@ def test_drafters_log_probabilities_are_those_along_the_path() -> None:
         scheduler = judging(rule="block", reports_draft_logprobs=True)
         block = replace(tree_block(tree, [10, 11, 12]), draft=draft, has_distributions=True)
         offer(scheduler, block)
-        told = verdict_of(scheduler, path, extra).draft_logprobs
+        told = verdict_of(scheduler, path, extra).logprobs.draft
         assert [math.exp(value) for value in told] == pytest.approx(expected, nan_ok=True)
 
 
@@ -357,17 +359,17 @@ def test_shape_is_given_where_distributions_are_sent_alone() -> None:
     ("changes", "said"),
     [
         ({"num_draft_tokens": 9}, "larger token tree"),
-        ({"draft_depth": 4}, "more draft tokens than were requested"),
+        ({"tree": TreePart(4)}, "more draft tokens than were requested"),
         ({"num_draft_tokens": 2}, "deeper than it has tokens"),
         ({"num_accepted_tokens": 4, "token_ids": [1] * 5}, "accepts more"),
-        ({"draft_depth": 0}, "more draft tokens than were requested"),
+        ({"tree": None}, "more draft tokens than were requested"),
         ({}, None),
     ],
 )
 def test_verdict_of_a_tree_is_of_the_tree_that_was_requested(changes: dict[str, Any], said: str | None) -> None:
     expected = ExpectedVerdict(generation(num_draft_nodes=8))
     expected.request_block(3, num_nodes=8)
-    good = Verdict(replace(first_fence(), prefix_len=1), [1, 1], 5, 1, TokenSource.RECOVERED, 0, draft_depth=3)
+    good = Verdict(replace(first_fence(), prefix_len=1), [1, 1], 5, 1, TokenSource.RECOVERED, 0, tree=TreePart(3))
     verdict = replace(good, **changes)
     if said is None:
         expected.check(verdict, 10)

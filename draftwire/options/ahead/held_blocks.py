@@ -9,6 +9,7 @@ from typing_extensions import override
 from draftwire.engine.target_session import MAX_UINT32, PushedBlocks, TargetSession
 from draftwire.errors import BlockViolationError, Violation
 from draftwire.method.ahead_limits import MAX_ROUNDS_AHEAD
+from draftwire.method.round_parts import AheadPart
 from draftwire.method.rounds import Fence, ReceivedBlock, Verdict
 
 RoundPlace = tuple[int, int, int]
@@ -129,13 +130,13 @@ class HeldBlocks(PushedBlocks):
             is_wanted = not (session.is_over or session.plain_rounds_left)
             self._next = self.take(session.fence, is_wanted=is_wanted)
         num_wasted, self._num_wasted_tokens = self._num_wasted_tokens, 0
-        return replace(
-            verdict,
+        ahead = AheadPart(
             next_is_held=self._next is not None,
             is_ahead=block is not None and block.is_ahead,
             num_wasted_draft_tokens=min(num_wasted, MAX_UINT32),
             held_bytes=self.num_bytes,
         )
+        return replace(verdict, ahead=ahead)
 
     @override
     def clear(self) -> None:

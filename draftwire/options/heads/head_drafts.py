@@ -19,7 +19,8 @@ from draftwire.engine.target_session import NO_DRAFTER, DraftOrder, LocalSource,
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode_one
 from draftwire.method.keys import KEY_BYTES, local_drafting_key
-from draftwire.method.rounds import DraftTimings, ReceivedBlock, TargetSessionSpec, Verdict, WatchedGuess
+from draftwire.method.round_parts import GuessPart, WatchedGuess
+from draftwire.method.rounds import DraftTimings, ReceivedBlock, TargetSessionSpec, Verdict
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.parameters import SamplingParams
 
@@ -61,7 +62,7 @@ class HeadSource(LocalSource):
         watched = session.spec.watched
         if not has_failed or watched is None or watched.strategy != self.strategy:
             return verdict
-        return replace(verdict, watched=WatchedGuess(has_guess=False))
+        return replace(verdict, guess=GuessPart(watched=WatchedGuess(has_guess=False)))
 
 
 class HeadDrafts:

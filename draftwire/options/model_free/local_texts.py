@@ -14,7 +14,8 @@ from draftwire.drafting.model_free.text_drafter import READ_AT_ONCE, FollowedTex
 from draftwire.engine.target_session import NO_DRAFTER, LocalSource, TargetSession
 from draftwire.method.encoding import Claim, DraftDistributions, decode_one
 from draftwire.method.quantization import Encoding
-from draftwire.method.rounds import ReceivedBlock, TargetSessionSpec, Verdict, WatchedGuess
+from draftwire.method.round_parts import GuessPart, WatchedGuess
+from draftwire.method.rounds import ReceivedBlock, TargetSessionSpec, Verdict
 
 MAX_WATCHED = 8192
 """Tokens of a text up to which guesses are watched that nobody asks for: an index takes some 500 bytes for each."""
@@ -59,10 +60,10 @@ class LocalText(LocalSource):
     ) -> Verdict:
         """Adds how a guess would have fared, if the session has it watched."""
         verdict = super(LocalText, self).report(session, verdict, block, has_failed=has_failed)
-        if verdict.local_strategy or verdict.watched is not None:
+        if verdict.guess is not None:
             return verdict
         watched = self._watch(session, verdict.fence.prefix_len, verdict.token_ids)
-        return verdict if watched is None else replace(verdict, watched=watched)
+        return verdict if watched is None else replace(verdict, guess=GuessPart(watched=watched))
 
     @override
     def close(self, session: TargetSession) -> None:

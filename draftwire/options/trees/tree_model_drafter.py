@@ -5,7 +5,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from draftwire.drafting.growth_plan import WantedTree
-from draftwire.drafting.language_model import BatchMember, LanguageModelDrafter, LanguageModelSequence, load_drafter
+from draftwire.drafting.language_model import BatchMember, LanguageModelDrafter, LanguageModelSequence
+from draftwire.drafting.model_strategy import load_drafter
 from draftwire.drafting.strategies import LoadedStrategy, StrategyContext
 from draftwire.drafting.strategy import Draft
 from draftwire.drafting.tree_drafting import GrowingTree, ReadTree, TreeStart, grow

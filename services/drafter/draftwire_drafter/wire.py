@@ -14,6 +14,7 @@ from draftwire.method.features import FeatureNeed, FeatureRequest, SessionFeatur
 from draftwire.method.rounds import DraftBlock, DrafterIdentity, RoundOutcome
 from draftwire.models.card import ModelCard
 from draftwire.models.description import FEATURES, vocabulary_mismatch
+from draftwire.options.heads import feature_messages
 from draftwire.runtime import messages
 from draftwire.runtime.channels import FRAME_BYTES, require_room
 from draftwire.runtime.outbox import Outbox
@@ -105,11 +106,12 @@ class GrpcBlockLink:
         channel = dialler.open(address, bulk=True)
         link = cls(address, channel, dialler.connections.max_message_bytes, events)
         card, need = introduction.card, introduction.need
+        source = None if need is None else feature_messages.feature_source_to_proto(need.fingerprint, need.encoding)
         hello = verifier_pb2.DrafterHello(
             model=messages.model_to_proto(card.description),
             instance_id=introduction.instance_id,
             identity=messages.identity_to_proto(introduction.identity) if introduction.identity is not None else None,
-            features=messages.feature_source_to_proto(need.fingerprint, need.encoding) if need is not None else None,
+            features=source,
         )
         push = channel.stream_stream(
             PUSH_METHOD,
@@ -172,13 +174,12 @@ class GrpcBlockLink:
             blocks = [each for each in queued if isinstance(each, DraftBlock)]
             wanted = [each for each in queued if isinstance(each, FeatureRequest)]
             for start in range(0, len(wanted), messages.MAX_BLOCKS):
-                some = messages.feature_requests_to_proto(wanted[start : start + messages.MAX_BLOCKS])
-                yield verifier_pb2.PushDraftBlocksRequest(feature_requests=some)
+                some = map(feature_messages.feature_request_to_proto, wanted[start : start + messages.MAX_BLOCKS])
+                requests = verifier_pb2.FeatureRequests(requests=some)
+                yield verifier_pb2.PushDraftBlocksRequest(feature_requests=requests)
             for part in in_parts(blocks, self._max_message_bytes // 2):
-                request = verifier_pb2.PushDraftBlocksRequest(
-                    blocks=verifier_pb2.DraftBlocks(blocks=[messages.block_to_proto(block) for block in part])
-                )
-                yield request
+                encoded = verifier_pb2.DraftBlocks(blocks=map(messages.block_to_proto, part))
+                yield verifier_pb2.PushDraftBlocksRequest(blocks=encoded)
 
     def _encode(self, request: verifier_pb2.PushDraftBlocksRequest) -> bytes:
         """Encodes a message and counts its bytes: to measure it would be to encode it another time."""
@@ -197,9 +198,9 @@ class GrpcBlockLink:
                 response = received(read)
                 assert isinstance(response, verifier_pb2.PushDraftBlocksResponse), "it is none but at the end"
                 if response.HasField("outcomes"):
-                    self._events.on_outcomes(messages.outcomes_from_proto(response.outcomes))
+                    self._events.on_outcomes(list(map(messages.outcome_from_proto, response.outcomes.outcomes)))
                 elif response.HasField("features"):
-                    self._events.on_features(messages.features_from_proto(response.features))
+                    self._events.on_features(feature_messages.features_from_proto(response.features))
             reason = await call.details()
         except grpc.aio.AioRpcError as error:
             reason = error.details()

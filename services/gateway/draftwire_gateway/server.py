@@ -20,6 +20,7 @@ from draftwire.runtime import messages
 from draftwire.runtime.addresses import host_of_peer
 from draftwire.runtime.call_limits import SPARE_CALLS, CallLimits
 from draftwire.runtime.channels import check_prompt_fits
+from draftwire.runtime.codec import Codec, converters
 from draftwire.runtime.http_server import MAX_HTTP_CONNECTIONS, HttpEndpoint, HttpListener
 from draftwire.runtime.interceptor import Metadata, ignore_ends, value_of
 from draftwire.runtime.logging import configure_logging
@@ -86,6 +87,15 @@ _NAMED_ALIKE = (
     *("logprobs", "prompt_logprobs", "logprobs_mode"),
 )
 """Parameters that may be left out and have the same names in `RequestedGeneration`."""
+
+
+_statistics_to_proto = Codec(Statistics, gateway_pb2.GenerationStatistics).encode
+converters(ToolCall, gateway_pb2.ToolCall)
+converters(ChatTurn, gateway_pb2.ChatMessage)
+converters(Tool, gateway_pb2.Tool)
+_, _conversation_from_proto = converters(
+    Conversation, gateway_pb2.ChatPrompt, {"turns": "messages", "continues_last": "continue_final_message"}
+)
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
@@ -274,21 +284,7 @@ def _conversation(chat: gateway_pb2.ChatPrompt) -> Conversation:
     _refuse_over("messages", len(chat.messages), MAX_CHAT_MESSAGES)  # before they are copied
     _refuse_over("tool_calls", sum(len(message.tool_calls) for message in chat.messages), MAX_TOOL_CALLS)
     _refuse_over("tools", len(chat.tools), MAX_TOOLS)
-    return Conversation(
-        turns=tuple(
-            ChatTurn(
-                role=message.role,
-                content=message.content,
-                name=message.name,
-                tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls),
-                tool_call_id=message.tool_call_id,
-            )
-            for message in chat.messages
-        ),
-        tools=tuple(Tool(tool.name, tool.description, tool.parameters) for tool in chat.tools),
-        template_arguments=chat.template_arguments,
-        continues_last=chat.continue_final_message,
-    )
+    return _conversation_from_proto(chat)
 
 
 def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> str | None:
@@ -338,13 +334,6 @@ def _finish_to_proto(finish: Finish, generation: Generation) -> gateway_pb2.Gene
         drafter_error=finish.drafter_error,
         is_lossy=generation.is_lossy,
     )
-
-
-def _statistics_to_proto(statistics: Statistics) -> gateway_pb2.GenerationStatistics:
-    """Returns the message, whose fields are those of the same names; only sums of durations are named at length."""
-    message = gateway_pb2.GenerationStatistics
-    names = [field.name for field in message.DESCRIPTOR.fields]
-    return message(**{name: getattr(statistics, name.replace("_duration_us", "_us")) for name in names})
 
 
 def _choice_to_proto(pair: PairName, explanation: Explanation) -> gateway_pb2.SpeculationChoice:

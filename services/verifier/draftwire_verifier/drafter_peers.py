@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -40,24 +40,19 @@ class BlockRefused:
     """The drafter, if it is in quarantine: no session accepts its blocks."""
 
 
+@dataclass(slots=True, eq=False)
 class DrafterStream:
     """Messages that wait for a drafter's stream."""
 
-    def __init__(self, drafter: Drafter, takes_outcomes: bool = False, encoding: FeatureEncoding | None = None) -> None:
-        """Starts with nothing to tell.
-
-        Args:
-            drafter: whose stream it is.
-            takes_outcomes: whether it is told how rounds ended.
-            encoding: of features; None if it needs none.
-        """
-        self.drafter = drafter
-        self.takes_outcomes = takes_outcomes
-        self.encoding = encoding
-        self.use = StreamUse.NONE
-        """None before a block of it is judged."""
-        self.outbox = Outbox[RoundOutcome | SessionKey](MAX_TOLD)
-        """Outcomes, and sessions that have features for it; see `FeatureFeeds.take`."""
+    drafter: Drafter
+    takes_outcomes: bool = False
+    """Whether it is told how rounds ended."""
+    encoding: FeatureEncoding | None = None
+    """Encoding of features; None if it needs none."""
+    use: StreamUse = StreamUse.NONE
+    """None before a block of it is judged."""
+    outbox: Outbox[RoundOutcome | SessionKey] = field(default_factory=lambda: Outbox(MAX_TOLD))
+    """Outcomes, and sessions that have features for it; see `FeatureFeeds.take`."""
 
 
 class DrafterPeers:
@@ -86,7 +81,7 @@ class DrafterPeers:
             description: of the target.
             refuse: tells the gateway that has a lease.
         """
-        self.streams: dict[int, DrafterStream] = {}
+        self.streams: dict[int | None, DrafterStream] = {}
         self.features_of: bytes | None = None
         self._scheduler = scheduler
         self._trust = trust
@@ -167,7 +162,7 @@ class DrafterPeers:
         """Tells the drafter of a round's block how the round ended, if its session holds blocks. One that reads too
         slowly hears of it from the gateway alone.
         """
-        is_drafters = bool(verdict.num_draft_tokens) and not verdict.local_strategy
+        is_drafters = bool(verdict.num_draft_tokens) and not verdict.is_of_verifier
         stream = self.streams.get(session.drafter_id) if session.drafter_id is not None else None
         if session.spec.max_held_blocks and is_drafters and stream is not None and stream.takes_outcomes:
             with suppress(UnavailableError):

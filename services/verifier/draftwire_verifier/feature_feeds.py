@@ -32,22 +32,10 @@ MOST_BYTES = LEAST_MESSAGE_BYTES // 2
 """Size of the features that are read at once, and so of those in one message, unless a single token has more."""
 
 
-@dataclass(frozen=True, slots=True)
-class FeaturePart:
-    """Features that are taken at once: of one session's consecutive tokens."""
-
-    key: SessionKey
-    start: int
-    """Position of the first token."""
-    stop: int
-    """Position behind the last one."""
-
-
 @dataclass(slots=True)
 class Feed:
     """The features that a session's drafter has asked for."""
 
-    drafter_id: int
     permit_number: int
     """The one under which it asked: the feed ends with it."""
     next_position: int
@@ -82,8 +70,8 @@ class FeatureFeeds:
     def feed_of(self, session: TargetSession) -> Feed | None:
         """Returns the feed of a session's drafter; None if it needs no features, or has not asked yet."""
         feed = self._feeds.get(session.key)
-        holder = session.drafter_id, session.permit_number
-        return feed if feed is not None and (feed.drafter_id, feed.permit_number) == holder else None
+        has_drafter = session.drafter_id is not None
+        return feed if has_drafter and feed is not None and feed.permit_number == session.permit_number else None
 
     def request(self, stream: DrafterStream, requests: Iterable[FeatureRequest]) -> None:
         """Takes requests of a drafter. Those without a permit, or for sessions that are not here, are dropped. One in
@@ -97,7 +85,7 @@ class FeatureFeeds:
             feed, limit = self.feed_of(session), min(request.limit, session.spec.max_len)
             if request.first_position is not None:
                 is_due = feed is not None and feed.is_due
-                feed = Feed(drafter.id, session.permit_number, request.first_position, limit, is_due)
+                feed = Feed(session.permit_number, request.first_position, limit, is_due)
                 self._feeds[session.key] = feed
             elif feed is not None:
                 feed.limit = limit
@@ -106,7 +94,7 @@ class FeatureFeeds:
     def offer(self, session: TargetSession) -> None:
         """Has features sent that a session's drafter has asked for and the target has read, if there are any."""
         feed = self.feed_of(session)
-        stream = None if feed is None else self._peers.streams.get(feed.drafter_id)
+        stream = None if feed is None else self._peers.streams.get(session.drafter_id)
         if feed is None or stream is None or stream.encoding is None or feed.is_due or not _num_feedable(session, feed):
             return
         with suppress(UnavailableError):  # it reads too slowly: the next round offers them again
@@ -122,7 +110,7 @@ class FeatureFeeds:
         """Offers a drafter's new stream what was due on an earlier one."""
         for session in self._scheduler.sessions.values():
             feed = self.feed_of(session)
-            if feed is not None and feed.drafter_id == stream.drafter.id:
+            if feed is not None and session.drafter_id == stream.drafter.id:
                 feed.is_due = False
                 self.offer(session)
 
@@ -132,17 +120,17 @@ class FeatureFeeds:
         stream has room for them, in one call to the engine, which may wait for a step: nothing is kept for a drafter.
         """
         assert stream.encoding is not None, "features are offered to streams that want them"
-        parts: list[tuple[TargetSession, Feed, FeaturePart]] = []
+        parts: list[tuple[TargetSession, Feed, FeatureSpan[SessionKey]]] = []
         num_left = max(1, MOST_BYTES // (stream.encoding.row_bytes(self._size) + stream.encoding.scale_bytes))
         for key in keys:
             session = self._scheduler.sessions.get(key)
             feed = None if session is None else self.feed_of(session)
-            if session is None or feed is None or feed.drafter_id != stream.drafter.id:
+            if session is None or feed is None or session.drafter_id != stream.drafter.id:
                 continue
             feed.is_due = False
             count, start = min(_num_feedable(session, feed), num_left), feed.next_position
             if count:
-                parts.append((session, feed, FeaturePart(key, start, start + count)))
+                parts.append((session, feed, FeatureSpan(key, start, start + count)))
                 num_left -= count
             else:
                 self.offer(session)
@@ -164,7 +152,7 @@ class FeatureFeeds:
             feed.next_position = part.stop
             self.offer(session)
             self._peers.metrics.feature_bytes.inc(sum(map(len, encoded)))
-            found.append(SessionFeatures(*part.key, part.start, part.stop - part.start, *encoded))
+            found.append(SessionFeatures(*part.sequence, part.start, part.stop - part.start, *encoded))
         return found
 
     def close(self, key: SessionKey) -> None:
@@ -178,7 +166,7 @@ def _num_feedable(session: TargetSession, feed: Feed) -> int:
 
 
 def encoded_features(
-    engine: StepEngine[Step, StepResult], parts: Sequence[FeaturePart], encoding: FeatureEncoding
+    engine: StepEngine[Step, StepResult], parts: Sequence[FeatureSpan[SessionKey]], encoding: FeatureEncoding
 ) -> list[tuple[bytes, bytes] | None]:
     """Returns the encoded features of each part, and their scales; None for a session that was closed meanwhile. Runs
     on the torch thread.
@@ -186,7 +174,7 @@ def encoded_features(
     assert isinstance(engine, TargetEngine), "the only engine that keeps features"
     spans: dict[int, FeatureSpan[CachedSequence]] = {}
     for index, part in enumerate(parts):
-        sequence = engine.sequences.get(part.key)
+        sequence = engine.sequences.get(part.sequence)
         if sequence is not None and sequence.length >= part.stop:
             spans[index] = FeatureSpan(sequence, part.start, part.stop)
     taken: list[tuple[bytes, bytes] | None] = [None] * len(parts)

@@ -108,10 +108,10 @@ class VerifierMetrics(EngineMetrics):
             self.drafts.inc()
             self.draft_tokens.inc(verdict.num_draft_tokens)
             self.accepted.inc(verdict.num_accepted_tokens)
-            self.trees.inc(verdict.draft_depth > 0)
-            if verdict.local_strategy:
-                self.local_draft_tokens.labels(verdict.local_strategy).inc(verdict.num_draft_tokens)
-                self.local_accepted.labels(verdict.local_strategy).inc(verdict.num_accepted_tokens)
+            self.trees.inc(verdict.tree is not None)
+            if verdict.guess is not None and (strategy := verdict.guess.local_strategy):
+                self.local_draft_tokens.labels(strategy).inc(verdict.num_draft_tokens)
+                self.local_accepted.labels(strategy).inc(verdict.num_accepted_tokens)
             for position in range(len(self._per_position), verdict.num_draft_positions):
                 judged, accepted = self.drafted_per_position, self.accepted_per_position
                 self._per_position.append((judged.labels(position), accepted.labels(position)))

@@ -25,6 +25,7 @@ from draftwire.engine.target_session import (
 )
 from draftwire.errors import BlockViolationError, DraftwireError, InvalidRequestError, Violation
 from draftwire.method.encoding import log_probs
+from draftwire.method.round_parts import LogprobsPart, TreePart
 from draftwire.method.rounds import (
     DraftTimings,
     Fence,
@@ -310,11 +311,10 @@ class Scheduler(SessionBook[TargetSession, Step]):
             queue_us=min(int(max(0.0, step.started_at - session.queued_at) * 1e6), MAX_UINT32),
             num_near_ties=judgement.num_near_ties,
             num_cached_tokens=session.num_reused or 0,
-            logprobs=judgement.logprobs,
-            draft_logprobs=_draft_logprobs(block, judgement) if session.spec.reports_draft_logprobs else [],
             timings=block.timings if block else DraftTimings(),
-            draft_depth=block.depth if block and block.tree is not None else 0,
             mask_us=min(result.mask_us[index], MAX_UINT32) if result.mask_us else 0,
+            logprobs=_logprobs(session, block, judgement),
+            tree=TreePart(block.depth) if block and block.tree is not None else None,
         )
         has_failed = ordered is None and session.key in result.drafted
         for source in session.sources:
@@ -426,6 +426,11 @@ def _extra_kind(block: ReceivedBlock | None, judgement: Judgement) -> TokenSourc
     else:
         is_whole = bool(judgement.path) and judgement.path[-1] not in block.tree.parents
     return TokenSource.BONUS if is_whole else TokenSource.RECOVERED
+
+
+def _logprobs(session: TargetSession, block: ReceivedBlock | None, judgement: Judgement) -> LogprobsPart | None:
+    draft = _draft_logprobs(block, judgement) if session.spec.reports_draft_logprobs else []
+    return LogprobsPart(judgement.logprobs, draft) if judgement.logprobs or draft else None
 
 
 def _draft_logprobs(block: ReceivedBlock | None, judgement: Judgement) -> list[float]:

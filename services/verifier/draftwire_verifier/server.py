@@ -15,10 +15,12 @@ from draftwire.engine.ranks.place import Place
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import PromptRead, RoundOutcome, Verdict
 from draftwire.models.description import ISSUED_IDENTITIES, ModelDescription
+from draftwire.options.heads import feature_messages
 from draftwire.runtime import messages
 from draftwire.runtime.call_limits import SPARE_CALLS, Arrivals, CallLimits, PeerStreams, StreamUse
 from draftwire.runtime.caller_identity import CallerRole, origin_of, require_role
 from draftwire.runtime.channels import FRAME_BYTES, check_prompt_fits, in_messages
+from draftwire.runtime.codec import Codec
 from draftwire.runtime.interceptor import num_received_bytes
 from draftwire.runtime.model_service import ModelServicer
 from draftwire.runtime.outbox import exchange, in_turns
@@ -40,6 +42,9 @@ MAX_GREETINGS = 64
 """Streams of drafters whose hello may come slowly at once."""
 
 _ORDER = "a drafter says hello once, first, and then sends blocks, or requests of features if its hello names some"
+
+
+_refusal_to_proto = Codec(BlockRefused, verifier_pb2.BlockRefusal, {"reason": "message"}).encode
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
@@ -102,7 +107,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             raise ProtocolViolationError(_ORDER)
         model = messages.model_from_proto(first.hello.model)
         source = first.hello.features if first.hello.HasField("features") else None
-        encoding = None if source is None else messages.feature_encoding_from_proto(source)
+        encoding = None if source is None else feature_messages.feature_encoding_from_proto(source)
         greeting = _greeting(first.hello, model, origin_of(context))
         drafter = self._core.peers.welcome(greeting, model, None if source is None else source.fingerprint)
         stream = self._core.peers.open_stream(drafter, model, encoding)
@@ -114,11 +119,11 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             while some := await stream.outbox.take_all():
                 outcomes = [each for each in some if isinstance(each, RoundOutcome)]
                 if outcomes:
-                    told = messages.outcomes_to_proto(outcomes)
+                    told = verifier_pb2.RoundOutcomes(outcomes=map(messages.outcome_to_proto, outcomes))
                     await context.write(verifier_pb2.PushDraftBlocksResponse(outcomes=told))
                 keys = [each for each in some if not isinstance(each, RoundOutcome)]
                 for features in await feeds.take(stream, keys) if keys and feeds is not None else []:
-                    part = messages.features_to_proto(features)
+                    part = feature_messages.features_to_proto(features)
                     await context.write(verifier_pb2.PushDraftBlocksResponse(features=part))
 
         def end() -> None:
@@ -151,10 +156,11 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                     raise ProtocolViolationError(_ORDER)
 
     def _request_features(self, request: verifier_pb2.PushDraftBlocksRequest, stream: DrafterStream) -> None:
-        if len(request.feature_requests.requests) > self._most_items:
+        wanted = request.feature_requests.requests
+        if len(wanted) > self._most_items:
             raise ProtocolViolationError(f"a message holds at most {self._most_items} requests")
         assert self._core.feeds is not None, "else it would not have been welcomed"
-        self._core.feeds.request(stream, messages.feature_requests_from_proto(request.feature_requests))
+        self._core.feeds.request(stream, list(map(feature_messages.feature_request_from_proto, wanted)))
 
     @property
     def _most_items(self) -> int:
@@ -210,15 +216,7 @@ def _event_to_proto(event: TargetEvent) -> verifier_pb2.TargetEvent:
     if isinstance(event, PromptRead):
         return verifier_pb2.TargetEvent(prompt_read=messages.prompt_read_to_proto(event))
     if isinstance(event, BlockRefused):
-        refusal = verifier_pb2.BlockRefusal(
-            session_id=event.session_id,
-            epoch=event.epoch,
-            round=event.round,
-            message=event.reason,
-            quarantined_drafter_id=event.quarantined_drafter_id,
-            permit_number=event.permit_number,
-        )
-        return verifier_pb2.TargetEvent(refusal=refusal)
+        return verifier_pb2.TargetEvent(refusal=_refusal_to_proto(event))
     return verifier_pb2.TargetEvent(failure=messages.failure_to_proto(event.session_id, event.epoch, event.error))
 
 

@@ -1,6 +1,7 @@
 """Spans of a verifier: the prefill of each traced session, and each round that it decided."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from draftwire.engine.target_session import Step
 from draftwire.engine.traced_sessions import TracedSessions
@@ -23,8 +24,8 @@ class VerifierSpans(TracedSessions):
             if traced is not None and isinstance(event, Verdict):
                 self.end_reading(traced, ended_at, event.num_cached_tokens)
                 attributes = {PREFIX + "num_sessions": len(step.items), **_attributes_of(event)}
-                if session.spec.max_held_blocks:
-                    attributes |= _ahead_attributes_of(event)
+                if event.ahead is not None:
+                    attributes |= {PREFIX + name: value for name, value in asdict(event.ahead).items()}
                 self.tracer.record("verify", traced.parent, started_at, ended_at, attributes)
 
 
@@ -37,13 +38,4 @@ def _attributes_of(verdict: Verdict) -> dict[str, int | str]:
         PREFIX + "extra_token": verdict.extra.value,
         PREFIX + "queue_us": verdict.queue_us,
         PREFIX + "verify_us": verdict.verify_us,
-    }
-
-
-def _ahead_attributes_of(verdict: Verdict) -> dict[str, int | str]:
-    return {
-        PREFIX + "is_ahead": verdict.is_ahead,
-        PREFIX + "next_is_held": verdict.next_is_held,
-        PREFIX + "num_wasted_draft_tokens": verdict.num_wasted_draft_tokens,
-        PREFIX + "held_bytes": verdict.held_bytes,
     }

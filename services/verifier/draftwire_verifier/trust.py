@@ -1,6 +1,5 @@
 """Trust in drafters: whose draft tokens may enter texts, by audit, credit and quarantine."""
 
-import math
 from collections.abc import Iterable
 from weakref import WeakSet
 
@@ -22,22 +21,16 @@ class RoundTrust:
     tokens is drawn: when a block comes may depend on its tokens.
     """
 
-    def __init__(self) -> None:
-        """Trusts nobody."""
-        self._began_at = -math.inf
+    def __init__(self, now: float) -> None:
+        """Trusts drafters that have proved themselves by now, and nobody else."""
+        self._began_at = now
         self._promised: dict[DrafterOrigin, int] = {}
         """Tokens that are kept of credits, 0 of those that had too few: an origin is asked once in a round."""
-
-    def begin(self, now: float) -> None:
-        """Begins a round, for which drafters are trusted that have proved themselves by now."""
-        self.end()
-        self._began_at = now
 
     def end(self) -> None:
         """Gives back what was kept of credits: the round is over, and what it used was spent."""
         for origin, num_tokens in self._promised.items():
             origin.promise(-num_tokens)
-        self._promised.clear()
 
     def add(self, drafter: Drafter, num_tokens: int) -> None:
         """Trusts the unproven drafters of a drafter's origin too, if that has credit for so many tokens."""
@@ -79,7 +72,7 @@ class Trust:
         if not self._first_uses.claim(session.spec.verifying_key, parameters.choice):
             self._repeated.add(session)
         elif session.rule.needs_draft_probs and not parameters.sampling.greedy:
-            self._rounds[session] = RoundTrust()
+            self._rounds[session] = RoundTrust(self.drafters.now())
         self.begin(session)
 
     def close(self, session: TargetSession) -> None:
@@ -91,7 +84,8 @@ class Trust:
     def begin(self, session: TargetSession) -> None:
         """Decides whose blocks a session's next round may use: its drafter's or, while it has none, those of any."""
         if session in self._rounds:
-            self._rounds[session].begin(self.drafters.now())
+            self._rounds[session].end()
+            self._rounds[session] = RoundTrust(self.drafters.now())
         drafter = self.drafters.get(session.drafter_id) if session.drafter_id is not None else None
         self._add(session, self.drafters if drafter is None else (drafter,))
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing_extensions import override
 
 from draftwire.method.ahead_limits import held_blocks
+from draftwire.method.round_parts import AheadPart
 from draftwire.method.rounds import DraftSessionSpec, TargetSessionSpec, Verdict
 from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ModelDescription
 from draftwire_gateway.options.begun_rounds import BegunRounds
@@ -78,16 +79,17 @@ class DraftsAhead(SessionOption):
 
     @override
     def end_round(self, verdict: Verdict, *, was_held: bool) -> None:
-        self._next_is_held = verdict.next_is_held
-        statistics, is_hit = self._session.statistics, was_held and verdict.is_ahead
-        statistics.num_ahead_wasted_tokens += verdict.num_wasted_draft_tokens
-        statistics.max_held_bytes = max(statistics.max_held_bytes, verdict.held_bytes)
+        ahead = verdict.ahead or AheadPart()
+        self._next_is_held = ahead.next_is_held
+        statistics, is_hit = self._session.statistics, was_held and ahead.is_ahead
+        statistics.num_ahead_wasted_tokens += ahead.num_wasted_draft_tokens
+        statistics.max_held_bytes = max(statistics.max_held_bytes, ahead.held_bytes)
         if not self._counts:
             return
         self._counts = False
         statistics.num_ahead_hits += is_hit
-        statistics.num_ahead_late += verdict.is_ahead and not is_hit
-        statistics.num_ahead_misses += not verdict.is_ahead
+        statistics.num_ahead_late += ahead.is_ahead and not is_hit
+        statistics.num_ahead_misses += not ahead.is_ahead
 
     @property
     def _max_held_blocks(self) -> int:

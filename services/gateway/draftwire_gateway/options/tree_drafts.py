@@ -52,7 +52,7 @@ class TreeDrafts(SessionOption):
 
     @override
     def end_round(self, verdict: Verdict, *, was_held: bool) -> None:
-        self._session.statistics.num_trees += verdict.draft_depth > 0
+        self._session.statistics.num_trees += verdict.tree is not None
 
 
 def max_tree_nodes(generation: Generation, drafter: ModelDescription, target: ModelDescription) -> int:

@@ -64,6 +64,12 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
     stream is opened for new sessions.
     """
 
+    _command_type: Callable[..., SessionCommand]
+    _request_type: Callable[..., Any]
+    """Message with some commands."""
+    _loss: Callable[[Exception], SessionEvent]
+    """Last event of a session that was lost."""
+
     def __init__(self, address: str, dialler: Dialler, timeout_s: float) -> None:
         """Connects nothing before `maintain`.
 
@@ -153,7 +159,7 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
     def close(self, session_id: int, epoch: int) -> None:
         """Closes a session, without waiting, unless it was lost before. Its inbox gets no more events."""
         if self._inboxes.pop((session_id, epoch), None) is not None:
-            self._outbox.put(self._close_command(session_pb2.CloseSession(session_id=session_id, epoch=epoch)))
+            self._outbox.put(self._command_type(close_session={"session_id": session_id, "epoch": epoch}))
 
     def _leased(self, session_id: int, epoch: int, inbox: Inbox) -> int:
         """Registers the inbox of a session, and returns the id of the lease to open it under."""
@@ -171,7 +177,7 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
         """Delivers the loss of a session, its last event."""
         inbox = self._inboxes.pop(key, None)
         if inbox is not None:
-            inbox.put_nowait(self._lost(error))
+            inbox.put_nowait(self._loss(error))
 
     def _failure(self, failure: session_pb2.SessionFailure) -> None:
         error = error_of_number(failure.status_code, failure.message[:MAX_MESSAGE])
@@ -223,20 +229,14 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
             for request in in_messages(self._request, commands):
                 yield request
 
+    def _request(self, commands: Iterable[SessionCommand]) -> Any:
+        return self._request_type(commands=commands)
+
     @abstractmethod
     def _open_stream(self, requests: AsyncIterator[Any]) -> grpc.aio.StreamStreamCall[Any, Any]: ...
 
     @abstractmethod
-    def _request(self, commands: Iterable[SessionCommand]) -> Any: ...
-
-    @abstractmethod
     def _receive(self, event: Event) -> None: ...
-
-    @abstractmethod
-    def _close_command(self, close: session_pb2.CloseSession) -> SessionCommand: ...
-
-    @abstractmethod
-    def _lost(self, error: Exception) -> SessionEvent: ...
 
 
 Check = Callable[[SessionLink[Any, Any], ModelDescription], Awaitable[None]]
@@ -245,6 +245,9 @@ Check = Callable[[SessionLink[Any, Any], ModelDescription], Awaitable[None]]
 
 class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEvent]):
     """A `TargetPort` over gRPC."""
+
+    _command_type, _request_type = verifier_pb2.TargetCommand, verifier_pb2.RunTargetSessionsRequest
+    _loss = TargetLost
 
     def __init__(self, address: str, dialler: Dialler, timeout_s: float, max_draft_tokens: int) -> None:
         """Connects nothing before `maintain`.
@@ -302,9 +305,6 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
 
     def _open_stream(self, requests: AsyncIterator[Any]) -> grpc.aio.StreamStreamCall[Any, Any]:
         return verifier_pb2_grpc.VerifierServiceStub(self._control.get()).RunTargetSessions(requests)
-
-    def _request(self, commands: Iterable[verifier_pb2.TargetCommand]) -> verifier_pb2.RunTargetSessionsRequest:
-        return verifier_pb2.RunTargetSessionsRequest(commands=commands)
 
     @override
     async def _run_stream(self) -> None:
@@ -380,15 +380,12 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
             raise ProtocolViolationError(f"{self.address} sent {len(token_ids)} tokens at once, of {most} at most")
         return key in self._inboxes
 
-    def _close_command(self, close: session_pb2.CloseSession) -> verifier_pb2.TargetCommand:
-        return verifier_pb2.TargetCommand(close_session=close)
-
-    def _lost(self, error: Exception) -> SessionEvent:
-        return TargetLost(error)
-
 
 class DrafterLink(SessionLink[drafter_pb2.DraftCommand, drafter_pb2.DraftEvent]):
     """A `DrafterPort` over gRPC."""
+
+    _command_type, _request_type = drafter_pb2.DraftCommand, drafter_pb2.RunDraftSessionsRequest
+    _loss = DrafterLost
 
     def __init__(self, address: str, dialler: Dialler, timeout_s: float) -> None:
         super().__init__(address, dialler, timeout_s)
@@ -421,9 +418,6 @@ class DrafterLink(SessionLink[drafter_pb2.DraftCommand, drafter_pb2.DraftEvent])
     def _open_stream(self, requests: AsyncIterator[Any]) -> grpc.aio.StreamStreamCall[Any, Any]:
         return drafter_pb2_grpc.DrafterServiceStub(self._control.get()).RunDraftSessions(requests)
 
-    def _request(self, commands: Iterable[drafter_pb2.DraftCommand]) -> drafter_pb2.RunDraftSessionsRequest:
-        return drafter_pb2.RunDraftSessionsRequest(commands=commands)
-
     def _receive(self, event: drafter_pb2.DraftEvent) -> None:
         match event.WhichOneof("event"):
             case "sent":
@@ -435,9 +429,3 @@ class DrafterLink(SessionLink[drafter_pb2.DraftCommand, drafter_pb2.DraftEvent])
                 if event.lease.instance_id != self.instance_id:
                     self._known_as.clear()  # by that process the verifiers know another one
                 self._take_lease(event.lease)
-
-    def _close_command(self, close: session_pb2.CloseSession) -> drafter_pb2.DraftCommand:
-        return drafter_pb2.DraftCommand(close_session=close)
-
-    def _lost(self, error: Exception) -> SessionEvent:
-        return DrafterLost(error)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from draftwire.method.round_parts import LogprobsPart
 from draftwire.method.rounds import Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.logprobs import TokenLogprob
@@ -31,7 +32,7 @@ class Delta:
     num_draft_tokens: int = 0
     """Draft tokens that the round verified."""
     draft_logprobs: list[float] = field(default_factory=list)
-    """The drafter's log-probability of each token, if requested; see `Verdict.draft_logprobs`."""
+    """The drafter's log-probability of each token, if requested; see `LogprobsPart.draft`."""
     text_lengths: list[int] = field(default_factory=list)
     """Characters of the text that became final with each token, if requested."""
     num_draft_positions: int = 0
@@ -113,13 +114,14 @@ class CommittedText:
         lengths = lengths + [0] * (num_tokens - len(lengths)) if self._session.generation.token_details else []
         if lengths:  # text that was held back until the end counts for the last token
             lengths[-1] += len(text) - sum(lengths)
+        logprobs = verdict.logprobs or LogprobsPart()
         return Delta(
             token_ids,
             text,
-            verdict.logprobs[:num_tokens],
+            logprobs.target[:num_tokens],
             verdict.sources[:num_tokens],
             verdict.num_draft_tokens,
-            verdict.draft_logprobs[:num_tokens],
+            logprobs.draft[:num_tokens],
             lengths,
             verdict.num_draft_positions,
         )

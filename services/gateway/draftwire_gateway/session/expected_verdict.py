@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from draftwire.errors import ProtocolViolationError
+from draftwire.method.round_parts import GuessPart, LogprobsPart
 from draftwire.method.rounds import LocalDraft, Verdict
 from draftwire.requests.logprobs import TokenLogprob
 from draftwire_gateway.session.generation import Generation
@@ -64,17 +65,18 @@ class ExpectedVerdict:
             ProtocolViolationError: it is not a verdict of what was requested.
         """
         num_tokens, prefix_len = len(verdict.token_ids), verdict.fence.prefix_len
-        local = self._local if verdict.local_strategy else None
-        names_local = not verdict.local_strategy or (
-            local is not None and verdict.local_strategy in (local.strategy, local.instead)
+        guess, logprobs = verdict.guess or GuessPart(), verdict.logprobs or LogprobsPart()
+        local = self._local if verdict.is_of_verifier else None
+        names_local = not verdict.is_of_verifier or (
+            local is not None and guess.local_strategy in (local.strategy, local.instead)
         )
         _require(names_local, "has drafts of the verifier that were not requested")
         most_drafted = self._num_draft_tokens if local is None else local.num_draft_tokens
         _require(verdict.num_draft_positions <= most_drafted, "judges more draft tokens than were requested")
-        if verdict.draft_depth:
+        if verdict.tree is not None:
             is_tree_wanted = local is None and verdict.num_draft_tokens <= self._num_nodes
             _require(is_tree_wanted, "judges a larger token tree than was requested")
-            _require(verdict.draft_depth <= verdict.num_draft_tokens, "judges a tree deeper than it has tokens")
+            _require(verdict.tree.draft_depth <= verdict.num_draft_tokens, "judges a tree deeper than it has tokens")
         _require(verdict.num_accepted_tokens <= verdict.num_draft_positions, "accepts more draft tokens than it judged")
         _require(num_tokens == verdict.num_accepted_tokens + 1, "has another number of tokens than were accepted")
         _require(max(verdict.token_ids) < vocab_size, "has a token beyond the vocabulary")
@@ -83,14 +85,14 @@ class ExpectedVerdict:
         _require(verdict.plain_rounds_left <= most_left, "leaves more plain rounds than were requested")
         _require(verdict.num_near_ties <= num_tokens, "counts more near-ties than tokens")
         _require(verdict.num_cached_tokens <= prefix_len, "counts more cached tokens than there are")
-        if verdict.watched is not None:
+        if guess.watched is not None:
             _require(self._generation.adapts_length, "reports guesses that were not to be watched")
-            most_right = num_tokens if verdict.watched.has_guess else 0
-            _require(verdict.watched.num_right <= most_right, "has guessed more tokens than there are")
+            most_right = num_tokens if guess.watched.has_guess else 0
+            _require(guess.watched.num_right <= most_right, "has guessed more tokens than there are")
         is_wanted, has_details = self._generation.logprobs.logprobs is not None, self._generation.token_details
-        _require(len(verdict.logprobs) == num_tokens * is_wanted, "has other log-probabilities than were requested")
-        _require(len(verdict.draft_logprobs) == num_tokens * has_details, "has other details than were requested")
-        check_top(verdict.logprobs, self._generation.logprobs.logprobs, vocab_size)
+        _require(len(logprobs.target) == num_tokens * is_wanted, "has other log-probabilities than were requested")
+        _require(len(logprobs.draft) == num_tokens * has_details, "has other details than were requested")
+        check_top(logprobs.target, self._generation.logprobs.logprobs, vocab_size)
 
 
 def check_top(tokens: Sequence[TokenLogprob], num_top: int | None, vocab_size: int) -> None:

@@ -143,7 +143,8 @@ class RoundWatch:
         if self._observer is None:
             return
         self._verdict, self._arrived_at = verdict, arrived_at
-        self._is_held, self._next_is_held = self._next_is_held, verdict.next_is_held
+        self._is_held = self._next_is_held
+        self._next_is_held = verdict.ahead is not None and verdict.ahead.next_is_held
         if verdict.plain_rounds_left:
             self._leave(arrived_at)
             self.report()

@@ -161,7 +161,7 @@ class SeatedDrafter:
             verdict: of the open round.
             arrived_at: when it arrived.
         """
-        fate = self.wait.end(verdict.fence.round, verdict.num_draft_tokens > 0 and not verdict.local_strategy)
+        fate = self.wait.end(verdict.fence.round, verdict.num_draft_tokens > 0 and not verdict.is_of_verifier)
         if fate is BlockFate.VERIFIED:
             if not self.wait.is_held:
                 self._learn(arrived_at, verdict)

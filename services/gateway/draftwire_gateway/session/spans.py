@@ -49,7 +49,7 @@ class ChoiceSpans:
             PREFIX + "num_tokens": times.num_tokens,
             PREFIX + "extra_token": times.verdict.extra.value,
         }
-        if times.verdict.is_ahead:
+        if times.verdict.ahead is not None and times.verdict.ahead.is_ahead:
             attributes[PREFIX + "ahead"] = "hit" if times.is_held else "late"
         if times.why_plain is not None:
             attributes[PREFIX + "why_plain"] = times.why_plain.value

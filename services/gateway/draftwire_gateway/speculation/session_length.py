@@ -4,6 +4,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from draftwire.method.round_parts import WatchedGuess
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
@@ -149,7 +150,7 @@ class SessionLength:
         for source, own in self._acceptance.items():
             if source is DraftSource.DRAFTER:
                 # A drafter's block may be judged after it was given up: as a tree, or in a round that asked for none.
-                if is_drafters and arm.uses_drafter and not arm.num_nodes and not times.verdict.draft_depth:
+                if is_drafters and arm.uses_drafter and not arm.num_nodes and times.verdict.tree is None:
                     own.add(times.verdict.num_draft_tokens, times.verdict.num_accepted_tokens)
                     pair.chains[source].add(times.verdict.num_draft_tokens, times.verdict.num_accepted_tokens)
             elif source is not DraftSource.AHEAD:  # shares the drafter's
@@ -198,24 +199,28 @@ _NOT_OF_THE_LENGTH = (WhyPlain.WARMING_UP, WhyPlain.NO_DRAFTER, WhyPlain.NO_ROOM
 
 def _learn_guess(acceptance: AcceptanceEstimate, times: RoundTimes, source: DraftSource, arm: Arm) -> None:
     """Adds what a round of some arm shows of what the verifier drafts by itself."""
-    if arm.source is source and times.verdict.local_strategy:
+    if arm.source is source and times.verdict.is_of_verifier:
         # A guess may be shorter, at no cost but its rows: what was not guessed counts as not accepted.
         acceptance.add(arm.length, times.verdict.num_accepted_tokens)
-    elif times.verdict.watched is not None:
-        if times.verdict.watched.has_guess:
-            acceptance.add(min(times.num_tokens, MAX_CHOSEN_LENGTH), times.verdict.watched.num_right)
+    elif (watched := _watched(times)) is not None:
+        if watched.has_guess:
+            acceptance.add(min(times.num_tokens, MAX_CHOSEN_LENGTH), watched.num_right)
         else:
             acceptance.add_missing()
 
 
+def _watched(times: RoundTimes) -> WatchedGuess | None:
+    return None if times.verdict.guess is None else times.verdict.guess.watched
+
+
 def _reads_for_drafts(times: RoundTimes) -> bool:
     """Whether what drafts at the verifier still reads the text, which takes time and drafts nothing yet."""
-    return times.why_plain is WhyPlain.NO_GUESS and times.verdict.watched is None
+    return times.why_plain is WhyPlain.NO_GUESS and _watched(times) is None
 
 
 def _is_verifiers(times: RoundTimes) -> bool:
     """Whether the verifier drafted by itself in a round, or had no guess."""
-    return bool(times.verdict.local_strategy) or times.why_plain is WhyPlain.NO_GUESS
+    return times.verdict.is_of_verifier or times.why_plain is WhyPlain.NO_GUESS
 
 
 def _is_drafters(times: RoundTimes) -> bool:

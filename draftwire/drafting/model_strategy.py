@@ -1,0 +1,24 @@
+"""Loads language models as drafting strategies."""
+
+from typing import TypeVar
+
+from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.drafting.strategies import LoadedStrategy, StrategyContext
+from draftwire.models.card import ModelCard
+
+Drafter = TypeVar("Drafter", bound=LanguageModelDrafter)
+
+
+def load(_name: str, context: StrategyContext) -> LoadedStrategy:
+    """Loads a language model as a strategy."""
+    card, drafter = load_drafter(context, LanguageModelDrafter)
+    return LoadedStrategy(card, drafter)
+
+
+def load_drafter(context: StrategyContext, kind: type[Drafter]) -> tuple[ModelCard, Drafter]:
+    """Loads a language model, and returns its card with a drafter of a kind that draws from it."""
+    card, model = context.load_language_model()
+    card = context.limited(card)
+    described = card.description
+    substitute = described.stop_token_ids[0] if described.stop_token_ids else 0
+    return card, kind(model, described.context_length, substitute, context.quantization, context.calibrates)

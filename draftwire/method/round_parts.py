@@ -1,0 +1,57 @@
+"""Parts of a verdict that options add: what they report of a round. A part is None where its option is off."""
+
+from dataclasses import dataclass, field
+
+from draftwire.requests.logprobs import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobsPart:
+    """Log-probabilities of the tokens of a round, nats, as far as they are requested; else empty."""
+
+    target: list[TokenLogprob] = field(default_factory=list)
+    """The target's of each token."""
+    draft: list[float] = field(default_factory=list)
+    """The drafter's of each token: -inf for tokens that it could not have drawn, NaN at positions without a draft token
+    or without a distribution."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedGuess:
+    """A draft that the verifier would have made in a round in which it did not, compared with the round's tokens."""
+
+    has_guess: bool
+    num_right: int = 0
+    """First tokens of the round that were guessed."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuessPart:
+    """What the verifier drafted by itself in a round, or could have."""
+
+    local_strategy: str = ""
+    """Strategy of the verifier that drafted the tokens; empty if a drafter did, or nothing was drafted."""
+    watched: WatchedGuess | None = None
+    """How what the verifier could have drafted would have fared; None if that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class AheadPart:
+    """What became of blocks that were drafted before their text was known."""
+
+    next_is_held: bool = False
+    """Whether the block of the next round was there already, drafted ahead for just these tokens."""
+    is_ahead: bool = False
+    """Whether the drafter began to draft the judged block before it knew the text."""
+    num_wasted_draft_tokens: int = 0
+    """Draft tokens of blocks that were drafted ahead for nothing, as was found since the verdict before."""
+    held_bytes: int = 0
+    """Size of the blocks that are held for coming rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreePart:
+    """What became of a token tree."""
+
+    draft_depth: int
+    """Draft tokens on its longest path."""
