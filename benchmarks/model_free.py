@@ -29,8 +29,8 @@ from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import embedded_model, stack_options
 from draftwire.client import AsyncClient
-from draftwire.drafting.model_free.store_building import build_store, read_tokens
 from draftwire.models.card import load_card
+from draftwire.options.model_free.store_building import build_store, read_tokens
 
 MODEL = "model"
 """Stands for the name of the draft model."""

@@ -23,9 +23,9 @@ from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import stack_options
 from draftwire.client import Client
-from draftwire.drafting.model_free.prompt_lookup import PromptLookup
-from draftwire.drafting.model_free.suffix import SuffixDrafter
-from draftwire.drafting.model_free.text_drafter import TextDrafter
+from draftwire.options.model_free.prompt_lookup import PromptLookup
+from draftwire.options.model_free.suffix import SuffixDrafter
+from draftwire.options.model_free.text_drafter import TextDrafter
 
 NUM_GUESSED = 8
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24)

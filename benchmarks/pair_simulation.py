@@ -13,11 +13,11 @@ from functools import cache, partial
 from itertools import accumulate, count
 from typing import Any
 
-from draftwire.drafting.tree_shapes import shape_by_rank
 from draftwire.method.round_parts import GuessPart, TreePart
 from draftwire.method.rounds import Fence, Verdict
 from draftwire.method.token_source import TokenSource
-from draftwire.method.token_tree import ROOT, TokenTree
+from draftwire.options.trees.token_tree import ROOT, TokenTree
+from draftwire.options.trees.tree_shapes import shape_by_rank
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.pair_chooser import PairChooser

@@ -26,7 +26,7 @@ from benchmarks.report import read_metric, write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import embedded_model
 from draftwire.client import Client
-from draftwire.method.feature_format import FeatureEncoding
+from draftwire.options.heads.feature_format import FeatureEncoding
 
 BLOCK_LENGTH = 4
 RESAMPLES = 2000

@@ -27,10 +27,10 @@ import numpy as np
 
 from benchmarks.report import write_report
 from draftwire.cli.up_command import embedded_model
-from draftwire.drafting.model_free.retrieval import RetrievalDrafter
-from draftwire.drafting.model_free.retrieval_store import MAX_MATCH, SUFFIXES, TOKENS, RetrievalStore
-from draftwire.drafting.model_free.store_building import build_store, read_tokens
 from draftwire.models.card import load_card
+from draftwire.options.model_free.retrieval import RetrievalDrafter
+from draftwire.options.model_free.retrieval_store import MAX_MATCH, SUFFIXES, TOKENS, RetrievalStore
+from draftwire.options.model_free.store_building import build_store, read_tokens
 
 NUM_GUESSED = 8
 NUM_COLD, NUM_WARM = 200, 5_000

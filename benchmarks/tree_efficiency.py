@@ -18,9 +18,6 @@ from transformers import AutoTokenizer
 from typing_extensions import override
 
 from benchmarks.report import progress
-from draftwire.drafting.growth_plan import GrowthPlan
-from draftwire.drafting.tree_growth import BestFirstGrowth, ShapedGrowth, log_race_chances
-from draftwire.drafting.tree_shapes import shape_by_acceptance
 from draftwire.method.distributions import DraftRows, SparseRows, no_rows, quantize
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import TOTAL_WEIGHT
@@ -28,14 +25,17 @@ from draftwire.method.keys import Role, derive_key
 from draftwire.method.quantization import Quantization
 from draftwire.method.randomness import exponentials, uniforms
 from draftwire.method.sampling import probabilities
-from draftwire.method.token_tree import ROOT, TokenTree
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.sequence_model import Reading
+from draftwire.options.trees.growth_plan import GrowthPlan
+from draftwire.options.trees.token_tree import ROOT, TokenTree
+from draftwire.options.trees.tree_choice import TREE_RULES
+from draftwire.options.trees.tree_growth import BestFirstGrowth, ShapedGrowth, log_race_chances
+from draftwire.options.trees.tree_rule import verify_trees
+from draftwire.options.trees.tree_shapes import shape_by_acceptance
+from draftwire.options.trees.trees import TreeBatch
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import KeyedNoise
-from draftwire.verification.tree_choice import TREE_RULES
-from draftwire.verification.tree_rule import verify_trees
-from draftwire.verification.trees import TreeBatch
 from examples.rules.multi_round import MultiRoundRule, WithoutReplacementRule
 
 Counts = NDArray[np.float64]

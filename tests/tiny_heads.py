@@ -27,7 +27,7 @@ def save_tiny_head(folder: Path, target: Path, kind: str = EAGLE3, seed: int = 0
         seed: of the weights.
         sharpness: scale of the logits.
     """
-    from draftwire.drafting.heads.head_formats import TargetFacts, required_shapes, shape_of
+    from draftwire.options.heads.head_formats import TargetFacts, required_shapes, shape_of
 
     text = AutoConfig.from_pretrained(target).get_text_config()
     config: dict[str, Any] = {"speculators_model_type": kind}

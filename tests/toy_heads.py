@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftwire.drafting.heads.draft_head import HeadConfig, HeadState, PairReading
-from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.errors import NoRoomError
 from draftwire.models.kv_cache import CachedSequence
+from draftwire.options.heads.draft_head import HeadConfig, HeadState, PairReading
+from draftwire.options.heads.head_names import HeadKind
 
 
 class ToyHead:

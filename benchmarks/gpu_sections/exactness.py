@@ -27,11 +27,11 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.errors import DraftwireError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import Role, derive_key
-from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.sequence_model import Reading
 from draftwire.models.static_steps import StaticSteps, static_if
+from draftwire.options.trees.token_tree import TokenTree
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from tools.synth.synthesis import build_target

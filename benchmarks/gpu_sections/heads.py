@@ -11,15 +11,15 @@ from benchmarks.gpu_sections.pair import Pair
 from benchmarks.gpu_sections.plan import Plan
 from benchmarks.gpu_sections.section import Budget, Findings, Row
 from benchmarks.gpu_sections.timer import Timer
-from draftwire.drafting.heads.draft_head import DraftHead, PairReading
-from draftwire.drafting.heads.head_formats import TargetFacts, required_shapes, shape_of
-from draftwire.drafting.heads.head_loading import build_head
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import FeatureSpan, Reading
 from draftwire.models.static_steps import static_if
 from draftwire.models.taps import FeatureSource
+from draftwire.options.heads.draft_head import DraftHead, PairReading
+from draftwire.options.heads.head_formats import TargetFacts, required_shapes, shape_of
+from draftwire.options.heads.head_loading import build_head
 from tools.synth.synthesis import ModelShape, build_target
 
 LARGEST_ERROR = 1e-4

@@ -11,10 +11,10 @@ from draftwire.checking.cube import LAST
 from draftwire.checking.emissions import Emissions
 from draftwire.checking.toy_models import Pair
 from draftwire.method.distributions import DenseRows
-from draftwire.method.token_tree import ROOT, TokenTree
+from draftwire.options.trees.token_tree import ROOT, TokenTree
+from draftwire.options.trees.tree_rule import TreeLawRule, TreeRule, verify_trees
+from draftwire.options.trees.trees import NOTHING, TreeBatch
 from draftwire.verification.rule import FixedNoise
-from draftwire.verification.tree_rule import TreeLawRule, TreeRule, verify_trees
-from draftwire.verification.trees import NOTHING, TreeBatch
 
 
 @dataclass(frozen=True, slots=True)

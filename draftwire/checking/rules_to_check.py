@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from typing import cast
 
+from draftwire.options.trees.tree_choice import TREE_RULES
+from draftwire.options.trees.tree_rule import TreeRule
 from draftwire.verification import RULES
 from draftwire.verification.rule import VerificationRule
 from draftwire.verification.rule_loading import as_rule, check_attributes, imported
-from draftwire.verification.tree_choice import TREE_RULES
-from draftwire.verification.tree_rule import TreeRule
 
 
 def load_rules(names: Iterable[str]) -> tuple[list[VerificationRule], list[TreeRule]]:

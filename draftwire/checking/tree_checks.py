@@ -12,10 +12,10 @@ from draftwire.checking.emissions import Emissions, completed_law, largest_devia
 from draftwire.checking.report import Findings, Kind, TreeReport
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
 from draftwire.method.distributions import DenseRows
-from draftwire.method.token_tree import ROOT, TokenTree
+from draftwire.options.trees.token_tree import ROOT, TokenTree
+from draftwire.options.trees.tree_rule import TreeLawRule, TreeRule, verify_trees
+from draftwire.options.trees.trees import TreeBatch
 from draftwire.verification.rule import FixedNoise
-from draftwire.verification.tree_rule import TreeLawRule, TreeRule, verify_trees
-from draftwire.verification.trees import TreeBatch
 
 TOLERANCE = 1e-9
 """Allowed deviation of exact laws."""

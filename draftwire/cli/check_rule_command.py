@@ -40,8 +40,8 @@ def check_rule(
 
         from draftwire.checking import check, check_trees
         from draftwire.checking.rules_to_check import load_rules
+        from draftwire.options.trees.tree_choice import TREE_RULES
         from draftwire.verification import RULES
-        from draftwire.verification.tree_choice import TREE_RULES
     except ImportError as error:
         end(MISUSED, f"checking rules needs torch: pip install 'draftwire[services]' ({error})")
     torch.set_num_threads(1)  # many small tensors

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from tokenizers import Tokenizer
 
-    from draftwire.drafting.model_free.retrieval_store import StoreIndex
     from draftwire.models.card import ModelCard
+    from draftwire.options.model_free.retrieval_store import StoreIndex
 
 index_app = typer.Typer(no_args_is_help=True, help="Index files, for drafts that are retrieved from them.")
 
@@ -59,7 +59,7 @@ def _build(files: list[Path], out: Path, model: str | None, force: bool, console
         OSError: the store cannot be written.
     """
     try:
-        from draftwire.drafting.model_free.store_building import build_store, check_files, prepare_folder, read_tokens
+        from draftwire.options.model_free.store_building import build_store, check_files, prepare_folder, read_tokens
 
         prepare_folder(out, force)
         num_bytes = check_files(files)

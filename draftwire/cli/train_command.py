@@ -54,7 +54,7 @@ def train(
     try:
         import torch
 
-        from draftwire.drafting.heads.head_names import HeadKind
+        from draftwire.options.heads.head_names import HeadKind
         from draftwire.training.batches import TrainingTexts
         from draftwire.training.heads.head_recipe import HeadRecipe
         from draftwire.training.heads.head_training import train_head

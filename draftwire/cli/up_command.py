@@ -16,9 +16,9 @@ from draftwire.cli.colors import visible
 from draftwire.cli.connection_options import DEFAULT_ADDRESS
 from draftwire.cli.exits import FAILED, end
 from draftwire.cli.options import variable
-from draftwire.drafting.model_free.names import are_text_drafters
 from draftwire.errors import InvalidRequestError
 from draftwire.models.folder import check_model
+from draftwire.options.model_free.names import are_text_drafters
 from draftwire.runtime.addresses import is_taken
 from draftwire.runtime.log_stream import guard_stderr
 

@@ -26,14 +26,14 @@ TEXTS = ("suffix", "lookup", "retrieval")
 JOINT = "+"
 
 STRATEGIES = {
-    **dict.fromkeys(TEXTS, "draftwire.drafting.model_free_drafter:load"),
-    SCRIPTED: "draftwire.drafting.scripted_drafter:load",
+    **dict.fromkeys(TEXTS, "draftwire.options.model_free.model_free_drafter:load"),
+    SCRIPTED: "draftwire.options.scripted.scripted_drafter:load",
     MODEL: "draftwire.drafting.model_strategy:load",
-    **dict.fromkeys(("eagle", "eagle3", "medusa", "hydra", "mtp"), "draftwire.drafting.heads.fed_head:load"),
+    **dict.fromkeys(("eagle", "eagle3", "medusa", "hydra", "mtp"), "draftwire.options.heads.fed_head:load"),
 }
 """Import paths of what loads the strategy of a name, called with the name and a `StrategyContext`."""
 MODEL_WITH_TREES = "draftwire.options.trees.tree_model_drafter:load"
-MODEL_WITH_TEXTS = "draftwire.drafting.cascade_drafter:load"
+MODEL_WITH_TEXTS = "draftwire.options.model_free.cascade_drafter:load"
 
 
 @dataclass(frozen=True, slots=True)

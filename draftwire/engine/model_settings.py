@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from draftwire.method.tree_limits import num_read_nodes
 from draftwire.models.card import ModelCard
 from draftwire.runtime.settings import EngineSettings, ModelSettings, require
 
@@ -10,10 +11,6 @@ def num_tree_tokens(settings: EngineSettings) -> int:
     """Returns how many tokens a session may have in a KV cache beside its text, for trees: those of a drafter, which
     are at least as many as a verifier's.
     """
-    if not settings.max_tree_nodes:
-        return 0
-    from draftwire.drafting.growth_plan import num_read_nodes
-
     return num_read_nodes(settings.max_tree_nodes, settings.max_draft_tokens)
 
 

@@ -71,7 +71,7 @@ def no_such_rule(name: str, known: Iterable[str]) -> InvalidRequestError:
 
 def __getattr__(name: str) -> object:
     if name in OF_TREES:
-        return getattr(import_module(f"{__name__}.{OF_TREES[name]}"), name)
+        return getattr(import_module(f"draftwire.options.trees.{OF_TREES[name]}"), name)
     places = [place for place in MOVED_RULES.values() if place.endswith(f":{name}")]
     if places:  # no AttributeError, whose text `from draftwire.verification import` would hide
         raise ImportError(f"{name} is now {places[0]}, in a clone of the repository")

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from draftwire.method.token_tree import ROOT, TokenTree
-from draftwire.verification.tree_rule import TreeLaw, TreeLawRule
-from draftwire.verification.trees import TreeBatch
+from draftwire.options.trees.token_tree import ROOT, TokenTree
+from draftwire.options.trees.tree_rule import TreeLaw, TreeLawRule
+from draftwire.options.trees.trees import TreeBatch
 
 BISECTIONS = 60
 """Steps to find r from above, where every r is exact."""

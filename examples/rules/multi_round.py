@@ -1,9 +1,9 @@
 """Multi-round verification: the children of each node are judged one after the other, from the root downwards.
 
-With a_j and T_j as in `draftwire.verification.sibling_residuals`, where every node's weight is 1, child c_j is accepted
-with probability a_j = min(1, T_{j-1}(c_j) / D_j(c_j)), and the path goes on there; after a rejection the next child is
-judged against T_j = norm([T_{j-1} - D_j]+). After the last rejection the extra token follows T_k. On a chain this is
-the rule `token`.
+With a_j and T_j as in `draftwire.options.trees.sibling_residuals`, where every node's weight is 1, child c_j is
+accepted with probability a_j = min(1, T_{j-1}(c_j) / D_j(c_j)), and the path goes on there; after a rejection the next
+child is judged against T_j = norm([T_{j-1} - D_j]+). After the last rejection the extra token follows T_k. On a chain
+this is the rule `token`.
 
     draftwire check-rule examples.rules.multi_round:MultiRoundRule examples.rules.multi_round:WithoutReplacementRule
 
@@ -15,9 +15,9 @@ replacement.
 import torch
 from typing_extensions import override
 
-from draftwire.verification.sibling_residuals import DrawnTreeRule, residuals_of
-from draftwire.verification.tree_rule import TreeLaw
-from draftwire.verification.trees import TreeBatch
+from draftwire.options.trees.sibling_residuals import DrawnTreeRule, residuals_of
+from draftwire.options.trees.tree_rule import TreeLaw
+from draftwire.options.trees.trees import TreeBatch
 
 
 class MultiRoundRule(DrawnTreeRule):

@@ -21,8 +21,8 @@ import torch
 from benchmarks.relay import free_port
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import embedded_model, stack_options
-from draftwire.drafting.heads.head_loading import load_fusion
 from draftwire.method.keys import KEY_BYTES
+from draftwire.options.heads.head_loading import load_fusion
 from draftwire.runtime.messages import fence_to_proto
 from draftwire.v1 import drafter_pb2, session_pb2, verifier_pb2
 from tests.attacks.greedy_readers import GreedyReaders, Seen

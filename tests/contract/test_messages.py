@@ -44,9 +44,9 @@ from draftwire.method.rounds import (
     Verdict,
 )
 from draftwire.method.token_source import TokenSource
-from draftwire.method.token_tree import TokenTree
 from draftwire.method.tree_limits import MAX_TREE_NODES
 from draftwire.models.description import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, ModelDescription
+from draftwire.options.trees.token_tree import TokenTree
 from draftwire.requests.logprobs import MAX_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, PARAMETERS, SamplingParams, TextForm
 from draftwire.requests.rules import RuleFacts

@@ -18,8 +18,6 @@ from google.protobuf.message import Message
 from draftwire.client.request_maker import make_request
 from draftwire.errors import NoRoomError
 from draftwire.method.encoding import DraftDistributions, Supports, encode_dense, encode_sparse
-from draftwire.method.feature_format import FeatureEncoding
-from draftwire.method.features import FeatureRequest, SessionFeatures
 from draftwire.method.quantization import Encoding
 from draftwire.method.round_parts import AheadPart, GuessPart, LogprobsPart, TreePart, WatchedGuess
 from draftwire.method.rounds import (
@@ -41,9 +39,11 @@ from draftwire.method.rounds import (
     Verdict,
 )
 from draftwire.method.token_source import TokenSource
-from draftwire.method.token_tree import TokenTree
 from draftwire.models.description import ModelDescription
 from draftwire.options.heads import feature_messages
+from draftwire.options.heads.feature_format import FeatureEncoding
+from draftwire.options.heads.features import FeatureRequest, SessionFeatures
+from draftwire.options.trees.token_tree import TokenTree
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts

@@ -12,9 +12,9 @@ from tiny_models import tiny_compiler
 from toy_heads import ToyHead
 
 from benchmarks.pair_simulation import round_times
-from draftwire.drafting.heads.head_drafter import HeadDrafter
-from draftwire.drafting.model_free.registry import TextDrafters
+from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_drafts import HeadDrafts
+from draftwire.options.model_free.registry import TextDrafters
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire_gateway import requested_generation

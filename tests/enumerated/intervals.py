@@ -20,10 +20,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from draftwire.drafting import drawing, tree_kinds
+from draftwire.drafting import drawing
 from draftwire.method import distributions, randomness
 from draftwire.method.draw_key import DrawKey
-from draftwire.verification import coupled, rule, tree_rule, walk
+from draftwire.options.trees import tree_kinds, tree_rule, walk
+from draftwire.verification import coupled, rule
 
 Name = tuple[object, ...]
 Interval = tuple[float, float]

@@ -23,7 +23,6 @@ from enumeration import FAILED
 from torch import Tensor
 from virtual_time import VirtualTimeLoop
 
-from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine import engine_service
 from draftwire.engine.leases import SessionFailed
 from draftwire.engine.prefill import PrefillPacer
@@ -44,6 +43,7 @@ from draftwire.method.rounds import (
 from draftwire.models.description import ModelDescription
 from draftwire.options.heads.head_drafts import HeadSource
 from draftwire.options.model_free.local_texts import LocalText
+from draftwire.options.model_free.registry import TextDrafters
 from draftwire.options.structured_output.grammar_automaton import FormCompiler
 from draftwire.options.trees.tree_model_drafter import TreeModelDrafter
 from draftwire.runtime import messages

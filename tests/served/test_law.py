@@ -38,9 +38,9 @@ from benchmarks.law import (
 )
 from draftwire.cli.local_stack import LocalStack
 from draftwire.client import Client, Completion
-from draftwire.drafting import cascade_drafter
-from draftwire.drafting.model_free.store_building import build_store
 from draftwire.models.card import load_card
+from draftwire.options.model_free import cascade_drafter
+from draftwire.options.model_free.store_building import build_store
 from draftwire.requests.parameters import SamplingParams
 from tests.in_process import InProcessStack, slow_verifiers
 from tests.observing import read_metric

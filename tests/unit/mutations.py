@@ -8,6 +8,8 @@ from torch import Tensor
 
 from draftwire.checking.whole_round import Ran, Round
 from draftwire.method.distributions import SparseRows, draw, race
+from draftwire.options.trees.traversal import TraversalRule
+from draftwire.options.trees.walk import TargetOnlyRule
 from draftwire.verification import (
     BlockBatch,
     FixedNoise,
@@ -21,8 +23,6 @@ from draftwire.verification import (
     TreeOutcome,
 )
 from draftwire.verification.block import BlockRule, block_weights, largest_success
-from draftwire.verification.traversal import TraversalRule
-from draftwire.verification.walk import TargetOnlyRule
 from examples.rules.greedy_block import GreedyBlockRule
 from examples.rules.multi_round import MultiRoundRule
 

@@ -14,7 +14,6 @@ from strategy_loading import load_drafter
 from structlog.testing import capture_logs
 from tiny_models import save_tiny_model
 
-from draftwire.drafting.growth_plan import num_read_nodes
 from draftwire.engine import cache_sizing
 from draftwire.engine.admission import Room
 from draftwire.engine.cache_sizing import GATHERED_LAYERS, MOST_SESSIONS, cache_size, run_largest, size_while_loading
@@ -24,6 +23,7 @@ from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.place import Place
 from draftwire.errors import InvalidRequestError
+from draftwire.method.tree_limits import num_read_nodes
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.script import Script

@@ -10,9 +10,7 @@ from session_specs import salted
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from draftwire.drafting.cascade_drafter import LEAST_MATCH, LEAST_READ_AHEAD, CascadeDrafter, with_certain
 from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.drafting.model_free.suffix import SuffixDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import (
@@ -28,6 +26,8 @@ from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
+from draftwire.options.model_free.cascade_drafter import LEAST_MATCH, LEAST_READ_AHEAD, CascadeDrafter, with_certain
+from draftwire.options.model_free.suffix import SuffixDrafter
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 

@@ -24,7 +24,7 @@ from draftwire.checking.toy_models import adversarial_pairs, random_pairs
 from draftwire.cli.__main__ import app
 from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import race
-from draftwire.method.token_tree import TokenTree
+from draftwire.options.trees.token_tree import TokenTree
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, TREE_RULES, TreeRule, VerificationRule
 from examples.rules.greedy_block import GreedyBlockRule

@@ -12,12 +12,12 @@ from tiny_models import save_tiny_model
 
 from draftwire.cli import console, up_command
 from draftwire.cli.exits import FAILED, MISUSED
-from draftwire.drafting.model_free import store_building
-from draftwire.drafting.model_free.retrieval import RetrievalDrafter
-from draftwire.drafting.model_free.retrieval_store import RetrievalStore
-from draftwire.drafting.model_free.text_drafter import Guess
 from draftwire.models import card
 from draftwire.models.card import load_card
+from draftwire.options.model_free import store_building
+from draftwire.options.model_free.retrieval import RetrievalDrafter
+from draftwire.options.model_free.retrieval_store import RetrievalStore
+from draftwire.options.model_free.text_drafter import Guess
 
 WORDS = ["the", "cat", "sat", "on", "mat"]
 

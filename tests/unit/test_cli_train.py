@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from command_line import run
 
-from draftwire.drafting.heads.head_names import HeadKind
+from draftwire.options.heads.head_names import HeadKind
 from draftwire.training.heads import head_training
 from draftwire.training.heads.head_recipe import HeadRecipe
 from draftwire.training.plan import Phase

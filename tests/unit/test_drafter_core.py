@@ -15,7 +15,6 @@ from observing import until
 from session_specs import changed, draft_spec
 
 from draftwire.errors import GroupLostError, UnavailableError
-from draftwire.method.features import SessionFeatures
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import (
     BlockSent,
@@ -28,6 +27,7 @@ from draftwire.method.rounds import (
     SendDrafted,
 )
 from draftwire.models.card import ModelCard
+from draftwire.options.heads.features import SessionFeatures
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import ModelSettings
 from draftwire_drafter import core

@@ -18,7 +18,7 @@ from draftwire.method.encoding import Claim, DraftDistributions, decode
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import Permit, ReceivedBlock
-from draftwire.method.token_tree import ROOT, TokenTree
+from draftwire.options.trees.token_tree import ROOT, TokenTree
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.caller_identity import ROLE_PREFIX, CallerRole, origin_of, require_role
 from draftwire.runtime.metrics import PREFIX

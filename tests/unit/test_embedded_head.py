@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks.prompts import load_prompts
-from draftwire.drafting.heads.head_loading import load_head
-from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.models.card import load_card
+from draftwire.options.heads.head_loading import load_head
+from draftwire.options.heads.head_names import HeadKind
 from tools.embedded_pair.evaluation import measure_acceptance
 from tools.embedded_pair.pair import CONTEXT_LENGTH, load_float32
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from draftwire.drafting import scripted_drafter as scripted_drafting
 from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.engine.admission import Room
 from draftwire.engine.prefill import SMALLEST_CHUNK
@@ -43,6 +42,7 @@ from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
 from draftwire.models.script import Script, expected_tokens
 from draftwire.models.scripted import ScriptedTarget
 from draftwire.models.sequence_model import Reading
+from draftwire.options.scripted.scripted_drafter import ScriptedDrafter
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import StillReading

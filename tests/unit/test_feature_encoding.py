@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftwire.method.feature_format import FeatureEncoding
-from draftwire.method.features import FeatureNeed, FeatureRequest, SessionFeatures
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import Permit
-from draftwire.models.feature_encoding import decode_rows, encode_rows
 from draftwire.options.heads import feature_messages
+from draftwire.options.heads.feature_encoding import decode_rows, encode_rows
+from draftwire.options.heads.feature_format import FeatureEncoding
+from draftwire.options.heads.features import FeatureNeed, FeatureRequest, SessionFeatures
 from draftwire.v1 import verifier_pb2
 
 SIZE = 24

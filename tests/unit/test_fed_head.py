@@ -10,18 +10,18 @@ from session_specs import draft_spec
 from torch import Tensor
 from toy_heads import ToyHead
 
-from draftwire.drafting.heads.fed_head import FedHeadDrafter
-from draftwire.drafting.heads.head_drafter import HeadDrafter, HeadDrafting
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.engine.admission import Room
 from draftwire.engine.draft_session import DraftOption, DraftSession
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.draw_key import DrawKey
-from draftwire.method.feature_format import FeatureEncoding
-from draftwire.method.features import FeatureNeed, SessionFeatures
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import Calibration, CommittedTokens, DraftBlock, Fence, Permit, SendDrafted
 from draftwire.options.heads.feature_feeding import FeatureFeeding
+from draftwire.options.heads.feature_format import FeatureEncoding
+from draftwire.options.heads.features import FeatureNeed, SessionFeatures
+from draftwire.options.heads.fed_head import FedHeadDrafter
+from draftwire.options.heads.head_drafter import HeadDrafter, HeadDrafting
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire_drafter.engine import DraftEngine

@@ -15,18 +15,18 @@ from structlog.testing import capture_logs
 from tiny_heads import EAGLE3, MEDUSA, save_tiny_head
 from tiny_models import save_spelling_model
 
-from draftwire.drafting.heads.head_loading import load_fusion
 from draftwire.engine.target_session import TargetSession
 from draftwire.errors import InvalidRequestError, ProtocolViolationError
-from draftwire.method.feature_format import FeatureEncoding
-from draftwire.method.features import FeatureRequest, SessionFeatures
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import Permit, PlainRun
 from draftwire.models.description import FEATURES
-from draftwire.models.feature_encoding import decode_rows, encode_rows
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.sequence_model import FeatureSpan
 from draftwire.options.heads import feature_messages
+from draftwire.options.heads.feature_encoding import decode_rows, encode_rows
+from draftwire.options.heads.feature_format import FeatureEncoding
+from draftwire.options.heads.features import FeatureRequest, SessionFeatures
+from draftwire.options.heads.head_loading import load_fusion
 from draftwire.runtime import messages
 from draftwire.runtime.interceptor import ServiceGate
 from draftwire.runtime.settings import EngineSettings, ModelSettings

@@ -10,8 +10,6 @@ from tiny_models import tiny_network
 from torch import Tensor
 from toy_heads import ToyHead, without_rows
 
-from draftwire.drafting.heads import head_drafter
-from draftwire.drafting.heads.head_drafter import HeadDrafter, HeadDrafting, HeadSequence
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.errors import NoRoomError, UnavailableError
 from draftwire.method.distributions import draw, race, rows_of
@@ -25,6 +23,8 @@ from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
 from draftwire.models.sequence_model import FeatureSpan, Reading
 from draftwire.models.taps import FeatureSource
+from draftwire.options.heads import head_drafter
+from draftwire.options.heads.head_drafter import HeadDrafter, HeadDrafting, HeadSequence
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 

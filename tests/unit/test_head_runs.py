@@ -12,8 +12,6 @@ from session_specs import target_spec
 from tiny_models import tiny_network
 from toy_heads import ToyHead, without_rows
 
-from draftwire.drafting.heads.head_drafter import HeadDrafter
-from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.admission import Room
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.target_session import NO_DRAFTER, Step, StepResult, TargetSession
@@ -29,8 +27,10 @@ from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.static_steps import static_if
 from draftwire.models.taps import FeatureSource
+from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_drafts import HeadDrafts, HeadSource
 from draftwire.options.model_free.local_texts import LocalText
+from draftwire.options.model_free.registry import TextDrafters
 from draftwire.requests.automaton import Automaton
 from draftwire.requests.parameters import SamplingParams
 from draftwire_verifier.engine import TargetEngine
@@ -357,7 +357,7 @@ def test_rounds_without_a_head_draft_are_reported_unless_the_head_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A gateway must not take the one for the other: a text that is long is no text for which the head fails."""
-    monkeypatch.setattr("draftwire.drafting.heads.head_drafter.READ_AT_ONCE", len(PROMPT) // 2)
+    monkeypatch.setattr("draftwire.options.heads.head_drafter.READ_AT_ONCE", len(PROMPT) // 2)
     verifier = Verifier()
     watching, other = verifier.open(watched=LocalDraft(HEAD, 3)), verifier.open(2)
     verifier.decide()

@@ -8,11 +8,6 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from draftwire.drafting.heads.draft_head import HeadConfig, PairReading
-from draftwire.drafting.heads.head_drafter import HeadDrafter
-from draftwire.drafting.heads.head_loading import load_head
-from draftwire.drafting.heads.head_names import HeadKind
-from draftwire.drafting.heads.head_shape import HeadShape
 from draftwire.errors import InvalidRequestError
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
@@ -20,6 +15,11 @@ from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import load_lean_model
 from draftwire.models.tapped_pass import features_and_logits
 from draftwire.models.taps import FeatureSource
+from draftwire.options.heads.draft_head import HeadConfig, PairReading
+from draftwire.options.heads.head_drafter import HeadDrafter
+from draftwire.options.heads.head_loading import load_head
+from draftwire.options.heads.head_names import HeadKind
+from draftwire.options.heads.head_shape import HeadShape
 from draftwire.options.heads.head_strategy import HeadStrategy
 from draftwire.requests.parameters import SamplingParams
 from draftwire.training.batches import TrainingTexts

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import AutoConfig
 
-from draftwire.drafting.heads.draft_head import DraftHead, HeadState, PairReading
-from draftwire.drafting.heads.head_formats import TargetFacts, required_shapes, shape_of
-from draftwire.drafting.heads.head_loading import build_head, load_head, read_shape
-from draftwire.drafting.heads.head_shape import HeadShape
 from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.options.heads.draft_head import DraftHead, HeadState, PairReading
+from draftwire.options.heads.head_formats import TargetFacts, required_shapes, shape_of
+from draftwire.options.heads.head_loading import build_head, load_head, read_shape
+from draftwire.options.heads.head_shape import HeadShape
 from tests.head_checkpoints import (
     HIDDEN,
     LAYERS,

@@ -14,11 +14,12 @@ from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.sampling import Span, probabilities_of_spans
-from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import Reading
+from draftwire.options.trees.token_tree import TokenTree
+from draftwire.options.trees.walk import COUPLED_WALK, TargetOnlyRule, walking_rule
 from draftwire.requests.automaton import BlockMasks
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
@@ -26,7 +27,6 @@ from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
 from draftwire.verification.rule import VerificationRule
 from draftwire.verification.target import Judging, judge
-from draftwire.verification.walk import COUPLED_WALK, TargetOnlyRule, walking_rule
 from draftwire_verifier.auditing import audits_of
 
 torch.set_num_threads(1)

@@ -24,11 +24,11 @@ from draftwire.checking.emissions import Emissions, completed_law, num_codes, se
 from draftwire.checking.emissions import largest_deviation as deviation_of
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
 from draftwire.checking.whole_round import Round
-from draftwire.drafting.tree_shapes import shape_by_rank
 from draftwire.method.round_parts import TreePart, WatchedGuess
-from draftwire.method.token_tree import TokenTree
+from draftwire.options.trees.token_tree import TokenTree
+from draftwire.options.trees.traversal import TraversalRule
+from draftwire.options.trees.tree_shapes import shape_by_rank
 from draftwire.verification import RULES
-from draftwire.verification.traversal import TraversalRule
 from draftwire_gateway.session.policy import Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.session_length import SessionLength

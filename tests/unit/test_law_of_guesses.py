@@ -17,14 +17,14 @@ from enumeration import Law, largest_deviation, law_of_target, outcome_law
 from torch import Tensor
 
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
-from draftwire.drafting.model_free.longest_match import LongestMatch
-from draftwire.drafting.model_free.prompt_lookup import PromptLookup
-from draftwire.drafting.model_free.retrieval import RetrievalDrafter
-from draftwire.drafting.model_free.retrieval_store import RetrievalStore
-from draftwire.drafting.model_free.shared_texts import SharedTexts
-from draftwire.drafting.model_free.store_building import build_store
-from draftwire.drafting.model_free.suffix import SuffixDrafter
-from draftwire.drafting.model_free.text_drafter import TextDrafter
+from draftwire.options.model_free.longest_match import LongestMatch
+from draftwire.options.model_free.prompt_lookup import PromptLookup
+from draftwire.options.model_free.retrieval import RetrievalDrafter
+from draftwire.options.model_free.retrieval_store import RetrievalStore
+from draftwire.options.model_free.shared_texts import SharedTexts
+from draftwire.options.model_free.store_building import build_store
+from draftwire.options.model_free.suffix import SuffixDrafter
+from draftwire.options.model_free.text_drafter import TextDrafter
 from draftwire.verification import RULES
 
 LENGTH = 5

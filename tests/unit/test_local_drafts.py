@@ -17,13 +17,13 @@ from test_verifier_scheduler import (
     opened,
 )
 
-from draftwire.drafting.model_free.text_drafter import READ_AT_ONCE
 from draftwire.errors import InvalidRequestError
 from draftwire.method.encoding import Supports
 from draftwire.method.round_parts import GuessPart, WatchedGuess
 from draftwire.method.rounds import LocalDraft, PlainRun, ReceivedBlock, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.options.model_free.local_texts import LocalText
+from draftwire.options.model_free.text_drafter import READ_AT_ONCE
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime import messages
 from draftwire.v1 import session_pb2, verifier_pb2

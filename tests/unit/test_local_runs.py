@@ -9,11 +9,11 @@ from test_drafter_seat import Seating, seating
 from virtual_time import in_virtual_time
 
 from benchmarks.pair_simulation import round_times
-from draftwire.drafting.heads.head_names import HEAD_NAMES
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.round_parts import GuessPart, WatchedGuess
 from draftwire.method.rounds import Fence, LocalDraft, Verdict
 from draftwire.method.token_source import TokenSource
+from draftwire.options.heads.head_names import HEAD_NAMES
 from draftwire_gateway.core import local_strategies
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from strategy_loading import load_drafter
 
-from draftwire.drafting.cascade_drafter import CascadeDrafter
-from draftwire.drafting.model_free.store_building import build_store
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest, DraftSequence
 from draftwire.errors import InvalidRequestError
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
 from draftwire.models.loading import load_model
+from draftwire.options.model_free.cascade_drafter import CascadeDrafter
+from draftwire.options.model_free.store_building import build_store
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings, TextDraftSettings

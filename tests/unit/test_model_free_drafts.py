@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_compiler
 
-from draftwire.drafting.model_free.possible import following
-from draftwire.drafting.model_free.prompt_lookup import PromptLookup
-from draftwire.drafting.model_free.suffix import SuffixDrafter
-from draftwire.drafting.model_free.suffix_index import SuffixIndex, SuffixMatch
-from draftwire.drafting.model_free.text_drafter import TextDrafter, continued
+from draftwire.options.model_free.possible import following
+from draftwire.options.model_free.prompt_lookup import PromptLookup
+from draftwire.options.model_free.suffix import SuffixDrafter
+from draftwire.options.model_free.suffix_index import SuffixIndex, SuffixMatch
+from draftwire.options.model_free.text_drafter import TextDrafter, continued
 from draftwire.requests.structured_output import StructuredOutput
 
 TEXTS = st.lists(st.integers(0, 2), max_size=60)

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 from draftwire.checking.rules_to_check import load_rules
 from draftwire.cli.__main__ import app
 from draftwire.errors import InvalidRequestError
+from draftwire.options.trees.tree_choice import tree_rule_named
 from draftwire.verification import MOVED_RULES, new_rule, rule_named
 from draftwire.verification.rule_loading import load_rule
-from draftwire.verification.tree_choice import tree_rule_named
 
 UPGRADE = (Path(__file__).parents[2] / "docs" / "upgrade.md").read_text()
 RULES = {f"draftwire.verification.{place.rpartition(':')[2]}": place for place in MOVED_RULES.values()}

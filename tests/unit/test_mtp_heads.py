@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from draftwire.drafting.heads.draft_head import PairReading
-from draftwire.drafting.heads.head_loading import load_head
-from draftwire.drafting.heads.head_names import HeadKind
 from draftwire.errors import InvalidRequestError
 from draftwire.models.card import load_card
 from draftwire.models.configuration import config_of
 from draftwire.models.loading import load_lean_model, load_model
 from draftwire.models.tokenizer import tokenizer_of
+from draftwire.options.heads.draft_head import PairReading
+from draftwire.options.heads.head_loading import load_head
+from draftwire.options.heads.head_names import HeadKind
 from tests.head_checkpoints import MIMO_THETA, Checkpoint, mtp_of_mimo, with_config, with_tensor, without
 from tests.tiny_heads import save_tiny_mimo
 from tests.tiny_models import save_tiny_model

@@ -12,12 +12,12 @@ import pytest
 from observing import until
 from test_drafter_core import FakeLink, make_calibration, make_spec
 
-from draftwire.drafting.heads.head_names import HEAD_NAMES
-from draftwire.drafting.model_free.names import TEXT_DRAFTER_NAMES
 from draftwire.drafting.strategies import STRATEGIES, TEXTS, load_strategy
 from draftwire.engine.ranks.place import Place
 from draftwire.errors import InvalidRequestError
 from draftwire.method.encoding import Claim, Supports, decode_one
+from draftwire.options.heads.head_names import HEAD_NAMES
+from draftwire.options.model_free.names import TEXT_DRAFTER_NAMES
 from draftwire.runtime.settings import ModelSettings
 from draftwire_drafter.config import DrafterConfig, DraftSettings
 from draftwire_drafter.core import DrafterCore

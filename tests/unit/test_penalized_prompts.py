@@ -16,11 +16,11 @@ from torch.testing import assert_close
 
 from draftwire.drafting.places import span_of_next
 from draftwire.drafting.strategy import DraftRequest
-from draftwire.drafting.tree_drafting import GrowingTree
 from draftwire.method import sampling
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.sampling import Span, TokenEdits, first_penalized, probabilities_of_spans
-from draftwire.method.token_tree import TokenTree
+from draftwire.options.trees.token_tree import TokenTree
+from draftwire.options.trees.tree_drafting import GrowingTree
 from draftwire.requests.logprobs import LogprobsMode
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES

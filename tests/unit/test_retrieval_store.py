@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from tiny_models import save_tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from draftwire.drafting.model_free import store_building
-from draftwire.drafting.model_free.retrieval import RetrievalDrafter
-from draftwire.drafting.model_free.retrieval_store import DEPTH, MAX_MATCH, MAX_SAMPLED, RetrievalStore, StoreMatch
-from draftwire.drafting.model_free.store_building import build_store, check_files, read_tokens, sort_suffixes
-from draftwire.drafting.model_free.text_drafter import NOTHING, Guess
 from draftwire.errors import InvalidRequestError
 from draftwire.models.card import load_card
 from draftwire.models.description import fingerprint
+from draftwire.options.model_free import store_building
+from draftwire.options.model_free.retrieval import RetrievalDrafter
+from draftwire.options.model_free.retrieval_store import DEPTH, MAX_MATCH, MAX_SAMPLED, RetrievalStore, StoreMatch
+from draftwire.options.model_free.store_building import build_store, check_files, read_tokens, sort_suffixes
+from draftwire.options.model_free.text_drafter import NOTHING, Guess
 
 FINGERPRINT = fingerprint(["a", "b", "c"])
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2), max_size=25), min_size=1, max_size=5).filter(any)

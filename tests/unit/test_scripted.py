@@ -12,10 +12,7 @@ from cases import every
 from scipy.stats import binomtest
 from strategy_loading import load_drafter
 
-from draftwire.drafting.growth_plan import GrowthPlan, WantedTree
-from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
-from draftwire.drafting.tree_shapes import survival_of
 from draftwire.engine.model_loading import load_target
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.local_loop import LocalRun, LoopRound, speculate
@@ -23,11 +20,14 @@ from draftwire.method.distributions import rows_of
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode_one
 from draftwire.method.quantization import Encoding
-from draftwire.method.token_tree import TokenTree
 from draftwire.models.script import PREFIX, Script, expected_tokens, is_scripted
 from draftwire.models.scripted import ScriptedTarget
 from draftwire.models.sequence_model import Reading, SequenceModel
 from draftwire.options.ahead.branches import WantedGuesses
+from draftwire.options.scripted.scripted_drafter import ScriptedDrafter
+from draftwire.options.trees.growth_plan import GrowthPlan, WantedTree
+from draftwire.options.trees.token_tree import TokenTree
+from draftwire.options.trees.tree_shapes import survival_of
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings

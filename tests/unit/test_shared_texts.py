@@ -8,12 +8,12 @@ from gateway_fakes import PROMPT, describe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwire.drafting.model_free.names import are_text_drafters
-from draftwire.drafting.model_free.registry import TextDrafters
-from draftwire.drafting.model_free.shared_texts import INDEXED_AT_ONCE, SharedTexts
-from draftwire.drafting.model_free.suffix import SuffixDrafter
-from draftwire.drafting.model_free.text_drafter import NOTHING
 from draftwire.errors import InvalidRequestError
+from draftwire.options.model_free.names import are_text_drafters
+from draftwire.options.model_free.registry import TextDrafters
+from draftwire.options.model_free.shared_texts import INDEXED_AT_ONCE, SharedTexts
+from draftwire.options.model_free.suffix import SuffixDrafter
+from draftwire.options.model_free.text_drafter import NOTHING
 from draftwire.requests.parameters import SamplingParams
 from draftwire_gateway.requested_generation import (
     GeneratedChoice,

@@ -17,8 +17,9 @@ MAY_IMPORT_SERVICES = ("draftwire.cli",)
 LAYERS = (
     ("draftwire.cli",),
     SERVICES,
+    ("draftwire.training", "draftwire.checking"),
     ("draftwire.options",),
-    ("draftwire.engine", "draftwire.training", "draftwire.checking", "draftwire.client"),
+    ("draftwire.engine", "draftwire.client"),
     ("draftwire.runtime", "draftwire.audit", "draftwire.local_loop"),
     ("draftwire.drafting", "draftwire.verification"),
     ("draftwire.models",),

@@ -7,7 +7,7 @@ from cases import every
 
 from draftwire.errors import BlockViolationError, Violation
 from draftwire.method.block_shape import CHAIN
-from draftwire.method.token_tree import ROOT, TokenTree
+from draftwire.options.trees.token_tree import ROOT, TokenTree
 
 EXAMPLE = TokenTree((-1, -1, 0, 1, 0, 2, 2, 1))
 

@@ -10,17 +10,17 @@ import torch
 from session_specs import salted
 from tiny_models import tiny_network
 
-from draftwire.drafting.growth_plan import WantedTree
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
-from draftwire.drafting.tree_shapes import shape_by_acceptance, shape_of_widths
 from draftwire.errors import UnavailableError
 from draftwire.method.block_shape import CHAIN
 from draftwire.method.draw_key import DrawKey
-from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.static_steps import static_if
+from draftwire.options.trees.growth_plan import WantedTree
+from draftwire.options.trees.token_tree import TokenTree
 from draftwire.options.trees.tree_model_drafter import TreeModelDrafter, TreeSequence
+from draftwire.options.trees.tree_shapes import shape_by_acceptance, shape_of_widths
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES

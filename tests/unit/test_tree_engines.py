@@ -14,13 +14,13 @@ from draftwire.audit import AuditSums
 from draftwire.engine.admission import Room
 from draftwire.method.rounds import Calibration, CommittedTokens, DraftBlock, DraftTree, Fence, Permit, Verdict
 from draftwire.method.token_source import TokenSource
-from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import CachedModel
 from draftwire.options.trees.session_trees import SessionTrees
+from draftwire.options.trees.token_tree import TokenTree
+from draftwire.options.trees.tree_choice import tree_rule_for
 from draftwire.options.trees.tree_model_drafter import TreeModelDrafter
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime import messages
-from draftwire.verification.tree_choice import tree_rule_for
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.scheduler import Scheduler as DraftScheduler
 from draftwire_verifier.engine import TargetEngine

@@ -8,16 +8,16 @@ from cases import every
 from tiny_models import tiny_network
 
 from benchmarks.tree_efficiency import Arm, Setting, Text, arms_of, calibrate, opt_tree, spec_exec
-from draftwire.drafting.growth_plan import GrowthPlan
-from draftwire.drafting.tree_shapes import shape_of_widths
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import Role, derive_key
 from draftwire.method.quantization import Quantization
 from draftwire.method.randomness import exponentials
 from draftwire.method.sampling import probabilities
-from draftwire.method.token_tree import TokenTree
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
+from draftwire.options.trees.growth_plan import GrowthPlan
+from draftwire.options.trees.token_tree import TokenTree
+from draftwire.options.trees.tree_shapes import shape_of_widths
 from draftwire.requests.parameters import SamplingParams
 
 torch.set_num_threads(1)

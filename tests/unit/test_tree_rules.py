@@ -20,7 +20,11 @@ from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.randomness import exponentials
-from draftwire.method.token_tree import ROOT, TokenTree
+from draftwire.options.trees.token_tree import ROOT, TokenTree
+from draftwire.options.trees.traversal import TraversalRule
+from draftwire.options.trees.tree_rule import TreeLawRule, TreeRule, verify_trees
+from draftwire.options.trees.trees import NOTHING, TreeBatch, cut_undrawable
+from draftwire.options.trees.walk import CoupledWalkRule, TargetOnlyRule
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import (
     RULES,
@@ -34,10 +38,6 @@ from draftwire.verification import (
     tree_rule_named,
     verify,
 )
-from draftwire.verification.traversal import TraversalRule
-from draftwire.verification.tree_rule import TreeLawRule, TreeRule, verify_trees
-from draftwire.verification.trees import NOTHING, TreeBatch, cut_undrawable
-from draftwire.verification.walk import CoupledWalkRule, TargetOnlyRule
 from examples.rules.k_seq import KSeqRule
 from examples.rules.multi_round import MultiRoundRule, WithoutReplacementRule
 

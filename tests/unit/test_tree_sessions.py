@@ -12,8 +12,6 @@ import test_verifier_scheduler as verifier
 from test_request import MINIMAL, TARGET
 from test_verifier_scheduler import PROMPT, first_fence, offer
 
-from draftwire.drafting.growth_plan import num_read_nodes
-from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.engine.target_session import StepResult
 from draftwire.errors import (
     BlockViolationError,
@@ -27,15 +25,17 @@ from draftwire.method.quantization import Encoding
 from draftwire.method.round_parts import TreePart
 from draftwire.method.rounds import Calibration, DraftTree, ReceivedBlock, Verdict
 from draftwire.method.token_source import TokenSource
-from draftwire.method.token_tree import TokenTree
+from draftwire.method.tree_limits import num_read_nodes
 from draftwire.models.script import Script
 from draftwire.options.ahead.ahead_drafting import AheadDrafting
+from draftwire.options.scripted.scripted_drafter import ScriptedDrafter
 from draftwire.options.trees.session_trees import SessionTrees
+from draftwire.options.trees.token_tree import TokenTree
+from draftwire.options.trees.tree_choice import tree_rule_for
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire.verification.deciding import Judgement
-from draftwire.verification.tree_choice import tree_rule_for
 from draftwire_drafter.config import DrafterConfig, DraftSettings
 from draftwire_drafter.core import DrafterCore
 from draftwire_gateway.config import GatewayConfig

@@ -7,11 +7,11 @@ import torch
 from cases import every
 
 from benchmarks.tree_efficiency import growth_of, opt_tree, spec_exec
-from draftwire.drafting.growth_plan import GrowthPlan
-from draftwire.drafting.tree_growth import ShapedGrowth, log_race_chances
-from draftwire.drafting.tree_shapes import shape_by_acceptance, shape_of_widths
 from draftwire.method.distributions import QuantizedRows, race
-from draftwire.method.token_tree import ROOT, TokenTree
+from draftwire.options.trees.growth_plan import GrowthPlan
+from draftwire.options.trees.token_tree import ROOT, TokenTree
+from draftwire.options.trees.tree_growth import ShapedGrowth, log_race_chances
+from draftwire.options.trees.tree_shapes import shape_by_acceptance, shape_of_widths
 
 torch.set_num_threads(1)
 

@@ -19,6 +19,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import DenseRows, DraftRows, SparseRows
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.sampling import probabilities
+from draftwire.options.trees.walk import CoupledWalkRule
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
 from draftwire.verification import (
@@ -39,7 +40,6 @@ from draftwire.verification.block import block_weights
 from draftwire.verification.blocks import cut_impossible
 from draftwire.verification.rule import facts_of
 from draftwire.verification.rule_loading import load_rule, served_rules
-from draftwire.verification.walk import CoupledWalkRule
 from examples.rules.greedy_block import GreedyBlockRule
 
 torch.set_num_threads(1)

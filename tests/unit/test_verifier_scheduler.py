@@ -22,7 +22,6 @@ from scheduler_contract import (
 )
 from session_specs import changed, target_spec
 
-from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.admission import Room
 from draftwire.engine.target_session import Step, StepItem, StepResult, TargetSession, mask_us_of
 from draftwire.errors import (
@@ -49,6 +48,7 @@ from draftwire.method.rounds import (
 from draftwire.method.token_source import TokenSource
 from draftwire.options.ahead.held_blocks import HeldBlocks, HeldTally
 from draftwire.options.model_free.local_texts import LocalText
+from draftwire.options.model_free.registry import TextDrafters
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
 from draftwire_verifier.draft_waits import DraftWaits

@@ -14,11 +14,11 @@ from draftwire.checking.wire_rounds import COARSE, FINE, quantized
 from draftwire.method.distributions import SparseRows, joined, rows_of
 from draftwire.method.encoding import TOTAL_WEIGHT, Supports, encode_sparse
 from draftwire.method.rounds import DraftBlock, Fence, ReceivedBlock
-from draftwire.method.token_tree import ROOT, TokenTree
+from draftwire.options.trees.token_tree import ROOT, TokenTree
+from draftwire.options.trees.traversal import TraversalRule
 from draftwire.runtime import messages
 from draftwire.v1 import session_pb2
 from draftwire.verification import TreeBatch
-from draftwire.verification.traversal import TraversalRule
 
 SHAPES = [TokenTree((-1, -1, 0, 0)), TokenTree((-1, 0, 0, 2)), TokenTree((-1, -1, -1))]
 PAIRS = [random_pairs(3)[1], random_pairs(3)[3], adversarial_pairs(3)[2]]

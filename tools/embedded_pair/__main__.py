@@ -28,9 +28,9 @@ import typer
 from rich.progress import track
 from transformers import LlamaForCausalLM
 
-from draftwire.drafting.heads.draft_head import DraftHead
-from draftwire.drafting.heads.head_loading import load_head
 from draftwire.method.devices import prepare
+from draftwire.options.heads.draft_head import DraftHead
+from draftwire.options.heads.head_loading import load_head
 from draftwire.training.batches import TrainingTexts, batches
 from draftwire.training.heads.head_training import train_head
 from draftwire.training.precision import fast_type

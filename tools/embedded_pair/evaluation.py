@@ -9,14 +9,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import LlamaForCausalLM
 
-from draftwire.drafting.heads.draft_head import DraftHead
-from draftwire.drafting.heads.head_drafter import HeadDrafter
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.taps import FeatureSource
+from draftwire.options.heads.draft_head import DraftHead
+from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_strategy import HeadStrategy
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.rule_loading import load_rule

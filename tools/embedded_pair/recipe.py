@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from draftwire.drafting.heads.head_names import HeadKind
+from draftwire.options.heads.head_names import HeadKind
 from draftwire.training.batches import Repetition, TrainingTexts
 from draftwire.training.heads.head_recipe import HeadRecipe
 from draftwire.training.plan import Phase, TrainingPlan

@@ -8,7 +8,7 @@ from draftwire.drafting.strategy import DraftingStrategy, DraftSequence
 from draftwire.engine.draft_session import DraftOption, DraftSession
 from draftwire.engine.leases import SessionKey
 from draftwire.errors import ProtocolViolationError
-from draftwire.method.features import FeatureNeed, FeatureRequest, SessionFeatures
+from draftwire.options.heads.features import FeatureNeed, FeatureRequest, SessionFeatures
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
 """Encoding of features of the target's tokens, and of what drafters ask for."""
 
-from draftwire.method.feature_format import FeatureEncoding
-from draftwire.method.features import FeatureRequest, SessionFeatures
+from draftwire.options.heads.feature_format import FeatureEncoding
+from draftwire.options.heads.features import FeatureRequest, SessionFeatures
 from draftwire.runtime.codec import Conversion, converters, enumeration, members_of
 from draftwire.runtime.messages import permit_from_proto, permit_to_proto
 from draftwire.v1 import verifier_pb2

@@ -12,7 +12,6 @@ from typing import Self
 import structlog
 from typing_extensions import override
 
-from draftwire.drafting.heads.head_drafter import HeadDrafter, HeadDrafting, HeadSequence
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.target_session import NO_DRAFTER, DraftOrder, LocalSource, OrderedBlocks, TargetSession
@@ -22,6 +21,7 @@ from draftwire.method.keys import KEY_BYTES, local_drafting_key
 from draftwire.method.round_parts import GuessPart, WatchedGuess
 from draftwire.method.rounds import DraftTimings, ReceivedBlock, TargetSessionSpec, Verdict
 from draftwire.models.kv_cache import CachedSequence
+from draftwire.options.heads.head_drafter import HeadDrafter, HeadDrafting, HeadSequence
 from draftwire.requests.parameters import SamplingParams
 
 log = structlog.get_logger()

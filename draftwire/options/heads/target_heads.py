@@ -4,9 +4,6 @@ from pathlib import Path
 
 import torch
 
-from draftwire.drafting.heads.draft_head import DraftHead
-from draftwire.drafting.heads.head_drafter import HeadDrafter
-from draftwire.drafting.heads.head_loading import load_fusion, load_head, read_shape
 from draftwire.engine.cache_sizing import FeatureUser, size_while_loading
 from draftwire.errors import InvalidRequestError
 from draftwire.method.quantization import Quantization
@@ -15,7 +12,10 @@ from draftwire.models.decoder import Decoder
 from draftwire.models.script import is_scripted
 from draftwire.models.sequence_model import FeatureModel, SequenceModel
 from draftwire.models.taps import FeatureSource, check_taps
+from draftwire.options.heads.draft_head import DraftHead
+from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_drafts import HeadDrafts
+from draftwire.options.heads.head_loading import load_fusion, load_head, read_shape
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 
 HEAD_QUANTIZATION = Quantization(mass=0.99, max_support=512)

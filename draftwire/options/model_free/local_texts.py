@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
-from draftwire.drafting.model_free.possible import possible
-from draftwire.drafting.model_free.registry import TextDrafters
-from draftwire.drafting.model_free.text_drafter import READ_AT_ONCE, FollowedText
 from draftwire.engine.target_session import NO_DRAFTER, LocalSource, TargetSession
 from draftwire.method.encoding import Claim, DraftDistributions, decode_one
 from draftwire.method.quantization import Encoding
 from draftwire.method.round_parts import GuessPart, WatchedGuess
 from draftwire.method.rounds import ReceivedBlock, TargetSessionSpec, Verdict
+from draftwire.options.model_free.possible import possible
+from draftwire.options.model_free.registry import TextDrafters
+from draftwire.options.model_free.text_drafter import READ_AT_ONCE, FollowedText
 
 MAX_WATCHED = 8192
 """Tokens of a text up to which guesses are watched that nobody asks for: an index takes some 500 bytes for each."""

@@ -3,12 +3,13 @@
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from draftwire.drafting.growth_plan import GrowthPlan, WantedTree, is_walked, num_read_nodes
 from draftwire.drafting.strategy import DraftingStrategy, DraftRequest
 from draftwire.engine.draft_session import DraftOption, DraftSession
 from draftwire.errors import InvalidRequestError, ProtocolViolationError
 from draftwire.method.rounds import Calibration, DraftSessionSpec, DraftTree
-from draftwire.method.token_tree import TokenTree
+from draftwire.method.tree_limits import num_read_nodes
+from draftwire.options.trees.growth_plan import GrowthPlan, WantedTree, is_walked
+from draftwire.options.trees.token_tree import TokenTree
 
 
 @runtime_checkable

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from draftwire.errors import InvalidRequestError
 from draftwire.method.block_shape import BlockShape
-from draftwire.method.token_tree import TokenTree
+from draftwire.options.trees.token_tree import TokenTree
+from draftwire.options.trees.tree_choice import tree_rule_for
+from draftwire.options.trees.tree_rule import TreeRule, verify_trees
+from draftwire.options.trees.trees import TreeBatch
 from draftwire.requests.automaton import Automaton, BlockMasks
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import DecidedShapes, Judgement, ScoredBlock, near_tie_bounds
 from draftwire.verification.rule import KeyedNoise, VerificationRule
-from draftwire.verification.tree_choice import tree_rule_for
-from draftwire.verification.tree_rule import TreeRule, verify_trees
-from draftwire.verification.trees import TreeBatch
 
 
 class TreeDecider:

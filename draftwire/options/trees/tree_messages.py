@@ -5,8 +5,8 @@ from typing import Any
 
 from draftwire.errors import BlockViolationError, InvalidRequestError
 from draftwire.method.rounds import DraftTree
-from draftwire.method.token_tree import TokenTree
 from draftwire.method.tree_limits import MAX_TREE_NODES
+from draftwire.options.trees.token_tree import TokenTree
 from draftwire.v1 import drafter_pb2
 
 

@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from draftwire.drafting.growth_plan import WantedTree
 from draftwire.drafting.language_model import BatchMember, LanguageModelDrafter, LanguageModelSequence
 from draftwire.drafting.model_strategy import load_drafter
 from draftwire.drafting.strategies import LoadedStrategy, StrategyContext
 from draftwire.drafting.strategy import Draft
-from draftwire.drafting.tree_drafting import GrowingTree, ReadTree, TreeStart, grow
-from draftwire.drafting.tree_kinds import tree_of
 from draftwire.errors import DraftwireError
 from draftwire.method.quantization import Encoding
+from draftwire.options.trees.growth_plan import WantedTree
+from draftwire.options.trees.tree_drafting import GrowingTree, ReadTree, TreeStart, grow
+from draftwire.options.trees.tree_kinds import tree_of
 from draftwire.requests.session_parameters import SessionParameters
 
 

@@ -2,9 +2,9 @@
 
 from functools import cache
 
-from draftwire.drafting.tree_shapes import shape_by_rank
 from draftwire.method.rounds import DraftTree
-from draftwire.method.token_tree import TokenTree
+from draftwire.options.trees.token_tree import TokenTree
+from draftwire.options.trees.tree_shapes import shape_by_rank
 
 CHANCES = (0.71, 0.11, 0.04, 0.021, 0.016, 0.014, 0.007, 0.005)
 """How often the child of a rank is accepted, of children that are drawn without replacement: on the embedded pair at

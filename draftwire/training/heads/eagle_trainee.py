@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from draftwire.drafting.heads.head_shape import HeadShape
 from draftwire.models.lean_model import head_size, rotation_of
+from draftwire.options.heads.head_shape import HeadShape
 
 CHUNK = 128
 """Queries that are attended for together on a CPU."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from draftwire.drafting.heads.head_names import HeadKind
+from draftwire.options.heads.head_names import HeadKind
 from draftwire.training.plan import Phase, TrainingPlan
 
 EAGLE_RATE = 0.04

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from draftwire.drafting.heads.head_formats import SPECULATORS, TAPS
-from draftwire.drafting.heads.head_names import HeadKind
-from draftwire.drafting.heads.head_shape import DRAFT_IDS, HeadShape
+from draftwire.options.heads.head_formats import SPECULATORS, TAPS
+from draftwire.options.heads.head_names import HeadKind
+from draftwire.options.heads.head_shape import DRAFT_IDS, HeadShape
 
 SHARED = ("embed_tokens.", "target_norm.")
 """Prefixes of the names of weights that belong to the target, and are read from it."""

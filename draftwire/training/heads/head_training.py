@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LlamaConfig
 
-from draftwire.drafting.heads.draft_head import HeadConfig
-from draftwire.drafting.heads.head_formats import TargetFacts
-from draftwire.drafting.heads.head_names import HeadKind
-from draftwire.drafting.heads.head_shape import HeadShape
 from draftwire.errors import InvalidRequestError
 from draftwire.method.devices import prepare
 from draftwire.models.decoders import decoder_of
 from draftwire.models.lean_model import STEADY_ROTATIONS, LeanModel, head_size
 from draftwire.models.loading import load_lean_model
 from draftwire.models.taps import check_taps
+from draftwire.options.heads.draft_head import HeadConfig
+from draftwire.options.heads.head_formats import TargetFacts
+from draftwire.options.heads.head_names import HeadKind
+from draftwire.options.heads.head_shape import HeadShape
 from draftwire.training.batches import TrainingBatch, TrainingTexts, batches
 from draftwire.training.heads.eagle_trainee import EagleTrainee
 from draftwire.training.heads.head_acceptance import DraftAcceptance, draft_acceptance

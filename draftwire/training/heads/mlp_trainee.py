@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from draftwire.drafting.heads.head_names import HeadKind
-from draftwire.drafting.heads.head_shape import HeadShape
+from draftwire.options.heads.head_names import HeadKind
+from draftwire.options.heads.head_shape import HeadShape
 from draftwire.training.heads.eagle_trainee import TraineeNorm
 
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from draftwire.drafting.heads.head_names import HEAD_NAMES
 from draftwire.engine.ranks.place import WantedGroup
-from draftwire.method.feature_format import FeatureEncoding
 from draftwire.method.quantization import Encoding, Quantization, position_bytes
+from draftwire.options.heads.feature_format import FeatureEncoding
+from draftwire.options.heads.head_names import HEAD_NAMES
 from draftwire.runtime.settings import (
     ConnectionSettings,
     EngineSettings,

@@ -22,7 +22,6 @@ from draftwire.errors import (
     ProtocolViolationError,
     UnavailableError,
 )
-from draftwire.method.features import FeatureNeed, FeatureRequest, SessionFeatures
 from draftwire.method.rounds import (
     BlockSent,
     Calibration,
@@ -40,6 +39,7 @@ from draftwire.models.description import (
     PARTIAL_BLOCKS,
 )
 from draftwire.options.heads.feature_feeding import FeatureFeeding, FedStrategy
+from draftwire.options.heads.features import FeatureNeed, FeatureRequest, SessionFeatures
 from draftwire.options.structured_output.form_compiler_pool import FormCompilerPool
 from draftwire.options.trees.session_trees import SessionTrees, TreeStrategy
 from draftwire.requests.automaton import Automaton

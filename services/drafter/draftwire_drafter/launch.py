@@ -1,7 +1,7 @@
 """Starts a drafter: one process, or several. Little is imported here: see `draftwire.engine.ranks.rank_launch`."""
 
-from draftwire.drafting.model_free.names import are_text_drafters
 from draftwire.engine.ranks.rank_launch import MakeService, launch
+from draftwire.options.model_free.names import are_text_drafters
 from draftwire.runtime.torch_free import leave_torch_alone
 from draftwire_drafter.config import DrafterConfig
 

@@ -18,10 +18,10 @@ from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.engine import DraftEngine
 
 if TYPE_CHECKING:
-    from draftwire.drafting.heads.draft_head import DraftHead
-    from draftwire.drafting.model_free.registry import TextDrafters
-    from draftwire.method.features import FeatureNeed
     from draftwire.models.sequence_model import DraftModel
+    from draftwire.options.heads.draft_head import DraftHead
+    from draftwire.options.heads.features import FeatureNeed
+    from draftwire.options.model_free.registry import TextDrafters
 
 LAST_ONLY = 32
 """`feature_window` of heads that read the features of the last token alone: more than a round commits."""
@@ -110,9 +110,9 @@ class ConfiguredContext:
         """Loads the head of the option `head`, with what it shares with the target, and what it has to be fed with."""
         import torch
 
-        from draftwire.drafting.heads.head_loading import load_fusion, load_head
         from draftwire.method.devices import prepare
         from draftwire.models.card import path_of
+        from draftwire.options.heads.head_loading import load_fusion, load_head
 
         config, loading = self._config, self._config.loading
         require(not config.layers.is_parallel, "a head has no layers that could run at the same time")
@@ -140,7 +140,7 @@ class ConfiguredContext:
 
     def load_text_drafters(self, card: ModelCard) -> "TextDrafters":
         """Returns what drafts without a model, for texts of a vocabulary."""
-        from draftwire.drafting.model_free.registry import TextDrafters
+        from draftwire.options.model_free.registry import TextDrafters
 
         texts = self._config.texts
         return TextDrafters.load(texts.retrieval_store, texts.shared_tokens, card.description.vocabulary_fingerprint)

@@ -10,11 +10,11 @@ import grpc
 import structlog
 
 from draftwire.errors import DraftwireError, ModelMismatchError, ProtocolViolationError, UnavailableError
-from draftwire.method.features import FeatureNeed, FeatureRequest, SessionFeatures
 from draftwire.method.rounds import DraftBlock, DrafterIdentity, RoundOutcome
 from draftwire.models.card import ModelCard
 from draftwire.models.description import FEATURES, vocabulary_mismatch
 from draftwire.options.heads import feature_messages
+from draftwire.options.heads.features import FeatureNeed, FeatureRequest, SessionFeatures
 from draftwire.runtime import messages
 from draftwire.runtime.channels import FRAME_BYTES, require_room
 from draftwire.runtime.outbox import Outbox

@@ -4,10 +4,10 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftwire.drafting.heads.head_names import HEAD_NAMES
-from draftwire.drafting.model_free.names import TEXT_DRAFTER_NAMES, are_text_drafters
 from draftwire.method.ahead_limits import MAX_BRANCHES, MAX_ROUNDS_AHEAD
 from draftwire.method.tree_limits import MAX_TREE_NODES
+from draftwire.options.heads.head_names import HEAD_NAMES
+from draftwire.options.model_free.names import TEXT_DRAFTER_NAMES, are_text_drafters
 from draftwire.requests.tool_calls import PLAIN_LIST, SYNTAXES
 from draftwire.runtime.settings import (
     LEAST_MESSAGE_BYTES,

@@ -10,11 +10,11 @@ from pathlib import Path
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from draftwire.drafting.heads.head_names import HEAD_NAMES
-from draftwire.drafting.model_free.names import RETRIEVAL, SUFFIX, parts_of
 from draftwire.errors import ContextLengthError, InvalidRequestError
 from draftwire.models.description import ModelDescription
 from draftwire.models.tokenizer import load_tokenizer
+from draftwire.options.heads.head_names import HEAD_NAMES
+from draftwire.options.model_free.names import RETRIEVAL, SUFFIX, parts_of
 from draftwire.options.structured_output.form_sandbox import FormSandbox
 from draftwire.options.structured_output.grammar_automaton import FormVocabulary
 from draftwire.requests.rules import RuleFacts

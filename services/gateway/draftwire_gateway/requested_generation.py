@@ -4,12 +4,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from draftwire.drafting.heads.head_names import HEAD_NAMES
-from draftwire.drafting.model_free.names import TEXT_DRAFTER_NAMES, parts_of
 from draftwire.errors import ContextLengthError, InvalidRequestError
 from draftwire.method.keys import MAX_SEED, new_seed
 from draftwire.method.tree_limits import MAX_TREE_NODES
 from draftwire.models.description import ModelDescription
+from draftwire.options.heads.head_names import HEAD_NAMES
+from draftwire.options.model_free.names import TEXT_DRAFTER_NAMES, parts_of
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts

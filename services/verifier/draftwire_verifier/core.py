@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.admission import Room
 from draftwire.engine.engine_service import EngineService
 from draftwire.engine.leases import SessionFailed
@@ -22,6 +21,7 @@ from draftwire.models.card import ModelCard
 from draftwire.models.description import FEATURES, HELD_BLOCKS, ISSUED_IDENTITIES
 from draftwire.options.ahead.held_blocks import HeldBlocks, HeldTally
 from draftwire.options.model_free.local_texts import LocalText
+from draftwire.options.model_free.registry import TextDrafters
 from draftwire.options.structured_output.form_compiler_pool import FormCompilerPool
 from draftwire.requests.automaton import Automaton
 from draftwire.verification.deciding import MadeMasks
@@ -120,7 +120,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             pacer=pacer,
         )
         if scheduler.max_tree_nodes:
-            from draftwire.verification.tree_choice import tree_rule_for
+            from draftwire.options.trees.tree_choice import tree_rule_for
 
             scheduler.tree_rule_for = tree_rule_for
         for strategy in self._loaded.drafts_by:

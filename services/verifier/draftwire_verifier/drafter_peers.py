@@ -9,9 +9,9 @@ import structlog
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.target_session import Step, StepResult, TargetSession
 from draftwire.errors import BlockViolationError, ProtocolViolationError, UnavailableError, Violation
-from draftwire.method.feature_format import FeatureEncoding
 from draftwire.method.rounds import ReceivedBlock, RoundOutcome, Verdict
 from draftwire.models.description import DRAFT_AHEAD, ModelDescription
+from draftwire.options.heads.feature_format import FeatureEncoding
 from draftwire.runtime.call_limits import StreamUse
 from draftwire.runtime.outbox import Outbox
 from draftwire_verifier.drafters import Drafter, Greeting

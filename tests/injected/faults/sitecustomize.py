@@ -64,6 +64,6 @@ elif "serve verifier" in command:
 
     fail_on(ScriptedTarget, "read", "fault:verify", lambda _self, readings: [one.token_ids for one in readings])
 elif "serve drafter" in command:
-    from draftwire.drafting.scripted_drafter import ScriptedDrafter
+    from draftwire.options.scripted.scripted_drafter import ScriptedDrafter
 
     fail_on(ScriptedDrafter, "open", "fault:draft", lambda _self, token_ids, *_args, **_named: [token_ids])

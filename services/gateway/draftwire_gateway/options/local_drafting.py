@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from typing_extensions import override
 
-from draftwire.drafting.heads.head_names import HEAD_NAMES
-from draftwire.drafting.model_free.names import JOINT, parts_of
 from draftwire.method.rounds import LocalDraft, TargetSessionSpec
 from draftwire.models.description import ModelDescription
+from draftwire.options.heads.head_names import HEAD_NAMES
+from draftwire.options.model_free.names import JOINT, parts_of
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.policy import Policy
 from draftwire_gateway.session.round_times import WhyPlain

@@ -1,0 +1,54 @@
+"""The guess of several drafters that matches most of a text."""
+
+from collections.abc import Sequence
+
+from draftwire.options.model_free.text_drafter import NOTHING, FollowedText, Guess, TextDrafter
+
+CERTAIN_MATCH = 16
+"""Length of a match, in tokens, after which the drafters named later are not asked."""
+
+
+class LongestMatchText:
+    """A text that several follow."""
+
+    def __init__(self, texts: Sequence[FollowedText]) -> None:
+        """Takes the text as each follows it: those whose guesses are preferred come first."""
+        self._texts = texts
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return self._texts[0].length
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens."""
+        for text in self._texts:
+            text.commit(token_ids)
+
+    def guess(self, num_tokens: int, drafted: Sequence[int] = ()) -> Guess:
+        """Returns the guess of the longest match, of equal ones the first."""
+        longest = NOTHING
+        for text in self._texts:
+            if longest.match_len >= CERTAIN_MATCH:
+                break
+            guess = text.guess(num_tokens, drafted)
+            if guess.match_len > longest.match_len:
+                longest = guess
+        return longest
+
+    def close(self, num_prompt_tokens: int) -> None:
+        """Ends the text."""
+        for text in self._texts:
+            text.close(num_prompt_tokens)
+
+
+class LongestMatch:
+    """Asks several drafters."""
+
+    def __init__(self, drafters: Sequence[TextDrafter]) -> None:
+        """Takes at least one; those whose guesses are preferred come first."""
+        self._drafters = drafters
+
+    def open(self, token_ids: Sequence[int], salt: str | None = None) -> LongestMatchText:
+        """Starts a text."""
+        return LongestMatchText([drafter.open(token_ids, salt) for drafter in self._drafters])

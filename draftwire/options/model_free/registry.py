@@ -1,0 +1,65 @@
+"""Drafters that guess tokens from tokens alone, by name: for drafters, and for verifiers that draft by themselves."""
+
+from pathlib import Path
+
+from draftwire.errors import InvalidRequestError
+from draftwire.options.model_free.longest_match import LongestMatch
+from draftwire.options.model_free.names import LOOKUP, RETRIEVAL, SUFFIX, parts_of
+from draftwire.options.model_free.prompt_lookup import PromptLookup
+from draftwire.options.model_free.retrieval import RetrievalDrafter
+from draftwire.options.model_free.retrieval_store import RetrievalStore
+from draftwire.options.model_free.shared_texts import SharedTexts
+from draftwire.options.model_free.suffix import SuffixDrafter
+from draftwire.options.model_free.text_drafter import TextDrafter
+
+
+class TextDrafters:
+    """The text drafters of one process, with what their texts share."""
+
+    def __init__(self, store: RetrievalStore | None = None, max_shared_tokens: int = 0) -> None:
+        """Makes all that can be.
+
+        Args:
+            store: to retrieve from; None if there is none.
+            max_shared_tokens: of the texts that "suffix" shares among sessions, see `SharedTexts`; 0 shares none.
+        """
+        shared = SharedTexts(max_shared_tokens) if max_shared_tokens else None
+        self._by_name: dict[str, TextDrafter] = {SUFFIX: SuffixDrafter(shared=shared), LOOKUP: PromptLookup()}
+        if store is not None:
+            self._by_name[RETRIEVAL] = RetrievalDrafter(store)
+
+    @classmethod
+    def load(cls, retrieval_store: Path | None, max_shared_tokens: int, fingerprint: bytes) -> "TextDrafters":
+        """Opens a store, if there is one.
+
+        Args:
+            retrieval_store: folder of the store.
+            max_shared_tokens: see above.
+            fingerprint: of the vocabulary that tokens are of.
+
+        Raises:
+            InvalidRequestError: the store cannot be opened, or is of another vocabulary.
+        """
+        store = None if retrieval_store is None else RetrievalStore.open(retrieval_store, fingerprint)
+        return cls(store, max_shared_tokens)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of those that there are."""
+        return tuple(self._by_name)
+
+    def named(self, name: str) -> TextDrafter:
+        """Returns a text drafter, or of several joined names that of the longest match.
+
+        Raises:
+            InvalidRequestError: there is none of such a name here.
+        """
+        parts = parts_of(name)
+        for part in parts:
+            if part == RETRIEVAL and part not in self._by_name:
+                raise InvalidRequestError("retrieval needs a store: set retrieval_store")
+            if part not in self._by_name:
+                raise InvalidRequestError(f"nothing drafts by the name {part!r}; known: {', '.join(self.names)}")
+        if len(parts) == 1:
+            return self._by_name[name]
+        return LongestMatch([self._by_name[part] for part in parts])

@@ -1,0 +1,1 @@
+"""A scripted drafter, for tests of loads and failures."""
