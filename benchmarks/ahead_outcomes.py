@@ -32,7 +32,6 @@ from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import load_model
 from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification import rule_named
 
 DEPTHS = (1, 2, 4, 8)
 """So many guesses for one outcome."""
@@ -105,7 +104,7 @@ def outcomes_of(
     strategy = LanguageModelDrafter(drafter, context_length)
     for seed, prompt in enumerate(prompts):
         own = LocalRun(run.sampling, run.num_tokens, run.block_length, run.rule, seed)
-        onlooker = Onlooker(drafter, prompt, seed, is_coupled=run.rule.is_coupled)
+        onlooker = Onlooker(drafter, prompt, seed, is_coupled=run.rule == "coupled")
         for done in speculate(target, strategy, prompt, own):
             if (outcome := onlooker.outcome(done)) is not None:
                 yield outcome
@@ -151,7 +150,7 @@ def main() -> None:
         if name not in loaded:
             loaded = {name: _load(*pairs[name], load_prompts()[: arguments.prompts])}
         target, drafter, prompts, context_length = loaded[name]
-        run = LocalRun(SamplingParams(temperature), arguments.max_tokens, arguments.block_length, rule_named(rule), 0)
+        run = LocalRun(SamplingParams(temperature), arguments.max_tokens, arguments.block_length, rule, 0)
         figures = shares(list(outcomes_of(target, drafter, prompts, run, context_length)))
         results[f"{name}, temperature {temperature:g}, {rule}"] = figures
         print(f"{name}, temperature {temperature:g}, {rule}: {figures}")

@@ -34,7 +34,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import load_model
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification import RULES, BlockBatch
+from draftwire.verification import BlockBatch
 
 SUPPORT = 64
 BLOCK = 4
@@ -125,7 +125,7 @@ def collect(prompts: list[str], max_tokens: int) -> tuple[Places, float]:
     tokenizer = AutoTokenizer.from_pretrained(options["verifier"]["model"])
     targets, drafts = [], []
     for seed, prompt in progress(list(enumerate(prompts)), "collecting"):
-        run = LocalRun(SamplingParams(), max_tokens, BLOCK, RULES["block"], seed)
+        run = LocalRun(SamplingParams(), max_tokens, BLOCK, "block", seed)
         for done in speculate(cached_target, strategy, tokenizer(prompt)["input_ids"], run):
             length = int(done.blocks.lengths[0])
             if length:

@@ -53,7 +53,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import load_model
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification import RULES, rule_named
+from draftwire.verification import RULES
 from draftwire.verification.block import block_weights
 from draftwire.verification.blocks import BlockBatch
 
@@ -206,7 +206,7 @@ def _expected(
     found = {name: np.zeros((len(prompts), 2, arguments.block_length)) for name in reached_by}
     sampling = SamplingParams(temperature)
     for seed, prompt in progress(list(enumerate(prompts)), f"prediction, temperature {temperature:g}"):
-        run = LocalRun(sampling, arguments.max_tokens, arguments.block_length, rule_named(rule), seed)
+        run = LocalRun(sampling, arguments.max_tokens, arguments.block_length, rule, seed)
         prompt_ids = tokenizer(prompt)["input_ids"]
         for done in speculate(cached_target, strategy, prompt_ids, run):
             length = int(done.blocks.lengths[0])

@@ -59,7 +59,6 @@ from draftwire.models.parallel.layer_groups import LayerGroups, groups_of_size, 
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification import RULES
 
 PARTS = ("acceptance", "cosine", "steps")
 LAWFUL = ("block", "token", "coupled")
@@ -190,7 +189,7 @@ def measure_acceptance(pair: Pair, arguments: argparse.Namespace) -> dict[str, A
     }
     report: dict[str, Any] = {}
     for rule, temperature in itertools.product(arguments.rules, arguments.temperatures):
-        run = LocalRun(SamplingParams(temperature), arguments.max_tokens, BLOCK_LENGTH, RULES[rule], 0)
+        run = LocalRun(SamplingParams(temperature), arguments.max_tokens, BLOCK_LENGTH, rule, 0)
         baseline = pair.blocks(prompts, kinds["sizes"][0], run)
         for kind, settings in kinds.items():
             if not settings or (kind == "places" and temperature == 0.0):
@@ -287,7 +286,7 @@ def measure_cosine(pair: Pair, arguments: argparse.Namespace) -> dict[str, Any]:
     drafter = pair.drafter(Setting(1, groups_of_size(1, pair.base.num_layers)))
     continuations = []
     for seed, prompt in progress(list(enumerate(prompts)), "texts"):
-        run = LocalRun(SamplingParams(), arguments.text_tokens, BLOCK_LENGTH, RULES["block"], seed)
+        run = LocalRun(SamplingParams(), arguments.text_tokens, BLOCK_LENGTH, "block", seed)
         continuations.append(
             [token for done in speculate(pair.target, drafter, prompt, run) for token in done.token_ids]
         )

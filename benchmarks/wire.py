@@ -196,7 +196,7 @@ class Pair:
         """Continues prompts and keeps both models' distributions before every committed token but bonus tokens."""
         targets, drafts, numbers = [], [], []
         for number, prompt in enumerate(prompts):
-            run = LocalRun(SamplingParams(temperature), num_tokens, 4, RULES["block"], number)
+            run = LocalRun(SamplingParams(temperature), num_tokens, 4, "block", number)
             for done in speculate(self._target, self.drafter(DENSE), self.tokenizer(prompt)["input_ids"], run):
                 blocks = done.blocks
                 kept = min(int(blocks.lengths[0]), done.num_accepted + 1)
@@ -210,7 +210,7 @@ class Pair:
     def acceptance(self, prompt: str, run: LocalRun, quantization: Quantization) -> tuple[float, float, int]:
         """Continues a prompt; returns draft tokens accepted, expected to be accepted given the blocks, and drafted."""
         accepted, expected, drafted = 0, 0.0, 0
-        rule = run.rule
+        rule = RULES[run.rule]
         assert isinstance(rule, LawRule), "only such rules are predicted"
         for done in speculate(self._target, self.drafter(quantization), self.tokenizer(prompt)["input_ids"], run):
             if length := int(done.blocks.lengths[0]):
@@ -310,9 +310,7 @@ def measure_rules(pair: Pair, prompts: list[str], num_tokens: int, block_lengths
         kinds = []
         for quantization in (DEFAULT, DENSE):
             runs = [
-                pair.acceptance(
-                    prompt, LocalRun(SamplingParams(), num_tokens, block_length, RULES[rule], seed), quantization
-                )
+                pair.acceptance(prompt, LocalRun(SamplingParams(), num_tokens, block_length, rule, seed), quantization)
                 for seed, prompt in enumerate(progress(prompts, f"{rule}, blocks of {block_length}"))
             ]
             kinds.append(np.array(runs, dtype=np.float64))

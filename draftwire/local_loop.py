@@ -24,7 +24,8 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import SessionParameters
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.deciding import Judgement
-from draftwire.verification.rule import VerificationRule, facts_of
+from draftwire.verification.rule import facts_of
+from draftwire.verification.rule_loading import load_rule
 from draftwire.verification.target import Judging, judge
 
 Result = TypeVar("Result")
@@ -38,14 +39,14 @@ class LocalRun:
     num_tokens: int
     block_length: int
     """Draft tokens per round."""
-    rule: VerificationRule
-    """One of `RULES`, or another; one that remembers what it decided belongs to one run."""
+    rule: str
+    """The name of a built-in rule, or the import path of another; see `load_rule`."""
     seed: int
     stop_token_ids: frozenset[int] = frozenset()
     """The tokens that `SamplingParams.min_tokens` masks; they do not end the run."""
     cuts_last_block: bool = True
-    """Whether the last block is no longer than what is left to commit. A rule that remembers needs blocks of one
-    length; then the last round may be too long."""
+    """Whether the last block is no longer than what is left to commit. A rule that remembers what it decided needs
+    blocks of one length; then the last round may be too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def speculate(
         prompt_ids: at least one token.
         run: the settings.
     """
-    rule = run.rule
+    rule = load_rule(run.rule)
     roles = (Role.COUPLING, Role.COUPLING) if rule.is_coupled else (Role.DRAFTING, Role.VERIFYING)
     drafting_key, verifying_key = (derive_key(run.seed, role) for role in roles)
     committed, num_prompt = list(prompt_ids), len(prompt_ids)

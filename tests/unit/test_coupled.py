@@ -136,7 +136,7 @@ def rounds_of(
     prompt: Sequence[int] = PROMPT,
     num_tokens: int = NUM_TOKENS,
 ) -> list[LoopRound]:
-    run = LocalRun(sampling, num_tokens, block_length, RULES["coupled"], seed, STOP_TOKENS)
+    run = LocalRun(sampling, num_tokens, block_length, "coupled", seed, STOP_TOKENS)
     return list(speculate(target, drafter, list(prompt), run))
 
 

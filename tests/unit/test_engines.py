@@ -14,7 +14,6 @@ from session_specs import changed, draft_spec, target_spec
 from tiny_models import ExtendsByReading
 from torch import Tensor
 
-from draftwire.drafting import scripted_drafter as scripted_drafting
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.engine.admission import Room
@@ -42,6 +41,7 @@ from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
 from draftwire.models.script import Script, expected_tokens
 from draftwire.models.scripted import ScriptedTarget
 from draftwire.models.sequence_model import Reading
+from draftwire.options.scripted import scripted_drafter as scripted_drafting
 from draftwire.options.scripted.scripted_drafter import ScriptedDrafter
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams

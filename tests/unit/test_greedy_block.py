@@ -24,6 +24,8 @@ from examples.rules.greedy_block_state import LARGEST_RATIO, Modifications, adva
 
 torch.set_num_threads(1)
 
+GREEDY_BLOCK = "examples.rules.greedy_block:GreedyBlockRule"
+
 
 def tensor(rows: list) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
@@ -150,7 +152,7 @@ def test_loop_shows_the_rule_the_models_rows_and_carries_its_state(
     counts, num_forgetful = set(), 0
     for seed in range(4):
         sampling, committed, rule = SamplingParams(1.2), list(PROMPT), GreedyBlockRule()
-        run = LocalRun(sampling, 40, 4, GreedyBlockRule(), seed, cuts_last_block=False)
+        run = LocalRun(sampling, 40, 4, GREEDY_BLOCK, seed, cuts_last_block=False)
         for number, done in enumerate(speculate(target, drafter, PROMPT, run)):
             tokens = done.blocks.draft_tokens[0].tolist()
             assert len(tokens) == 4, "also in the last round"
@@ -173,7 +175,7 @@ def test_last_round_may_be_too_long_for_its_blocks_are_of_one_length(
 ) -> None:
     surplus = set()
     for seed in range(12):
-        run = LocalRun(SamplingParams(), 10, 4, GreedyBlockRule(), seed, cuts_last_block=False)
+        run = LocalRun(SamplingParams(), 10, 4, GREEDY_BLOCK, seed, cuts_last_block=False)
         rounds = list(speculate(target, drafter, PROMPT, run))
         counts = [len(done.token_ids) for done in rounds]
         assert sum(counts[:-1]) < 10 <= sum(counts)
@@ -183,6 +185,6 @@ def test_last_round_may_be_too_long_for_its_blocks_are_of_one_length(
 
 
 def test_each_run_forgets_the_one_before(target: CachedModel, drafter: LanguageModelDrafter) -> None:
-    runs = [LocalRun(SamplingParams(), 20, 3, GreedyBlockRule(), seed, cuts_last_block=False) for seed in (1, 2, 1)]
+    runs = [LocalRun(SamplingParams(), 20, 3, GREEDY_BLOCK, seed, cuts_last_block=False) for seed in (1, 2, 1)]
     texts = [[token for done in speculate(target, drafter, PROMPT, run) for token in done.token_ids] for run in runs]
     assert texts[0] == texts[2] != texts[1]

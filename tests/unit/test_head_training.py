@@ -33,7 +33,6 @@ from draftwire.training.heads.head_training import STATE, head_shape, train_head
 from draftwire.training.heads.mlp_trainee import MlpTrainee
 from draftwire.training.plan import Phase
 from draftwire.training.trainer import Trainer
-from draftwire.verification import RULES
 from tests.tiny_models import save_tiny_model
 
 VOCAB, STEPS = 23, 3
@@ -242,7 +241,7 @@ def test_head_speculates_in_one_process_without_changing_the_greedy_text(target:
     features = FeatureSource(head.config.taps, head.fuse)
     model = CachedModel(decoder_of(loaded.model), 256, features=features)
     drafter = HeadStrategy(HeadDrafter(head, model), model, 256)
-    rounds = list(speculate(model, drafter, prompt, LocalRun(SamplingParams(0.0), 40, 3, RULES["token"], 1)))
+    rounds = list(speculate(model, drafter, prompt, LocalRun(SamplingParams(0.0), 40, 3, "token", 1)))
     for done in rounds:
         written += done.token_ids
     assert written == greedy_after(loaded.model, prompt, len(written))

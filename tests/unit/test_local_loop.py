@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.errors import InvalidRequestError
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.distributions import SparseRows, quantize, race
 from draftwire.method.draw_key import DrawKey
@@ -25,7 +26,6 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, LawRule
-from draftwire.verification.rule_loading import load_rule
 
 PROMPT = [1, 3, 0, 2, 2]
 VOCAB_SIZE = 5
@@ -97,7 +97,7 @@ def test_rule_sees_the_targets_and_the_drafters_own_rows_at_every_position(
     quantization = Quantization(encoding, mass=0.9)
     strategy = LanguageModelDrafter(pair.strategy.model, pair.strategy.context_length, quantization=quantization)
     for judgement in speculate(
-        pair.target, strategy, PROMPT, LocalRun(sampling, 25, block_length, chosen, 9, STOP_TOKENS)
+        pair.target, strategy, PROMPT, LocalRun(sampling, 25, block_length, rule, 9, STOP_TOKENS)
     ):
         blocks, tokens = judgement.blocks, judgement.blocks.draft_tokens[0].tolist()
         assert len(tokens) == min(block_length, len(PROMPT) + 25 - len(committed) - 1)
@@ -138,12 +138,15 @@ def text(
     pair: Pair, seed: int, prompt: list[int] = PROMPT, rule: str = "block", sampling: SamplingParams = SAMPLINGS[0]
 ) -> list[int]:
     rounds = speculate(
-        pair.target,
-        pair.strategy,
-        prompt,
-        LocalRun(sampling, 18, 4, load_rule(rule), seed, cuts_last_block=rule in RULES),
+        pair.target, pair.strategy, prompt, LocalRun(sampling, 18, 4, rule, seed, cuts_last_block=rule in RULES)
     )
     return [token for judgement in rounds for token in judgement.token_ids]
+
+
+def test_unknown_rule_is_refused_before_anything_is_opened(pair: Pair) -> None:
+    with pytest.raises(InvalidRequestError, match="unknown rule 'greedy'; known: block"):
+        text(pair, 1, rule="greedy")
+    assert pair.target.cache.sequences == set()
 
 
 def test_prompt_that_was_read_before_gives_the_same_text(pair: Pair) -> None:
@@ -158,7 +161,7 @@ def test_prompt_that_was_read_before_gives_the_same_text(pair: Pair) -> None:
 
 def test_finished_and_abandoned_runs_give_their_room_back(pair: Pair) -> None:
     text(pair, 1)
-    rounds = speculate(pair.target, pair.strategy, PROMPT, LocalRun(SamplingParams(), 30, 4, RULES["block"], 1))
+    rounds = speculate(pair.target, pair.strategy, PROMPT, LocalRun(SamplingParams(), 30, 4, "block", 1))
     next(rounds)
     caches = (pair.target.cache, pair.strategy.model.cache)
     assert all(len(cache.sequences) == 1 for cache in caches)

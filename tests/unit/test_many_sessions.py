@@ -661,7 +661,7 @@ def test_sessions_together_write_what_each_writes_in_one_process(models: Models)
             CachedModel(decoder_of(models.drafter), CONTEXT_LENGTH),
         )
         block_length = plan.block_lengths[0]
-        run = LocalRun(plan.sampling, plan.max_tokens, block_length, RULES[plan.rule], plan.seed, plan.stop_token_ids)
+        run = LocalRun(plan.sampling, plan.max_tokens, block_length, plan.rule, plan.seed, plan.stop_token_ids)
         rounds = speculate(
             target, LanguageModelDrafter(drafter, CONTEXT_LENGTH, quantization=DENSE), list(plan.prompt), run
         )

@@ -45,7 +45,7 @@ def rounds_of(
     script: Script, sampling: SamplingParams, run_tokens: int, block_length: int, rule: str
 ) -> list[LoopRound]:
     target = ScriptedTarget(script, run_tokens + 64)
-    run = LocalRun(sampling, run_tokens, block_length, RULES[rule], seed=3)
+    run = LocalRun(sampling, run_tokens, block_length, rule, seed=3)
     rounds = list(speculate(target, ScriptedDrafter(script), PROMPT, run))
     target.cache.check_integrity()
     assert target.cache.sequences == set()

@@ -20,6 +20,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.randomness import exponentials
+from draftwire.options.trees import traversal
 from draftwire.options.trees.token_tree import ROOT, TokenTree
 from draftwire.options.trees.traversal import TraversalRule
 from draftwire.options.trees.tree_rule import TreeLawRule, TreeRule, verify_trees
@@ -33,7 +34,6 @@ from draftwire.verification import (
     FixedNoise,
     KeyedNoise,
     LawRule,
-    traversal,
     tree_rule_for,
     tree_rule_named,
     verify,

@@ -19,7 +19,6 @@ from draftwire.options.heads.draft_head import DraftHead
 from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_strategy import HeadStrategy
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification.rule_loading import load_rule
 
 
 @torch.inference_mode()
@@ -92,7 +91,7 @@ def measure_acceptance(
         target: verifies.
         drafter: a model, or a head of the target.
         prompts: token ids.
-        rule: see `load_rule`.
+        rule: as of `LocalRun`.
         temperature: of the sampling.
         block_length: draft tokens per round.
     """
@@ -110,7 +109,7 @@ def measure_acceptance(
     by_prompt: list[float] = []
     times: list[float] = []
     for seed, prompt in enumerate(prompts):
-        run = LocalRun(SamplingParams(temperature), 128, block_length, load_rule(rule), seed)
+        run = LocalRun(SamplingParams(temperature), 128, block_length, rule, seed)
         own: list[int] = []
         for done in speculate(cached_target, strategy, prompt, run):
             length = int(done.blocks.lengths[0])
