@@ -81,7 +81,7 @@ class DraftRequest:
     """Whether to end the block early. Called on the torch thread after each token. A block that is cut ends before its
     next token is drawn and keeps all drawn tokens: dropping a token because of its value would bias the output."""
     continuation: Continuation | None = None
-    """What may end the block, and what to read beside it."""
+    """Decides whether the block ends, and reads beside it."""
     guesses: GuessRequest | None = None
     """Only for a strategy that can fork."""
     tree: TreeRequest | None = None

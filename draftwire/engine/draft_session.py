@@ -136,7 +136,7 @@ class Step:
 
 
 class DraftOption:
-    """What an option adds to the sessions of a drafter: by default nothing. Used on the event loop, the last three
+    """Additions of an option to the sessions of a drafter: by default none. Used on the event loop, the last three
     methods on the torch thread.
     """
 

@@ -27,7 +27,7 @@ class WatchedGuess:
 
 @dataclass(frozen=True, slots=True)
 class GuessPart:
-    """What the verifier drafted by itself in a round, or could have."""
+    """A draft of the verifier by itself, made in a round or possible in it."""
 
     local_strategy: str = ""
     """Strategy of the verifier that drafted the tokens; empty if a drafter did, or nothing was drafted."""
@@ -37,7 +37,7 @@ class GuessPart:
 
 @dataclass(frozen=True, slots=True)
 class AheadPart:
-    """What became of blocks that were drafted before their text was known."""
+    """Fate of blocks that were drafted before their text was known."""
 
     next_is_held: bool = False
     """Whether the block of the next round was there already, drafted ahead for just these tokens."""
@@ -51,7 +51,7 @@ class AheadPart:
 
 @dataclass(frozen=True, slots=True)
 class TreePart:
-    """What became of a token tree."""
+    """Fate of a token tree."""
 
     draft_depth: int
     """Draft tokens on its longest path."""

@@ -54,4 +54,4 @@ def check_salt(salt: str) -> None:
 
 
 ALONE = SessionParameters(prompt_len=1, sampling=SamplingParams(), rule=RuleFacts("block"), max_draft_tokens=1)
-"""For a text that belongs to no session: it shares nothing."""
+"""Parameters of a text that belongs to no session: it shares nothing."""

@@ -55,7 +55,7 @@ MAX_NAME_LENGTH = 256
 """Most characters of a model's name: names are stored, logged, and label every series of the audit's metrics."""
 
 TREES = "draftwire.options.trees.tree_messages"
-"""What converts token trees, loaded with the first of them."""
+"""Converts token trees; loaded with the first of them."""
 
 _ENCODINGS = members_of(Encoding, session_pb2.DistributionEncoding)
 

@@ -21,7 +21,7 @@ Count = Callable[[str, int, int], None]
 
 @dataclass(slots=True, eq=False)
 class NextTexts:
-    """What a session may become."""
+    """The possible continuations of a session."""
 
     session: DraftSession
     root: Branch

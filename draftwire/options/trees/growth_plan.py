@@ -1,4 +1,4 @@
-"""Which token tree is drafted, and how one is found that has no shape in advance. No torch here."""
+"""Plans of token trees that have no shape in advance. No torch here."""
 
 from dataclasses import dataclass
 

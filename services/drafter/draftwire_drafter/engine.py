@@ -17,7 +17,7 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 
 KEY = DrawKey(bytes(KEY_BYTES), 0, 0)
-"""Of what is drafted for nobody."""
+"""Key of what is drafted for nobody."""
 
 
 class DraftEngine(StepEngine[Step, StepResult]):
