@@ -7,6 +7,7 @@ import pytest
 import torch
 from session_specs import target_spec
 from tiny_models import tiny_network
+from verdict_parts import strategy_of
 
 from draftwire.engine.admission import Room
 from draftwire.engine.leases import SessionKey
@@ -135,7 +136,7 @@ def test_model_in_the_verifiers_process_drafts_for_all_sessions_of_a_step() -> N
     texts, verdicts = verifier.texts(3)
     plain, undrafted = Verifier().texts(0)
     assert texts == plain
-    assert {verdict.local_strategy for verdict in verdicts if verdict.num_draft_tokens} == {NAME}
+    assert {strategy_of(verdict) for verdict in verdicts if verdict.num_draft_tokens} == {NAME}
     assert not any(verdict.num_draft_tokens for verdict in undrafted)
     assert verifier.drafts.batches[0] == 2, "in one call"
     assert sum(verdict.num_draft_tokens for verdict in verdicts) > NUM_TOKENS

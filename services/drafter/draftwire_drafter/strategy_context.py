@@ -112,6 +112,7 @@ class ConfiguredContext:
 
         from draftwire.method.devices import prepare
         from draftwire.models.card import path_of
+        from draftwire.options.heads.features import FeatureNeed
         from draftwire.options.heads.head_loading import load_fusion, load_head
 
         config, loading = self._config, self._config.loading
