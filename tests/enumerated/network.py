@@ -25,6 +25,7 @@ from virtual_time import VirtualTimeLoop
 
 from draftwire.engine import engine_service
 from draftwire.engine.leases import SessionFailed
+from draftwire.engine.own_sources import own_sources
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.target_session import TargetSession
 from draftwire.errors import CompletionInterruptedError, UnavailableError
@@ -287,7 +288,9 @@ class VirtualVerifier(_VirtualService, VerifierCore):
         drafters = network.head(model)
         engine = TargetEngine(model, POSITIONS - 1, drafters)  # type: ignore[arg-type]
         texts = network.make_texts()
+        own = own_sources(network.sources, model.vocab_size, ())
         self._local = [
+            *own.values(),
             *(partial(HeadSource.open, name, partial(self.trust.may_draft, name)) for name in drafters),
             partial(LocalText.open, texts, model.vocab_size),
         ]
@@ -297,7 +300,7 @@ class VirtualVerifier(_VirtualService, VerifierCore):
         facts = {
             "capabilities": frozenset({"held_blocks", "issued_identities"}),
             "rules": tuple(map(facts_of, RULES.values())),
-            "local_strategies": (*drafters, *texts.names),
+            "local_strategies": (*drafters, *texts.names, *own),
             "max_tree_nodes": SETTINGS.max_tree_nodes,
         }
         card: Any = SimpleNamespace(description=replace(described, **facts))
@@ -547,6 +550,8 @@ class Network:
     """From when to when the first drafter does nothing."""
     acceptance: float = 0.7
     """Of each draft token, as far as the drafters know when they start."""
+    sources: tuple[str, ...] = ()
+    """Import paths of what else they draft with by themselves."""
     make_texts: Callable[[], TextDrafters] = TextDrafters
     """Makes what the verifiers draft with by themselves."""
     head: Callable[[PlacedTable], Any] = lambda _: {}

@@ -21,6 +21,21 @@ MAX_WATCHED = 8192
 """Tokens of a text up to which guesses are watched that nobody asks for: an index takes some 500 bytes for each."""
 
 
+def block_of_guess(session: TargetSession, token_ids: list[int], strategy: str, vocab_size: int) -> ReceivedBlock:
+    """Returns a block of tokens that depend on committed ones alone, as blocks of drafters are received.
+
+    Args:
+        session: its open round is to be decided about the block.
+        token_ids: at least one, below `vocab_size`; with the target's own token they fit into the session's `max_len`.
+        strategy: of the verifier, which guessed them.
+        vocab_size: of the target.
+    """
+    has_distributions = session.spec.parameters.rule.needs_draft_probs
+    encoding = Encoding.ONE_HOT if has_distributions else Encoding.NONE
+    decoded = decode_one(Claim(token_ids, DraftDistributions(encoding, vocab_size)), vocab_size)
+    return ReceivedBlock(session.fence, token_ids, decoded, has_distributions, NO_DRAFTER, local_strategy=strategy)
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class LocalText(LocalSource):
     """A text drafter with its view of one session's text."""
@@ -44,15 +59,7 @@ class LocalText(LocalSource):
         they do not allow.
         """
         token_ids = self._guess(session, len(session.committed), self.num_draft_tokens)
-        if not token_ids:
-            return None
-        has_distributions = session.spec.parameters.rule.needs_draft_probs
-        encoding = Encoding.ONE_HOT if has_distributions else Encoding.NONE
-        claim = Claim(token_ids, DraftDistributions(encoding, self.vocab_size))
-        decoded = decode_one(claim, self.vocab_size)
-        return ReceivedBlock(
-            session.fence, token_ids, decoded, has_distributions, NO_DRAFTER, local_strategy=self.strategy
-        )
+        return block_of_guess(session, token_ids, self.strategy, self.vocab_size) if token_ids else None
 
     @override
     def report(

@@ -8,8 +8,7 @@ from draftwire.errors import ContextLengthError, InvalidRequestError
 from draftwire.method.keys import MAX_SEED, new_seed
 from draftwire.method.tree_limits import MAX_TREE_NODES
 from draftwire.models.description import ModelDescription
-from draftwire.options.heads.head_names import HEAD_NAMES
-from draftwire.options.model_free.names import TEXT_DRAFTER_NAMES, parts_of
+from draftwire.options.model_free.names import parts_of
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
@@ -22,8 +21,6 @@ MAX_STOP_LENGTH = 256
 MAX_DRAFTERS = 16
 MAX_CHOICES = 128
 """Completions of one request, over all its prompts."""
-_OF_VERIFIERS = (*TEXT_DRAFTER_NAMES, *HEAD_NAMES)
-"""Strategies by which verifiers may draft by themselves."""
 SALT_BYTES = 16
 """Size of the salts that peers get."""
 
@@ -306,7 +303,7 @@ def _drafters(
     unknown = next((part for part in parts if part not in known), None)
     if unknown is not None:
         raise InvalidRequestError(f"drafter: nothing drafts by the name {unknown!r}; there are {', '.join(known)}")
-    return frozenset(parts), tuple(dict.fromkeys(part for part in parts if part in _OF_VERIFIERS))
+    return frozenset(parts), tuple(dict.fromkeys(parts))  # of these, a verifier drafts by those that it has
 
 
 def _generated_by_choice(request: RequestedGeneration, num_choices: int) -> dict[int, GeneratedChoice]:

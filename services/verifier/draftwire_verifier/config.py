@@ -114,11 +114,16 @@ class VerifierConfig:
     rules: str | None = None
     """Verification rules of your own that requests may ask for too, by where they can be imported from, separated by
     commas: package.module.Attribute. Prove them with draftwire check-rule first."""
+    block_sources: str | None = None
+    """Sources of blocks of your own, by which the verifier drafts by itself where requests name them, by where they can
+    be imported from, separated by commas: package.module:Class."""
 
     def __post_init__(self) -> None:
         self.engine.check_device(self.loading.device)
         self.tls.check_listening(self.server.host)
         require(all(self.own_rules), f"rules takes package.module.Attribute, by commas, not {self.rules!r}")
+        is_path = [":" in path for path in self.own_sources]
+        require(all(is_path), f"block_sources takes package.module:Class, by commas, not {self.block_sources!r}")
         require(self.tls.tls_target_name is None, "tls_target_name sets nothing here: a verifier calls nobody")
 
         if self.target.is_vllm:
@@ -148,7 +153,12 @@ class VerifierConfig:
     @property
     def own_rules(self) -> tuple[str, ...]:
         """Import path of each of `rules`."""
-        return () if self.rules is None else tuple(map(str.strip, self.rules.split(",")))
+        return _parts_of(self.rules)
+
+    @property
+    def own_sources(self) -> tuple[str, ...]:
+        """Import path of each of `block_sources`."""
+        return _parts_of(self.block_sources)
 
     @property
     def wanted_group(self) -> WantedGroup:
@@ -157,3 +167,7 @@ class VerifierConfig:
         size = 1 if self.target.is_vllm else parallel.tensor_parallel_size  # vLLM starts its ranks itself
         timeout_s = parallel.tensor_parallel_timeout_s
         return WantedGroup("verifier", "tensor_parallel_size", size, timeout_s)
+
+
+def _parts_of(paths: str | None) -> tuple[str, ...]:
+    return () if paths is None else tuple(map(str.strip, paths.split(",")))

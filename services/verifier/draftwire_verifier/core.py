@@ -96,11 +96,18 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             from draftwire.options.heads.head_drafts import HeadSource
 
             self._local.insert(0, partial(HeadSource.open, name, partial(self.trust.may_draft, name)))
+        own: dict[str, OpenSource] = {}
+        if self.config.own_sources:
+            from draftwire.engine.own_sources import own_sources
+
+            taken = (*loaded.drafts_by, *drafters.names)
+            own = own_sources(self.config.own_sources, description.vocab_size, taken)
+        self._local[:0] = own.values()
         description = replace(
             description,
             capabilities=frozenset({HELD_BLOCKS, ISSUED_IDENTITIES, *([FEATURES] if loaded.head else [])}),
             rules=tuple(map(facts_of, self._rules.values())),
-            local_strategies=(*loaded.drafts_by, *drafters.names),
+            local_strategies=(*loaded.drafts_by, *drafters.names, *own),
             max_tree_nodes=loaded.max_tree_nodes,
         )
         return replace(loaded.card, description=description), loaded.engine

@@ -7,7 +7,7 @@ from typing_extensions import override
 from draftwire.method.rounds import LocalDraft, TargetSessionSpec
 from draftwire.models.description import ModelDescription
 from draftwire.options.heads.head_names import HEAD_NAMES
-from draftwire.options.model_free.names import JOINT, parts_of
+from draftwire.options.model_free.names import JOINT, TEXT_DRAFTER_NAMES, parts_of
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.policy import Policy
 from draftwire_gateway.session.round_times import WhyPlain
@@ -55,20 +55,20 @@ class LocalDrafting(SessionOption):
 
 
 def local_strategy(generation: Generation, target: ModelDescription) -> str:
-    """Returns by what a verifier may draft by itself: by its head if it has one, else by the longest match of what
-    guesses tokens from tokens; empty if by nothing.
+    """Returns by what a verifier may draft by itself: by its head or a source of its owner's if it has one, else by the
+    longest match of what guesses tokens from tokens; empty if by nothing.
     """
     possible = _possible(generation, target)
-    return next((strategy for strategy in possible if strategy in HEAD_NAMES), JOINT.join(possible))
+    return next((name for name in possible if name not in TEXT_DRAFTER_NAMES), JOINT.join(possible))
 
 
 def local_draft(generation: Generation, target: ModelDescription) -> LocalDraft | None:
     """Returns what a verifier may draft by itself; None if nothing."""
     strategy, most = local_strategy(generation, target), generation.num_speculative_tokens
-    if strategy not in HEAD_NAMES:
-        return LocalDraft(strategy, most) if strategy else None
-    others = [name for name in _possible(generation, target) if name not in HEAD_NAMES]
-    return LocalDraft(strategy, most, JOINT.join(others))
+    others = [name for name in _possible(generation, target) if name in TEXT_DRAFTER_NAMES]
+    if strategy in HEAD_NAMES:  # which may be found not to draw from what it says
+        return LocalDraft(strategy, most, JOINT.join(others))
+    return LocalDraft(strategy, most) if strategy else None
 
 
 def _possible(generation: Generation, target: ModelDescription) -> list[str]:
