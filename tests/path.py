@@ -10,7 +10,7 @@ counted.
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -28,37 +28,30 @@ ROOTS = (
     "draftwire.drafting.language_model",
 )
 OPTIONS = {
-    "token trees": (
-        "draftwire.options.trees*",
-        "*tree*",
-        "*.growth_plan",
-        "*.walk",
-        "*.traversal",
-        "*.sibling_residuals",
-    ),
-    "heads": (
-        "draftwire.options.heads*",
-        "*.heads*",
-        "*.head_*",
-        "*.taps",
-        "*.tapped_pass",
-        "*.feature_*",
-        "*.feeding",
-    ),
+    "token trees": ("draftwire.options.trees*", "draftwire_gateway.options.tree_*", "draftwire.method.tree_limits"),
+    "heads": ("draftwire.options.heads*", "draftwire.models.tap*", "draftwire_verifier.feature_feeds"),
     "drafting ahead": (
-        "draftwire.options.ahead*",
-        "*.ahead*",
-        "*.lookahead",
-        "*.branching",
-        "*held_*",
-        "*.begun_rounds",
+        *(
+            "draftwire.options.ahead*",
+            "draftwire_gateway.options.drafts_ahead",
+            "draftwire_gateway.options.begun_rounds",
+        ),
+        *("draftwire_gateway.options.begun_rounds", "draftwire.method.ahead_limits"),
     ),
-    "guesses without a model": ("draftwire.options.model_free*", "*.model_free*", "*.local_drafts"),
-    "forms": ("draftwire.options.structured_output*", "*.structured_output", "*.tool_calls", "*slow_masks*", "*form_*"),
+    "guesses without a model": ("draftwire.options.model_free*", "draftwire_gateway.options.local_drafting"),
+    "forms": (
+        *(
+            "draftwire.options.structured_output*",
+            "draftwire.requests.structured_output",
+            "draftwire.requests.tool_calls",
+        ),
+        *("draftwire.requests.tool_calls", "draftwire_verifier.slow_masks"),
+        "draftwire_gateway.options.mask_allowance",
+    ),
     "the adaptive chooser": ("draftwire_gateway.speculation*",),
-    "layer-parallel drafting": ("draftwire.options.layer_parallel*", "*.parallel*"),
+    "layer-parallel drafting": ("draftwire.models.parallel*",),
 }
-"""What a round of a fixed chain does without, and the modules that belong to it, as patterns of `fnmatch`."""
+"""Options that a round of a fixed chain does without, and the modules that belong to each, as patterns of `fnmatch`."""
 NOT_COUNTED = ("draftwire.runtime", "draftwire.v1")
 ROUND = ROOT / "docs" / "round.md"
 
@@ -91,14 +84,13 @@ def lines_of(modules: Iterable[str]) -> int:
     return sum(len(sources()[module].splitlines()) for module in modules)
 
 
-@cache
-def _names_in(module: str) -> Collection[str]:
-    package = module if module in packages() else module.rpartition(".")[0]
-    return {name for name in imported(sources()[module], package) if name in sources()} - {"draftwire"}
+def imports_of(roots: Sequence[str], added: Mapping[str, str] | None = None) -> Imports:
+    """Returns what some modules import, themselves included.
 
-
-def imports_of(roots: Sequence[str]) -> Imports:
-    """Returns what some modules import, themselves included."""
+    Args:
+        roots: the modules.
+        added: lines that some modules are taken to have beside their own, by name.
+    """
     importer_of: dict[str, str] = {}
     waiting = [(root, root) for root in roots]
     while waiting:
@@ -106,8 +98,21 @@ def imports_of(roots: Sequence[str]) -> Imports:
         if module in importer_of or any(is_in(module, part) for part in NOT_COUNTED):
             continue
         importer_of[module] = importer
-        waiting.extend((name, module) for name in sorted(_names_in(module)))
+        names = _names_in(module, sources()[module] + "\n" + (added or {}).get(module, ""))
+        waiting.extend((name, module) for name in sorted(names))
     return Imports(importer_of)
+
+
+@cache
+def _names_in(module: str, source: str) -> Collection[str]:
+    package = module if module in packages() else module.rpartition(".")[0]
+    return {name for name in imported(source, package) if name in sources()} - {"draftwire"}
+
+
+def options_in(found: Imports) -> list[str]:
+    """Returns which options some modules know, and who imports what of them, a line each."""
+    named = ((option_of(module), module, importer) for module, importer in found.importer_of.items())
+    return [f"{option}: {module} <- {importer}" for option, module, importer in named if option is not None]
 
 
 @cache

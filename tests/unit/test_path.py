@@ -8,19 +8,16 @@ import sys
 import pytest
 
 from tests.imports import is_in, packages, sources
-from tests.path import NOT_COUNTED, ROOT, ROOTS, imports_of, lines_of
+from tests.path import NOT_COUNTED, ROOT, ROOTS, files_of_a_round, imports_of, lines_of
 
-MOST_LINES = 21_100
+MOST_LINES = 12_000
 """Of the modules that the roots import, transitively."""
+MOST_LINES_OF_A_ROUND = 9_000
+"""Of the files that docs/round.md lists."""
 LOADED_SHARE = 1.1
 """Lines that are loaded for a few rounds of a fixed chain, over those that are imported."""
 MOST_MODULES_OF = {"draftwire.local_loop": 66, "draftwire_verifier.engine": 105}
 """That a root imports, transitively."""
-UNKNOWN_TO_THE_LOOP = (
-    *("draftwire_gateway.options", "draftwire_gateway.speculation", "draftwire_gateway.config"),
-    *("draftwire.options", "draftwire.drafting", "draftwire.method.ahead_limits", "draftwire.method.tree_limits"),
-)
-"""Options of the gateway, what chooses for sessions, and what is configured of both."""
 
 
 def test_path_of_a_round_stays_within_its_budget() -> None:
@@ -36,9 +33,12 @@ def test_root_imports_few_modules(root: str) -> None:
     assert len(found.modules) <= MOST_MODULES_OF[root]
 
 
-def test_loop_of_the_gateway_knows_no_option() -> None:
-    found = imports_of(["draftwire_gateway.session.loop"]).modules
-    assert [name for name in found if any(is_in(name, part) for part in UNKNOWN_TO_THE_LOOP)] == []
+def test_page_of_a_round_lists_files_of_the_path_alone() -> None:
+    listed = files_of_a_round()
+    print(f"\n{lines_of(listed):,} lines in the {len(listed)} files of docs/round.md")
+    assert len(listed) > 30
+    assert set(listed) <= set(imports_of(ROOTS).modules)
+    assert lines_of(listed) <= MOST_LINES_OF_A_ROUND
 
 
 def test_rounds_load_hardly_more_than_what_is_imported() -> None:

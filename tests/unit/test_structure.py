@@ -8,7 +8,8 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.imports import arrows, imported, is_in, sources
+from tests.imports import arrows, imported, is_in, packages, sources
+from tests.path import OPTIONS, ROOTS, imports_of, option_of, options_in
 
 SERVICES = ("draftwire_drafter", "draftwire_verifier", "draftwire_gateway")
 MAY_IMPORT_SERVICES = ("draftwire.cli",)
@@ -108,6 +109,19 @@ def test_library_imports_no_service() -> None:
     users = {name for name, found in own.items() if any(is_in(other, one) for other in found for one in SERVICES)}
     assert users, "what is imported is seen"
     assert [name for name in users if not any(is_in(name, one) for one in MAY_IMPORT_SERVICES)] == []
+
+
+def test_path_of_a_round_knows_no_option() -> None:
+    assert options_in(imports_of(ROOTS)) == []
+    assert {option_of(name) for name in sources()} == {*OPTIONS, None}, "each has modules"
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("root", ROOTS)
+def test_option_that_the_path_imports_is_named(root: str, option: str) -> None:
+    module = next(name for name in sorted(sources()) if option_of(name) == option and name not in packages())
+    late = f"def late():\n    import {module}\n"
+    assert f"{option}: {module} <- {root}" in options_in(imports_of([root], {root: late}))
 
 
 def test_nothing_that_is_installed_imports_what_is_not() -> None:
