@@ -161,12 +161,8 @@ class GatewayCore:
             yield place
 
     async def tokenize(self, text: str, caller: str = "", *, with_special: bool = True) -> list[int]:
-        """Returns the token ids of a prompt.
-
-        Args:
-            text: the prompt.
-            caller: name of the token's holder; callers take turns.
-            with_special: whether the special tokens come first that the target's tokenizer puts in front.
+        """Returns the token ids of a prompt, with the special tokens that the target's tokenizer puts in front, if they
+        are wanted. Callers take turns.
 
         Raises:
             InvalidRequestError: the text is empty, certainly longer than the context, or takes too long.
@@ -228,11 +224,7 @@ class GatewayCore:
         """Compiles the requested structured output in a process with limits, and returns the choices with its cost.
 
         An invalid form is refused before a session is opened. Verifiers and drafters compile no form that was not
-        measured.
-
-        Args:
-            generations: the choices of a request.
-            caller: whose budget of compiling pays, see `payer`.
+        measured. The caller's budget of compiling pays, see `payer`.
 
         Raises:
             InvalidRequestError: see `FormSandbox.measure`.
@@ -247,12 +239,8 @@ class GatewayCore:
     async def generate(
         self, generations: Sequence[Generation], place: QueuePlace, traceparent: str = ""
     ) -> AsyncGenerator[ChoiceEvent]:
-        """Runs the choices of one request, and yields their events: echoes of prompts first.
-
-        Args:
-            generations: the choices.
-            place: what `admit` yielded.
-            traceparent: the request's traceparent header, not validated; empty if there is none.
+        """Runs the choices of one request, which has a place in the queue, and yields their events: echoes of prompts
+        first. The traceparent header is not validated.
 
         Raises:
             InvalidRequestError: the verifier refuses the request; its limits may be lower than the gateway's.

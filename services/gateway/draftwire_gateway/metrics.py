@@ -152,12 +152,8 @@ class GatewayMetrics(ServiceMetrics):
 
     @contextmanager
     def counting_refusals(self, by: str, caller: str, num_choices: int = 1) -> Iterator[None]:
-        """Counts the choices of a request that is refused with `NoRoomError`; the error propagates.
-
-        Args:
-            by: who has no room: the gateway, the verifier, or the caller, at a limit of its token.
-            caller: name of the caller's token; empty without tokens.
-            num_choices: choices of the request, as far as they are known.
+        """Counts the choices of a request, as far as they are known, if it is refused with `NoRoomError`; the error
+        propagates. `by` says who has no room: the gateway, the verifier, or the caller, at a limit of its token.
         """
         try:
             yield

@@ -74,13 +74,7 @@ class RequestQueue:
     """Places and queue of a gateway. All methods run on the event loop."""
 
     def __init__(self, max_running: int, max_waiting: int, max_wait_s: float) -> None:
-        """Starts without requests.
-
-        Args:
-            max_running: choices that may run at once.
-            max_waiting: choices that may wait.
-            max_wait_s: how long a request may wait, seconds.
-        """
+        """Starts without requests. What may run and wait is counted in choices."""
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s

@@ -27,13 +27,8 @@ class RequestRecord:
         trace: RequestSpans | None = None,
         caller: str = "",
     ) -> None:
-        """Counts the prompts.
-
-        Args:
-            metrics: of the gateway.
-            generations: the choices.
-            trace: span of the request, already started; None traces nothing.
-            caller: name of the caller's token; empty without tokens.
+        """Counts the prompts. The request's span, if it is traced, has begun; the caller's name is empty without
+        tokens.
         """
         self._metrics = metrics
         self._generations = generations

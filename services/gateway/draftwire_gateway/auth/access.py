@@ -104,12 +104,8 @@ class Caller:
 
 
 def payer(caller: Caller, host: str) -> str:
-    """Returns whose budget pays for what a request costs before it generates: of the token, or without tokens the host.
-
-    Args:
-        caller: from `Access.authenticate`.
-        host: address that the request comes from, without the port. Of IPv6 the network counts (64 bits), since who has
-            one address there has all of it.
+    """Returns whose budget pays for what a request costs before it generates: of the token, or without tokens the host,
+    an address without the port. Of IPv6 the network counts (64 bits), since who has one address there has all of it.
     """
     return f"token {caller.name}" if caller.name else f"host {network_of(host)}"
 

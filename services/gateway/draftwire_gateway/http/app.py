@@ -37,15 +37,7 @@ from draftwire_gateway.http.text_routes import BodyRoute, Detokenize, TextRoute,
 def make_app(
     core: GatewayCore, drafters: ListDrafters, access: Access, gate: Gate, pages: Mapping[str, Page] | None = None
 ) -> FastAPI:
-    """Returns the application.
-
-    Args:
-        core: runs requests.
-        drafters: returns the connected drafters.
-        access: authenticates callers.
-        gate: whether the service is ready.
-        pages: static files by path; by default, those of the playground.
-    """
+    """Returns the application. `pages` are static files by path; by default, those of the playground."""
     app = FastAPI(title="draftwire", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(Guard, gate=gate, hosts=_hosts(core.config), origins=core.config.origins)
     if core.config.origins:

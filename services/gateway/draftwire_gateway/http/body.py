@@ -489,12 +489,8 @@ AnyBody = TypeVar("AnyBody", bound=Strict)
 
 
 def read(kind: type[AnyBody], data: bytes | bytearray, ignored: set[str] | None = None) -> AnyBody:
-    """Parses and validates the body of a request. For a large one to be called on a thread.
-
-    Args:
-        kind: model of the body.
-        data: as it came.
-        ignored: takes the names of unknown parameters, which are left out then; None refuses them.
+    """Parses and validates the body of a request. For a large one to be called on a thread. Names of unknown parameters
+    are added to `ignored`, and left out; None refuses them.
 
     Raises:
         RefusedError: the body is not JSON, or is invalid for the route. The message quotes only names and numbers.

@@ -38,13 +38,7 @@ class BodyReader:
     """Reads and parses the bodies of all requests of a gateway. Runs on the event loop."""
 
     def __init__(self, most_bytes: int, budget: BodyBudget | None = None, *, ignores_unknown: bool = False) -> None:
-        """Reads nothing yet.
-
-        Args:
-            most_bytes: largest body.
-            budget: of all bodies together.
-            ignores_unknown: whether unknown parameters are ignored, each with a line in the log the first time.
-        """
+        """With `ignores_unknown`, unknown parameters are ignored, each with a line in the log the first time."""
         self._ignores_unknown = ignores_unknown
         self._ignored: set[str] = set()
         self.budget = BodyBudget() if budget is None else budget

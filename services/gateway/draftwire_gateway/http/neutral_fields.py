@@ -60,11 +60,8 @@ NO_TOP_K = -1
 
 
 def without_neutral(given: Given, known: frozenset[str]) -> Given:
-    """Returns a request without fields that ask for what happens anyway, and with own names for those of others.
-
-    Args:
-        given: a request as it came.
-        known: fields of the route, which are left as they are.
+    """Returns a request without fields that ask for what happens anyway, and with own names for those of others. Fields
+    that the route knows are left as they are.
 
     Raises:
         RefusedError: a schema that is written as JSON in a text is none, or exceeds a limit.

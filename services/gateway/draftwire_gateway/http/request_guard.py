@@ -78,14 +78,9 @@ class Guard:
     def __init__(
         self, app: ASGIApp, gate: Gate, *, hosts: Collection[str] | None = None, origins: Collection[str] = ()
     ) -> None:
-        """Wraps an application.
-
-        Args:
-            app: the routes.
-            gate: whether the service is ready.
-            hosts: names under which requests are answered, beside localhost and IP addresses; those under other names
-                and from pages of other origins are refused (DNS rebinding, CSRF). None refuses neither.
-            origins: other origins whose pages may call; `ANY_ORIGIN` for all.
+        """Requests are answered under `hosts`, localhost and IP addresses; those under other names, and from pages of
+        other origins than `origins`, are refused (DNS rebinding, CSRF). None refuses neither; origins may have
+        `ANY_ORIGIN`.
         """
         self._app = app
         self._gate = gate

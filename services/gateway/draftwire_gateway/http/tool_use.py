@@ -57,11 +57,8 @@ class ToolUse:
 
 
 def tool_use(body: ChatBody, syntax: ToolSyntax | None) -> ToolUse | None:
-    """Returns how a request uses tools; None if the answer is text.
-
-    Args:
-        body: the request.
-        syntax: how the target writes calls, None if that is not known.
+    """Returns how a request uses tools; None if the answer is text. `syntax` is None if it is not known how the target
+    writes calls.
 
     Raises:
         InvalidRequestError: the request asks for what cannot be had.

@@ -20,13 +20,8 @@ class BegunRounds:
         self._permit_number = -1
 
     def request(self, round_number: int, rounds_ahead: int, length: int, permit_number: int) -> None:
-        """Records a calibration.
-
-        Args:
-            round_number: its round.
-            rounds_ahead: rounds beyond it that the drafter may begin.
-            length: draft tokens of each.
-            permit_number: identifies the drafter.
+        """Records a calibration: how many rounds beyond its own the drafter may begin, and how many draft tokens each
+        has.
         """
         self._last_round = max(self._last_round, round_number + rounds_ahead)
         self._length, self._permit_number = length, permit_number

@@ -42,15 +42,7 @@ class BlockWait:
         self._has_replied = self._is_missing = False
 
     def begin(self, round_number: int, num_tokens: int, now: float, timeout_s: float, *, is_held: bool = False) -> None:
-        """Starts to wait for the block of a round.
-
-        Args:
-            round_number: the round.
-            num_tokens: how many tokens are requested.
-            now: when the block is requested.
-            timeout_s: when it is late.
-            is_held: whether the verifier has the block already, which was drafted ahead.
-        """
+        """Starts to wait for the block of a round, which is requested now; `is_held` if the verifier has it already."""
         self._round, self._asked_at, self._timeout_s = round_number, now, timeout_s
         self.num_tokens = num_tokens
         self.is_awaited, self.flush_requested = True, is_held
@@ -80,12 +72,7 @@ class BlockWait:
         return True
 
     def end(self, round_number: int, has_block: bool) -> BlockFate:
-        """Ends the wait with the round's verdict.
-
-        Args:
-            round_number: the round.
-            has_block: whether a block was verified, rather than a plain round.
-        """
+        """Ends the wait with the round's verdict: of a block, or of a plain round."""
         was_awaited, self.is_awaited = self.is_awaited, False
         if self._round != round_number:
             return BlockFate.NOT_REQUESTED

@@ -13,11 +13,6 @@ class ExpectedVerdict:
     """Limits of the open round's verdict: the block and the plain rounds that were requested, not more."""
 
     def __init__(self, generation: Generation) -> None:
-        """Expects nothing before a request.
-
-        Args:
-            generation: the choice that the session generates.
-        """
         self._generation = generation
         self._num_draft_tokens = 0
         self._num_nodes = 0
@@ -55,11 +50,7 @@ class ExpectedVerdict:
             self._local = None
 
     def check(self, verdict: Verdict, vocab_size: int) -> None:
-        """Checks a verdict of the open round before anything is computed from it.
-
-        Args:
-            verdict: its fence is the open round's.
-            vocab_size: of the target.
+        """Checks a verdict that has the open round's fence, before anything is computed from it.
 
         Raises:
             ProtocolViolationError: it is not a verdict of what was requested.
@@ -96,12 +87,8 @@ class ExpectedVerdict:
 
 
 def check_top(tokens: Sequence[TokenLogprob], num_top: int | None, vocab_size: int) -> None:
-    """Checks the likeliest tokens of reported log-probabilities.
-
-    Args:
-        tokens: as they were reported.
-        num_top: how many of the likeliest were requested; None if nothing was.
-        vocab_size: of the target.
+    """Checks the likeliest tokens of reported log-probabilities, of which `num_top` were requested; None if nothing
+    was.
 
     Raises:
         ProtocolViolationError: there are more than were requested, or one is beyond the vocabulary.

@@ -80,11 +80,8 @@ class Generation:
         return not self.rule.is_lossless
 
     def session_parameters(self, traceparent: str, *, epoch: int) -> SessionParameters:
-        """Returns the parameters that both services need.
-
-        Args:
-            traceparent: parent of the services' spans; empty if nothing is traced.
-            epoch: of the session.
+        """Returns the parameters that both services need, in an epoch of the session; `traceparent`, of their spans, is
+        empty if nothing is traced.
         """
         return SessionParameters(
             prompt_len=len(self.prompt_ids),

@@ -137,12 +137,7 @@ class Peers(Protocol):
         """Returns the names of the draft models, of drafters that were ever connected."""
 
     def drafters_for(self, target: TargetPort, but: Collection[int]) -> Sequence[DrafterPort]:
-        """Returns the drafters whose blocks a verifier takes, the best first.
-
-        Args:
-            target: the verifier.
-            but: instance ids of drafters to leave out.
-        """
+        """Returns the drafters whose blocks a verifier takes, the best first, without those of some instance ids."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,7 @@ class PromptReport:
     """Reports each token of a prompt once: a verifier that takes over starts again at the first token."""
 
     def __init__(self, prompt_ids: list[int], is_wanted: bool) -> None:
-        """Starts at the second token.
-
-        Args:
-            prompt_ids: the prompt. Its first token has no log-probability.
-            is_wanted: whether log-probabilities were requested.
-        """
+        """Starts at the second token: the first one of a prompt has no log-probability."""
         self._prompt_ids = prompt_ids
         self._position = 1 if is_wanted else len(prompt_ids)
 

@@ -28,12 +28,8 @@ class RoundTripEstimate:
         self._pass_s: float | None = None
 
     def add(self, seconds: float, num_tokens: int, pass_s: float | None = None) -> None:
-        """Adds the time of one block.
-
-        Args:
-            seconds: from its request to its verdict.
-            num_tokens: how many tokens were requested.
-            pass_s: time of a forward pass of the drafter in it; None if that is not known.
+        """Adds the time of one block, from the request of so many tokens to its verdict, and that of a forward pass of
+        the drafter in it, if it is known.
         """
         if pass_s is not None:
             self._pass_s = pass_s if self._pass_s is None else self._pass_s + (pass_s - self._pass_s) / 8

@@ -25,15 +25,7 @@ class SeatedDrafter:
         options: Sequence[SessionOption],
         permit_number: int,
     ) -> None:
-        """Sends nothing yet; `spec` is what it is to be opened with.
-
-        Args:
-            port: the drafter.
-            target: the verifier that its blocks go to.
-            session: the session.
-            options: of the session.
-            permit_number: of its permit.
-        """
+        """Sends nothing yet; `spec` is what it is to be opened with."""
         self.port = port
         self.is_ready = False
         """Whether it has finished its prefill."""
@@ -79,11 +71,8 @@ class SeatedDrafter:
         return spec
 
     def request_block(self, arm: Arm, most_s: float = math.inf) -> float:
-        """Requests a block of the open round, and sends the tokens committed since the last one.
-
-        Args:
-            arm: what to draft.
-            most_s: longest timeout of the block.
+        """Requests a block of the open round, and sends the tokens committed since the last one. Its timeout is at most
+        `most_s`.
 
         Returns:
             The timeout of the block; see `timeout_s`.
@@ -140,10 +129,6 @@ class SeatedDrafter:
     def note_sent(self, sent: BlockSent, arrived_at: float) -> bool:
         """Records its reply to a flush, which wakes it if it is asleep.
 
-        Args:
-            sent: the reply.
-            arrived_at: when it arrived.
-
         Returns:
             Whether the block is still awaited: from now on of the verifier.
         """
@@ -155,12 +140,7 @@ class SeatedDrafter:
         return self.wait.is_awaited
 
     def end_round(self, verdict: Verdict, arrived_at: float) -> BlockFate:
-        """Ends the open round; if a block was verified, updates the estimate of the drafter's times.
-
-        Args:
-            verdict: of the open round.
-            arrived_at: when it arrived.
-        """
+        """Ends the open round; if a block was verified, updates the estimate of the drafter's times."""
         fate = self.wait.end(verdict.fence.round, verdict.num_draft_tokens > 0 and not verdict.is_of_verifier)
         if fate is BlockFate.VERIFIED:
             if not self.wait.is_held:

@@ -96,12 +96,7 @@ class SessionOption:
         """Adds what it has to the request of a block."""
 
     def end_round(self, verdict: Verdict, *, was_held: bool) -> None:
-        """Records the verdict of the open round.
-
-        Args:
-            verdict: of the round.
-            was_held: whether its block was requested as one that the verifier had.
-        """
+        """Records the verdict of the open round; `was_held` if its block was requested as one that the verifier had."""
 
 
 MakeOptions = Callable[[SessionState], Sequence[SessionOption]]

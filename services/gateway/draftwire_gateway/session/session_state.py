@@ -34,12 +34,7 @@ class SessionState:
     """One session: ids, keys and committed tokens. Outlives its peers."""
 
     def __init__(self, generation: Generation, trace: SessionTrace | None = None) -> None:
-        """Starts after the tokens that were generated before an interruption, if any.
-
-        Args:
-            generation: the choice to generate.
-            trace: of the session; None traces nothing.
-        """
+        """Starts after the tokens that were generated before an interruption, if any."""
         self.generation = generation
         self.session_id = secrets.randbits(64)
         self.permit_key = secrets.token_bytes(KEY_BYTES)
@@ -69,11 +64,8 @@ class SessionState:
         return self.generation.max_tokens - self.num_generated
 
     def check(self, verdict: Verdict, vocab_size: int) -> None:
-        """Checks the verdict of the open round, and that the prompt parts before it held all that was requested.
-
-        Args:
-            verdict: its fence is the open round's.
-            vocab_size: of the target.
+        """Checks a verdict that has the open round's fence, and that the prompt parts before it held all that was
+        requested.
 
         Raises:
             ProtocolViolationError: the verifier must not be believed.

@@ -53,15 +53,7 @@ class VerifierSeat:
         settings: LoopSettings,
         options: Sequence[SessionOption] = (),
     ) -> None:
-        """Opens nothing yet.
-
-        Args:
-            session: the session to open, with all tokens committed by then.
-            peers: the available verifiers.
-            queue: receives the verifiers' events.
-            settings: timeouts.
-            options: of the session.
-        """
+        """Opens nothing yet. The queue receives the verifiers' events."""
         self._session = session
         self._peers = peers
         self._queue = queue
@@ -87,13 +79,11 @@ class VerifierSeat:
         return "" if self._target is None else self._target.address
 
     async def open(self, prepare: Prepare, withdraw: Callable[[], None], *, waits_for_room: bool) -> None:
-        """Opens the session on the best verifier that accepts it.
+        """Opens the session on the best verifier that accepts it: `prepare` is called before each attempt, `withdraw`
+        after attempts that have all failed.
 
-        Args:
-            prepare: called before each attempt.
-            withdraw: called after attempts that have all failed.
-            waits_for_room: whether to retry for `failover_timeout_s`, full verifiers included. Otherwise until no
-                verifier was usable for `FIRST_WAIT_SECONDS`.
+        Retries for `failover_timeout_s` if it waits for room, full verifiers included; else until no verifier was
+        usable for `FIRST_WAIT_SECONDS`.
 
         Raises:
             DraftwireError: no verifier accepts the session.
@@ -131,12 +121,8 @@ class VerifierSeat:
             pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
 
     async def move(self, error: Exception, prepare: Prepare, withdraw: Callable[[], None]) -> None:
-        """Opens the session on another verifier after a loss. Late events of the lost one have an old epoch.
-
-        Args:
-            error: the error of the loss.
-            prepare: called before each attempt.
-            withdraw: called after attempts that have all failed.
+        """Opens the session on another verifier after a loss; see `open`. Late events of the lost one have an old
+        epoch.
 
         Raises:
             DraftwireError: the error was not the verifier's fault, or no verifier is left.

@@ -66,11 +66,7 @@ class ChatTemplate:
         self._num_waiting = 0
 
     async def render(self, conversation: Conversation, caller: str = "") -> str:
-        """Renders a conversation up to the start of the answer. Runs on the event loop.
-
-        Args:
-            conversation: to render.
-            caller: whose turn it uses.
+        """Renders a conversation up to the start of the answer, when it is the caller's turn. Runs on the event loop.
 
         Raises:
             InvalidRequestError: there is no template, the template refuses the conversation or leaves something out, or
