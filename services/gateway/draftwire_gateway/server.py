@@ -25,7 +25,6 @@ from draftwire.runtime.http_server import MAX_HTTP_CONNECTIONS, HttpEndpoint, Ht
 from draftwire.runtime.interceptor import Metadata, ignore_ends, value_of
 from draftwire.runtime.logging import configure_logging
 from draftwire.runtime.process import run_service
-from draftwire.runtime.served_request import note_caller
 from draftwire.runtime.service import Service
 from draftwire.runtime.tls import Dialler, TlsFiles, expiries_of, server_context, server_credentials, watch_tls
 from draftwire.runtime.tracing_setup import open_tracer
@@ -117,7 +116,6 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             NoRoomError: the caller has reached a limit, or too many requests run and wait.
         """
         caller = self._access.authenticate(value_of(metadata, "authorization"))
-        note_caller(caller.name)
         if method != GENERATE:
             yield
             return
@@ -464,8 +462,8 @@ def _http_listeners(
     max_connections = max(MAX_HTTP_CONNECTIONS, 4 * config.max_requests + config.max_waiting_requests)
     context = server_context(tls, config.tls)
     endpoint = HttpEndpoint(config.server.host, config.http_port, context, max_connections=max_connections)
-    return [
-        HttpListener(
-            lambda gate: make_app(core, lambda: pool.connected_drafters, access, gate), endpoint, config.connections
-        )
-    ]
+
+    def drafters() -> set[str]:
+        return {drafter.description.name for drafter in pool.connected_drafters}
+
+    return [HttpListener(lambda gate: make_app(core, drafters, access, gate), endpoint, config.connections)]

@@ -10,6 +10,7 @@ import structlog
 
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError
 from draftwire.runtime.addresses import network_of
+from draftwire.runtime.served_request import note_caller
 from draftwire.runtime.watched_files import WatchedFiles, read_bytes
 from draftwire_gateway.auth.tokens import TokenEntry, digest_of, parse_tokens
 
@@ -148,7 +149,7 @@ class Access:
             self._load((TokenEntry(API_KEY_NAME, digest_of(api_key)),))
 
     def authenticate(self, authorization: str | None) -> Caller:
-        """Returns the caller.
+        """Returns the caller, whose name the served request then has.
 
         Args:
             authorization: the authorization header; None if it is missing or repeated.
@@ -172,6 +173,7 @@ class Access:
             raise UnauthenticatedError(MESSAGE)
         if found.has_expired(self._calendar()):
             raise UnauthenticatedError(EXPIRED)
+        note_caller(found.name)
         return self._callers[found.name]
 
     def _load(self, entries: tuple[TokenEntry, ...]) -> None:

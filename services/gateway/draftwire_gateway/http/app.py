@@ -14,8 +14,9 @@ from starlette.routing import Route as StarletteRoute
 
 import draftwire
 from draftwire.runtime.addresses import is_loopback
+from draftwire.runtime.interceptor import ServiceGate
 from draftwire.runtime.metrics_endpoint import MetricsPage
-from draftwire.runtime.served_request import REQUEST_ID, note_caller
+from draftwire.runtime.served_request import REQUEST_ID
 from draftwire_gateway.auth.access import Access
 from draftwire_gateway.body_budget import BodyBudget
 from draftwire_gateway.config import GatewayConfig
@@ -26,7 +27,7 @@ from draftwire_gateway.http.model_list import ListDrafters, ModelList
 from draftwire_gateway.http.openapi_document import openapi_document
 from draftwire_gateway.http.playground_pages import HEADERS, Page, read_pages
 from draftwire_gateway.http.refusal import RefusedError
-from draftwire_gateway.http.request_guard import Gate, Guard
+from draftwire_gateway.http.request_guard import Guard
 from draftwire_gateway.http.request_observer import RequestObserver
 from draftwire_gateway.http.route_names import route_of
 from draftwire_gateway.http.routes import Chat, Completions, Responses, Route
@@ -35,7 +36,11 @@ from draftwire_gateway.http.text_routes import BodyRoute, Detokenize, TextRoute,
 
 
 def make_app(
-    core: GatewayCore, drafters: ListDrafters, access: Access, gate: Gate, pages: Mapping[str, Page] | None = None
+    core: GatewayCore,
+    drafters: ListDrafters,
+    access: Access,
+    gate: ServiceGate,
+    pages: Mapping[str, Page] | None = None,
 ) -> FastAPI:
     """Returns the application. `pages` are static files by path; by default, those of the playground."""
     app = FastAPI(title="draftwire", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -103,16 +108,16 @@ def _add_description(app: FastAPI) -> None:
 def _add_models(app: FastAPI, models: ModelList, access: Access) -> None:
     @app.get("/v1/models", response_model=None)
     async def list_models(request: Request) -> Response:
-        note_caller(access.authenticate(header(request.scope, "authorization")).name)
+        access.authenticate(header(request.scope, "authorization"))
         return _json(models.all())
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def retrieve_model(request: Request, name: str) -> Response:
-        note_caller(access.authenticate(header(request.scope, "authorization")).name)
+        access.authenticate(header(request.scope, "authorization"))
         return _json(models.one(name))
 
 
-def _add_state(app: FastAPI, core: GatewayCore, access: Access, gate: Gate) -> None:
+def _add_state(app: FastAPI, core: GatewayCore, access: Access, gate: ServiceGate) -> None:
     page = MetricsPage(core.metrics.registry)
 
     @app.get("/version", response_model=None)
@@ -135,7 +140,7 @@ def _add_state(app: FastAPI, core: GatewayCore, access: Access, gate: Gate) -> N
 
     @app.get("/metrics", response_model=None)
     async def metrics(request: Request) -> Response:
-        note_caller(access.authenticate(header(request.scope, "authorization")).name)
+        access.authenticate(header(request.scope, "authorization"))
         return Response(await page.text(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 

@@ -6,13 +6,13 @@ import asyncio
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
-from typing import Protocol
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftwire.errors import UnavailableError
 from draftwire.runtime.addresses import is_named_here
+from draftwire.runtime.interceptor import ServiceGate
 from draftwire_gateway.config import ANY_ORIGIN
 from draftwire_gateway.http.body_reading import header
 from draftwire_gateway.http.error_bodies import body_of, headers_of, is_expected, status_of
@@ -26,18 +26,6 @@ MOST_IN_A_TURN = 16
 """Requests that are begun in one turn of the event loop; more wait for the next one, behind all other work."""
 FINAL_ERROR_SECONDS = 1.0
 """How long a stream that is cut waits for the client to read the error."""
-
-
-class Gate(Protocol):
-    """Whether the service is ready."""
-
-    @property
-    def refusal(self) -> str:
-        """Reason why requests are refused; empty while they are accepted."""
-
-    @property
-    def unready(self) -> str:
-        """Reason why the service should get no requests, refused or not; empty while it is ready."""
 
 
 class Turns:
@@ -76,7 +64,7 @@ class Guard:
     """ASGI middleware around the routes."""
 
     def __init__(
-        self, app: ASGIApp, gate: Gate, *, hosts: Collection[str] | None = None, origins: Collection[str] = ()
+        self, app: ASGIApp, gate: ServiceGate, *, hosts: Collection[str] | None = None, origins: Collection[str] = ()
     ) -> None:
         """Requests are answered under `hosts`, localhost and IP addresses; those under other names, and from pages of
         other origins than `origins`, are refused (DNS rebinding, CSRF). None refuses neither; origins may have

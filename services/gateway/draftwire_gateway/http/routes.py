@@ -1,6 +1,6 @@
 """The generating routes: conversion of their bodies to requests of the core."""
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol
 
@@ -285,11 +285,15 @@ def _tool(tool: ToolBody) -> Tool:
     return Tool(function.name, function.description, function.parameters)
 
 
-def model_fault(model: str, names: Sequence[str], drafters: Sequence[str]) -> RefusedError | None:
-    """Returns why a request cannot name this model; None if it is one of the target's names."""
+def check_model(model: str, names: Sequence[str], drafters: Collection[str]) -> None:
+    """Checks that a request names the target by one of its names.
+
+    Raises:
+        RefusedError: it names another model.
+    """
     if model in names:
-        return None
+        return
     if model in drafters:
         message = f"model: this is the model of a drafter, and drafters only draft; ask for {names[0]}"
-        return RefusedError(400, message, code="model_is_a_drafter", param="model")
-    return RefusedError(404, f"there is no such model here; ask for {names[0]}", code="model_not_found", param="model")
+        raise RefusedError(400, message, code="model_is_a_drafter", param="model")
+    raise RefusedError(404, f"there is no such model here; ask for {names[0]}", code="model_not_found", param="model")

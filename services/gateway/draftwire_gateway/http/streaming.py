@@ -10,7 +10,6 @@ from typing import Any, Generic
 from starlette.types import Message, Receive, Scope, Send
 
 from draftwire.errors import InvalidRequestError
-from draftwire.runtime.served_request import note_caller
 from draftwire_gateway.auth.access import Access, Caller, payer
 from draftwire_gateway.body_budget import BodyBudget, BodyShare
 from draftwire_gateway.core import GatewayCore
@@ -19,7 +18,7 @@ from draftwire_gateway.http.body_reading import BodyReader, header
 from draftwire_gateway.http.choice_deltas import ChoiceDelta, DeltaMaker
 from draftwire_gateway.http.model_list import ListDrafters
 from draftwire_gateway.http.openai_types import Writer
-from draftwire_gateway.http.routes import Route, in_names, model_fault
+from draftwire_gateway.http.routes import Route, check_model, in_names
 from draftwire_gateway.request_queue import QueuePlace
 from draftwire_gateway.requested_generation import check_num_choices
 from draftwire_gateway.session.committed_text import Delta
@@ -66,16 +65,7 @@ class GeneratingRoute(Generic[Body]):
         bodies: BodyReader,
         waiting: BodyBudget,
     ) -> None:
-        """Stores its collaborators.
-
-        Args:
-            route: conversion of bodies and responses.
-            core: runs requests.
-            drafters: returns the connected drafters.
-            access: authenticates callers.
-            bodies: reads bodies; one for all routes.
-            waiting: of the bodies that wait for a place, as they came; one for all routes.
-        """
+        """`waiting` is the budget of the bodies that wait for a place, as they came."""
         self._route = route
         self._core = core
         self._drafters = drafters
@@ -86,7 +76,6 @@ class GeneratingRoute(Generic[Body]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request. Nothing of its body is read for a caller who is unknown or has no room."""
         caller = self._access.authenticate(header(scope, "authorization"))
-        note_caller(caller.name)
         counting = self._core.metrics.counting_refusals
         with counting("caller", caller.name):
             caller.refuse_if_over()
@@ -95,10 +84,7 @@ class GeneratingRoute(Generic[Body]):
         with self._bodies.budget.share(caller.name) as share:
             with counting("gateway", caller.name):
                 data, body = await self._read(scope, receive, share)
-            drafters = [drafter.description.name for drafter in self._drafters()]
-            fault = model_fault(body.model, self._core.model_names, drafters)
-            if fault is not None:
-                raise fault
+            check_model(body.model, self._core.model_names, self._drafters())
             names = self._route.names(body)
             work = self._answer(data, body, share, caller, Delivery.of(body, scope), send)
             del data, body  # which are large, and of no use once they are a request

@@ -6,14 +6,13 @@ from typing import Any, Generic, Protocol, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from draftwire.errors import InvalidRequestError
-from draftwire.runtime.served_request import note_caller
 from draftwire_gateway.auth.access import Access
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.body import DetokenizeBody, TokenizeBody
 from draftwire_gateway.http.body_reading import BodyReader, header
 from draftwire_gateway.http.error_bodies import HTTP_NAMES, renamed
 from draftwire_gateway.http.model_list import ListDrafters
-from draftwire_gateway.http.routes import conversation_of, model_fault
+from draftwire_gateway.http.routes import check_model, conversation_of
 from draftwire_gateway.http.streaming import send_whole
 
 TextBody = TypeVar("TextBody", bound=TokenizeBody | DetokenizeBody)
@@ -71,7 +70,6 @@ class BodyRoute(Generic[TextBody]):
         access: Access,
         bodies: BodyReader,
     ) -> None:
-        """Stores its collaborators; see `GeneratingRoute`."""
         self._route = route
         self._core = core
         self._drafters = drafters
@@ -81,14 +79,10 @@ class BodyRoute(Generic[TextBody]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         caller = self._access.authenticate(header(scope, "authorization"))
-        note_caller(caller.name)
         with self._bodies.budget.share(caller.name) as share:
             body = await self._bodies.read(self._route.body, scope, receive, share)
             if body.model is not None:
-                drafters = [drafter.description.name for drafter in self._drafters()]
-                fault = model_fault(body.model, self._core.model_names, drafters)
-                if fault is not None:
-                    raise fault
+                check_model(body.model, self._core.model_names, self._drafters())
             try:
                 answer = await self._route.answer(body, self._core, caller.name)
             except InvalidRequestError as error:
