@@ -111,7 +111,8 @@ def _as_list(given: Any) -> Any:
     return [given] if isinstance(given, str) else given
 
 
-def _as_parts(given: Any) -> Any:
+def as_parts(given: Any) -> Any:
+    """Returns a text as a list of one part; anything else as it is, to be validated."""
     return [{"type": "text", "text": given}] if isinstance(given, str) else given
 
 
@@ -321,7 +322,7 @@ class ChatMessage(Strict):
     """One message of a conversation."""
 
     role: str
-    content: Annotated[list[TextPart], FirstFault(), BeforeValidator(_as_parts, str | list[TextPart])] = []
+    content: Annotated[list[TextPart], FirstFault(), BeforeValidator(as_parts, str | list[TextPart])] = []
     name: str = ""
     tool_calls: Annotated[list[MessageToolCall], FirstFault(), at_most(MAX_TOOL_CALLS)] = []
     tool_call_id: str = ""

@@ -1,9 +1,11 @@
 """POST /tokenize and /detokenize: prompts to token ids and back, in the form of vLLM's."""
 
 import json
-from typing import Any, Generic, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from typing import Any, Generic, TypeVar
 
 from starlette.types import Receive, Scope, Send
+from typing_extensions import override
 
 from draftwire.errors import InvalidRequestError
 from draftwire_gateway.auth.access import Access
@@ -18,13 +20,13 @@ from draftwire_gateway.http.streaming import send_whole
 TextBody = TypeVar("TextBody", bound=TokenizeBody | DetokenizeBody)
 
 
-class TextRoute(Protocol, Generic[TextBody]):
+class TextRoute(ABC, Generic[TextBody]):
     """A route that answers without generating."""
 
-    @property
-    def body(self) -> type[TextBody]:
-        """Model of the request body."""
+    body: type[TextBody]
+    """Model of the request body."""
 
+    @abstractmethod
     async def answer(self, body: TextBody, core: GatewayCore, caller: str) -> dict[str, Any]:
         """Returns the response.
 
@@ -34,13 +36,13 @@ class TextRoute(Protocol, Generic[TextBody]):
         """
 
 
-class Tokenize:
+class Tokenize(TextRoute[TokenizeBody]):
     """POST /tokenize."""
 
     body = TokenizeBody
 
+    @override
     async def answer(self, body: TokenizeBody, core: GatewayCore, caller: str) -> dict[str, Any]:
-        """Returns the ids of a text or a conversation."""
         if body.prompt is not None:
             ids = await core.tokenize(body.prompt, caller, with_special=body.add_special_tokens)
         else:
@@ -49,13 +51,13 @@ class Tokenize:
         return {"count": len(ids), "max_model_len": core.description.context_length, "tokens": ids, **texts}
 
 
-class Detokenize:
+class Detokenize(TextRoute[DetokenizeBody]):
     """POST /detokenize."""
 
     body = DetokenizeBody
 
+    @override
     async def answer(self, body: DetokenizeBody, core: GatewayCore, caller: str) -> dict[str, Any]:
-        """Returns the text of ids."""
         return {"prompt": await core.detokenize(body.tokens)}
 
 
