@@ -51,7 +51,7 @@ OPTIONS = {
         "*.lookahead",
         "*.branching",
         "*held_*",
-        "*.begun_rounds",
+        "*.drafts_ahead",
     ),
     "guesses without a model": ("draftwire.options.model_free*", "*.model_free*", "*.local_drafts"),
     "forms": ("draftwire.options.structured_output*", "*.structured_output", "*.tool_calls", "*slow_masks*", "*form_*"),

@@ -73,13 +73,13 @@ async def test_full_gateway_reads_no_prompt_and_choices_that_are_finished_count(
     finished = [gateway_pb2.GeneratedChoice(choice=choice, is_finished=True) for choice in range(4)]
     for before in ([], finished[:1], finished):
         request = gateway_pb2.GenerateRequest(text="abc", num_choices=4, generated_choices=before)
-        async with core.admit(1):
+        async with core.queue.place(1):
             with pytest.raises(NoRoomError):
                 await generate(core, request)
     assert tokenizer.num_requests == []
     for before in ([], finished[:3]):
         request = gateway_pb2.GenerateRequest(text="abc", num_choices=3, generated_choices=before)
-        async with core.admit(1):
+        async with core.queue.place(1):
             with pytest.raises(InvalidRequestError, match="no ids of abc"):
                 await generate(core, request)
     assert tokenizer.num_requests == [4, 4], "it counts while it is prepared"
@@ -128,7 +128,7 @@ async def test_completion_counts_for_its_caller_while_its_request_arrives(tmp_pa
         servicer.admit(GENERATE, SHOWN),
     ):
         pass
-    async with core.admit(2):
+    async with core.queue.place(2):
         with pytest.raises(NoRoomError, match="2 requests are running"), servicer.admit(GENERATE, SHOWN):
             pass
         with servicer.admit("/draftwire.v1.GatewayService/GetServer", SHOWN):
@@ -164,7 +164,7 @@ async def test_requests_that_wait_take_a_bounded_amount_together() -> None:
     core, _ = make_core(max_requests=1)
     request = gateway_pb2.GenerateRequest(text="a" * 2**20)
     servicer = GatewayServicer(core, None, Access(None))  # type: ignore[arg-type]
-    async with core.admit(1):
+    async with core.queue.place(1):
         waiting = [asyncio.create_task(servicer.Generate(request, Context())) for _ in range(60)]  # type: ignore[arg-type]
         await asyncio.sleep(0.05)
         refused = [task for task in waiting if task.done()]

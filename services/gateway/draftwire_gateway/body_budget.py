@@ -68,7 +68,6 @@ class BodyShare:
     """Share of a budget that one body holds."""
 
     def __init__(self, budget: BodyBudget, caller: str) -> None:
-        """Takes nothing yet."""
         self.caller = caller
         self.num_bytes = 0
         """Bytes that are taken for it."""

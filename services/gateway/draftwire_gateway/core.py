@@ -1,8 +1,8 @@
 """The gateway without its gRPC and HTTP edges: admission, tokenisation and the generation of requests."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from draftwire_gateway.session.round_times import RoundTimes, combined
 from draftwire_gateway.session.spans import RequestSpans, RequestTracing
 from draftwire_gateway.session_plugs import plugs_of
 from draftwire_gateway.speculation.pairs import Pairs
-from draftwire_gateway.text.chat import ChatTemplate, check_template
+from draftwire_gateway.text.chat import ChatTemplate, parse_template
 from draftwire_gateway.text.control_tokens import is_marked
 from draftwire_gateway.text.conversation import Conversation
 from draftwire_gateway.text.text import TextStream, decoded
@@ -133,32 +133,6 @@ class GatewayCore:
     def num_requests(self) -> int:
         """Choices of requests that run, are being prepared or wait."""
         return self.queue.num_running + self.queue.num_waiting
-
-    def refuse_if_full(self, num_choices: int = 1) -> None:
-        """Refuses a request that would neither run nor wait; of one that is not read yet, at least one choice is known.
-
-        Raises:
-            NoRoomError: too many requests run and wait.
-        """
-        self.queue.refuse_if_full(num_choices)
-
-    @asynccontextmanager
-    async def admit(self, num_choices: int, caller: str = "") -> AsyncIterator[QueuePlace]:
-        """Admits a request, as soon as there is a place, until it has ended. Its prompts are tokenised within.
-
-        Args:
-            num_choices: choices of the request, over all prompts.
-            caller: name of the token's holder; callers take turns.
-
-        Raises:
-            InvalidRequestError: the request has more choices than may ever run at once.
-            NoRoomError: too many requests run and wait, or this one waited too long.
-        """
-        most = self.config.max_requests
-        if num_choices > most:
-            raise InvalidRequestError(f"num_choices: {num_choices} choices in all; at most {most} may run at once")
-        async with self.queue.place(num_choices, caller) as place:
-            yield place
 
     async def tokenize(self, text: str, caller: str = "", *, with_special: bool = True) -> list[int]:
         """Returns the token ids of a prompt, with the special tokens that the target's tokenizer puts in front, if they
@@ -301,7 +275,7 @@ def _read_template(path: Path) -> str:
     """
     try:
         text = read_bytes(path, "chat_template").decode()
-        check_template(text)
+        parse_template(text)
     except (UnicodeDecodeError, jinja2.TemplateError) as error:
         raise InvalidRequestError(f"chat_template: {path}: {error}") from error
     return text

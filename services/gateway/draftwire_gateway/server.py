@@ -121,7 +121,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             return
         counting = self._core.metrics.counting_refusals
         with counting("gateway", caller.name):
-            self._core.refuse_if_full()
+            self._core.queue.refuse_if_full()
         with ExitStack() as running:
             with counting("caller", caller.name):
                 running.enter_context(caller.request())
@@ -145,7 +145,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             with counting("gateway", caller.name, num_choices):
                 with self._waiting.share(caller.name) as share:
                     share.take(request.ByteSize())
-                    place = await running.enter_async_context(self._core.admit(num_choices, caller.name))
+                    place = await running.enter_async_context(self._core.queue.place(num_choices, caller.name))
                 generations = await self._core.complete(await self._requested(request, caller.name))
                 generations = await self._core.check_form(generations, payer(caller, host_of_peer(context.peer())))
             traceparent = _metadata(context, "traceparent") or ""

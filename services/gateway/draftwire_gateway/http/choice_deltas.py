@@ -102,7 +102,6 @@ class DeltaMaker:
     """Converts the events of one request into deltas."""
 
     def __init__(self, options: ResponseOptions, core: GatewayCore) -> None:
-        """Starts before the first event."""
         self._options = options
         self._core = core
         self._lengths: dict[int, int] = {}

@@ -32,7 +32,6 @@ class Turns:
     """Lets requests begin a few at a time, so that a flood of them holds up no stream. Runs on the event loop."""
 
     def __init__(self) -> None:
-        """No request waits yet."""
         self._num_begun = 0
         """Requests that have begun in this turn of the loop."""
         self._waiting: deque[asyncio.Future[None]] = deque()

@@ -80,7 +80,7 @@ class GeneratingRoute(Generic[Body]):
         with counting("caller", caller.name):
             caller.refuse_if_over()
         with counting("gateway", caller.name):
-            self._core.refuse_if_full()
+            self._core.queue.refuse_if_full()
         with self._bodies.budget.share(caller.name) as share:
             with counting("gateway", caller.name):
                 data, body = await self._read(scope, receive, share)
@@ -106,7 +106,7 @@ class GeneratingRoute(Generic[Body]):
             with counting("caller", caller.name, num_choices):
                 running.enter_context(caller.request(num_choices))
             with counting("gateway", caller.name, num_choices):
-                admission = self._core.admit(num_choices, caller.name)
+                admission = self._core.queue.place(num_choices, caller.name)
                 if self._core.queue.has_place(num_choices):
                     place = await running.enter_async_context(admission)
                 else:

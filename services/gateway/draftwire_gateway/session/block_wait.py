@@ -22,7 +22,6 @@ class BlockWait:
     """The latest request of a block. Times are of one clock, seconds; a seat makes a new one for each drafter."""
 
     def __init__(self) -> None:
-        """Waits for nothing, for a drafter that is awake."""
         self.is_awaited = False
         """Whether a block of the open round is awaited: not if it was late, though it may still be verified."""
         self.is_asleep = False

@@ -90,7 +90,8 @@ class SeatedDrafter:
             timeout_s = self.port.round_trip.sent_timeout_s(block.depth, most_s)
         else:
             timeout_s = self.timeout_s(block.depth, most_s)
-        self.wait.begin(self._session.round, block.depth, _now(), timeout_s, is_held=block.is_held)
+        now = asyncio.get_running_loop().time()
+        self.wait.begin(self._session.round, block.depth, now, timeout_s, is_held=block.is_held)
         self._session.expected.request_block(arm.length, num_nodes=arm.num_nodes, is_ahead=block.may_be_ahead)
         self.port.calibrate(block.calibration)
         return timeout_s
@@ -168,7 +169,3 @@ class SeatedDrafter:
             drafting_s = (verdict.timings.calibration_us + verdict.timings.draft_us) / 1e6
             pass_s = min(drafting_s, seconds) / verdict.num_draft_positions
         self.port.round_trip.add(seconds, self.wait.num_tokens, pass_s)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -45,7 +45,6 @@ class SessionOption:
     """Time by which a drafter may take longer to reply to a flush, seconds."""
 
     def __init__(self, session: SessionState) -> None:
-        """Belongs to one session."""
         self._session = session
 
     def join(self, target: ModelDescription) -> None:

@@ -12,7 +12,6 @@ from draftwire.requests.session_parameters import SessionParameters
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict, check_top
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.ports import DrafterPort, TargetPort
-from draftwire_gateway.session.prompt_report import PromptReport
 from draftwire_gateway.session.statistics import Statistics
 
 
@@ -28,6 +27,34 @@ class SessionTrace(Protocol):
 
     def end(self, session_id: int, statistics: Statistics, reason: str) -> None:
         """Ends the session, with a finish reason; empty if it was not finished."""
+
+
+class PromptReport:
+    """Reports each token of a prompt once: a verifier that takes over starts again at the first token."""
+
+    def __init__(self, prompt_ids: list[int], is_wanted: bool) -> None:
+        """Starts at the second token: the first one of a prompt has no log-probability."""
+        self._prompt_ids = prompt_ids
+        self._position = 1 if is_wanted else len(prompt_ids)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether log-probabilities are missing."""
+        return self._position < len(self._prompt_ids)
+
+    def take(self, part: PromptPart) -> PromptPart | None:
+        """Returns the new tokens of a part; None if all were reported before.
+
+        Raises:
+            ProtocolViolationError: tokens are missing, or are not those of the prompt.
+        """
+        start = part.first_position
+        expected = self._prompt_ids[start : start + len(part.tokens)]
+        if start > self._position or [token.token_id for token in part.tokens] != expected:
+            raise ProtocolViolationError("log-probabilities of other tokens than the prompt's next ones")
+        first, self._position = self._position, max(self._position, start + len(part.tokens))
+        new = part.tokens[first - start :]
+        return PromptPart(first, new) if new else None
 
 
 class SessionState:

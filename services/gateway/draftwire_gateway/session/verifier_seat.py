@@ -113,7 +113,8 @@ class VerifierSeat:
             withdraw()
             full = [error for error in refusals if isinstance(error, NoRoomError)]
             if clock() >= deadline or (full and not waits_for_room):
-                raise [*full, *refusals, UnavailableError(self._no_verifier())][0]
+                why = self._peers.why_no_target() or f"no verifier offers {self._session.generation.rule.name} now"
+                raise [*full, *refusals, UnavailableError(why)][0]
             if full:
                 pause_s = max(pause_s, min(full[0].retry_after_s, LONGEST_NAMED_PAUSE_S))
             # Many sessions may have been lost at once: jitter spreads their retries.
@@ -165,10 +166,6 @@ class VerifierSeat:
         """Returns the verifiers that offer the session's rule."""
         rule = self._session.generation.rule
         return [target for target in self._peers.targets() if rule in target.description.rules]
-
-    def _no_verifier(self) -> str:
-        """Returns the message for a session without an eligible verifier."""
-        return self._peers.why_no_target() or f"no verifier offers {self._session.generation.rule.name} now"
 
     def _rank(self, target: TargetPort) -> tuple[int, bool]:
         """Returns the sort key of a verifier; the smallest is tried first."""

@@ -138,7 +138,7 @@ class _Rendering:
         self._messages = [_turn_to_json(index, turn) for index, turn in enumerate(conversation.turns)]
         try:
             source = tokenizer.get_chat_template(tools=self._tools or None)
-            self._template = _read_template(source)
+            self._template = parse_template(source)
         except (ValueError, jinja2.TemplateError) as error:
             raise InvalidRequestError(f"the chat template of {model_name} cannot be used") from error
         if self._tools and "tools" not in self._template.variables:
@@ -326,17 +326,13 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def check_template(source: str) -> None:
-    """Checks that a text can be parsed as a template.
+@lru_cache
+def parse_template(source: str) -> _Template:
+    """Parses a chat template.
 
     Raises:
-        jinja2.TemplateError: it cannot.
+        jinja2.TemplateError: the text is none.
     """
-    _read_template(source)
-
-
-@lru_cache
-def _read_template(source: str) -> _Template:
     environment = ImmutableSandboxedEnvironment(extensions=[_Generation, "jinja2.ext.loopcontrols"])
     tree = environment.parse(source)
     literals = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
