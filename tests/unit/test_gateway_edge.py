@@ -26,6 +26,7 @@ from draftwire_gateway.http.body import CompletionBody
 from draftwire_gateway.http.choice_deltas import ResponseOptions
 from draftwire_gateway.http.routes import Completions
 from draftwire_gateway.server import GENERATE, GatewayServicer
+from draftwire_gateway.session.session_state import SessionState
 from draftwire_gateway.text.tokenizer_pool import TokenizerPool
 
 CONTEXT_LENGTH = 50
@@ -190,7 +191,7 @@ async def test_sessions_carry_what_their_form_costs_and_the_caller_pays(monkeypa
     form = StructuredOutput.regex("a")
     wanted = [make_generation(sampling=SamplingParams(structured_output=form), choice=choice) for choice in range(3)]
     checked = await core.check_form(wanted, "token alice")
-    assert [one.session_parameters("", epoch=0).form_memory_bytes for one in checked] == [77] * 3
+    assert [SessionState(one).parameters.form_memory_bytes for one in checked] == [77] * 3
     assert [one.form_caller for one in checked] == ["token alice"] * 3, "who pays for their masks"
     assert paid == [(form, "token alice")], "once for all choices"
     assert await core.check_form([make_generation()], "token alice") == [make_generation()]

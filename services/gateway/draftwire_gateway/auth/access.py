@@ -69,12 +69,7 @@ class Caller:
         self._tokens_used += num_tokens
 
     def refuse_if_over(self, num_choices: int = 1) -> None:
-        """Refuses what `request` would refuse now; of a request that is not read yet, at least one choice is known.
-
-        Raises:
-            InvalidRequestError: see `request`.
-            NoRoomError: see `request`.
-        """
+        """Raises what `request` would raise now; of a request that is not read yet, at least one choice is known."""
         if self.entry is None:
             return
         most_running, rate = self.entry.max_sessions, self.entry.max_tokens_per_minute
@@ -94,7 +89,6 @@ class Caller:
             raise NoRoomError(message, wait_s)
 
     def _refill(self) -> None:
-        """Refills the bucket for the time since the last call."""
         now = self._clock()
         rate = self.entry.max_tokens_per_minute if self.entry is not None else None
         if rate is None:

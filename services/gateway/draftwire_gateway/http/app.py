@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route as StarletteRoute
+from starlette.types import ASGIApp
 
 import draftwire
 from draftwire.runtime.addresses import is_loopback
@@ -21,6 +22,7 @@ from draftwire_gateway.auth.access import Access
 from draftwire_gateway.body_budget import BodyBudget
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
+from draftwire_gateway.http.body import DetokenizeBody, TokenizeBody
 from draftwire_gateway.http.body_reading import BodyReader, header
 from draftwire_gateway.http.error_bodies import UNAVAILABLE_RETRY_S, body_of
 from draftwire_gateway.http.model_list import ListDrafters, ModelList
@@ -30,9 +32,9 @@ from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.http.request_guard import Guard
 from draftwire_gateway.http.request_observer import RequestObserver
 from draftwire_gateway.http.route_names import route_of
-from draftwire_gateway.http.routes import Chat, Completions, Responses, Route
+from draftwire_gateway.http.routes import Chat, Completions, Responses
 from draftwire_gateway.http.streaming import GeneratingRoute
-from draftwire_gateway.http.text_routes import BodyRoute, Detokenize, TextRoute, Tokenize
+from draftwire_gateway.http.text_routes import TextRoute, detokenize, tokenize
 
 
 def make_app(
@@ -65,20 +67,17 @@ def make_app(
         core.config.connections.max_message_bytes, ignores_unknown=core.config.unknown_parameters == "ignore"
     )
     waiting = BodyBudget()
-    routes: dict[str, Route[Any]] = {
-        "/v1/completions": Completions(),
-        "/v1/chat/completions": Chat(),
-        "/v1/responses": Responses(),
+    common = (core, drafters, access, bodies)
+    applications: dict[str, ASGIApp] = {
+        "/v1/completions": GeneratingRoute(Completions(), *common, waiting),
+        "/v1/chat/completions": GeneratingRoute(Chat(), *common, waiting),
+        "/v1/responses": GeneratingRoute(Responses(), *common, waiting),
+        "/tokenize": TextRoute(TokenizeBody, tokenize, *common),
+        "/detokenize": TextRoute(DetokenizeBody, detokenize, *common),
     }
-    for path, route in routes.items():
-        answer: GeneratingRoute[Any] = GeneratingRoute(route, core, drafters, access, bodies, waiting)
-        app.router.routes.append(StarletteRoute(path, answer, methods=["POST"]))
+    for path, application in applications.items():
+        app.router.routes.append(StarletteRoute(path, application, methods=["POST"]))
     _add_description(app)
-    text_routes: dict[str, TextRoute[Any]] = {"/tokenize": Tokenize(), "/detokenize": Detokenize()}
-    for path, text_route in text_routes.items():
-        app.router.routes.append(
-            StarletteRoute(path, BodyRoute(text_route, core, drafters, access, bodies), methods=["POST"])
-        )
     _add_models(app, ModelList(core, drafters), access)
     _add_state(app, core, access, gate)
     for path, page in pages.items():

@@ -1,7 +1,8 @@
 """The generating routes: conversion of their bodies to requests of the core."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic
 
 from typing_extensions import override
@@ -185,14 +186,15 @@ def _writer(formatter: ResponseFormatter, body: GenerateBody, options: ResponseO
     return ResponseWriter(formatter, options, body.model, reports_usage=reports_usage)
 
 
-async def in_names(names: Mapping[str, str], work: Coroutine[Any, Any, None]) -> None:
-    """Awaits work, and renames the parameters in its errors: see `Route.names`.
+@contextmanager
+def in_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Renames the parameters in the errors of a block: see `Route.names`.
 
     Raises:
-        RefusedError: the work raised an `InvalidRequestError`.
+        RefusedError: the block raised an `InvalidRequestError`.
     """
     try:
-        await work
+        yield
     except InvalidRequestError as error:
         raise renamed(error, names) from error
 

@@ -46,8 +46,6 @@ class ChoiceEvent:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """End of the queue."""
-
     error: Exception | None
 
 
@@ -88,16 +86,13 @@ class _SharedPrompt:
     """Address of that verifier."""
 
 
-MakeLoop = Callable[[Generation], Awaitable[GenerationLoop]]
-
-
 class ChoiceRunner:
     """Runs the choices of one request. Use once."""
 
     def __init__(
         self,
         generations: Sequence[Generation],
-        make_loop: MakeLoop,
+        make_loop: Callable[[Generation], Awaitable[GenerationLoop]],
         wait_for_room: Callable[[NoRoomError], Awaitable[None]],
         on_open: Callable[[], None],
     ) -> None:

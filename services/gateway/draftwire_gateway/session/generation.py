@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
-from draftwire.requests.session_parameters import SessionParameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +77,6 @@ class Generation:
     def is_lossy(self) -> bool:
         """Whether the rule changes the distribution of the text."""
         return not self.rule.is_lossless
-
-    def session_parameters(self, traceparent: str, *, epoch: int) -> SessionParameters:
-        """Returns the parameters that both services need, in an epoch of the session; `traceparent`, of their spans, is
-        empty if nothing is traced.
-        """
-        return SessionParameters(
-            prompt_len=len(self.prompt_ids),
-            sampling=self.sampling,
-            rule=self.rule,
-            max_draft_tokens=self.num_speculative_tokens,
-            stop_token_ids=self.stop_token_ids,
-            choice=self.choice,
-            cache_salt=self.cache_salt,
-            traceparent=traceparent,
-            form_memory_bytes=self.form_memory_bytes,
-            shares_text=self.numbers_are_fresh(epoch),
-        )
 
     @property
     def max_len(self) -> int:

@@ -139,8 +139,19 @@ class SessionState:
     @property
     def parameters(self) -> SessionParameters:
         """Parameters of the request that both services need."""
-        traceparent = "" if self._trace is None else self._trace.traceparent
-        return self.generation.session_parameters(traceparent, epoch=self.epoch)
+        generation = self.generation
+        return SessionParameters(
+            prompt_len=len(generation.prompt_ids),
+            sampling=generation.sampling,
+            rule=generation.rule,
+            max_draft_tokens=generation.num_speculative_tokens,
+            stop_token_ids=generation.stop_token_ids,
+            choice=generation.choice,
+            cache_salt=generation.cache_salt,
+            traceparent="" if self._trace is None else self._trace.traceparent,
+            form_memory_bytes=generation.form_memory_bytes,
+            shares_text=self.numbers_are_fresh,
+        )
 
     def add_event(self, event: str, **attributes: int | str) -> None:
         """Adds an event to the choice's span, if the request is traced."""
