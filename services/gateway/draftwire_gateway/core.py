@@ -268,11 +268,7 @@ class GatewayCore:
 
 
 def _read_template(path: Path) -> str:
-    """Reads a chat template.
-
-    Raises:
-        InvalidRequestError: the file cannot be read, or is no template.
-    """
+    """Reads a chat template. Raises if the file cannot be read, or is none."""
     try:
         text = read_bytes(path, "chat_template").decode()
         parse_template(text)

@@ -259,11 +259,7 @@ def _prompts(request: gateway_pb2.GenerateRequest) -> Sequence[AnyPrompt]:
 
 
 def _num_choices(request: gateway_pb2.GenerateRequest) -> int:
-    """Returns the number of requested choices, over all prompts.
-
-    Raises:
-        InvalidRequestError: the number is 0 or too large.
-    """
+    """Returns the number of requested choices, over all prompts. Refuses 0, and too many."""
     num_prompts = len(_prompts(request))
     return num_prompts * check_num_choices(num_prompts, _optional(request, "num_choices"))
 
@@ -274,11 +270,7 @@ def _optional(request: gateway_pb2.GenerateRequest, name: str) -> Any:
 
 
 def _conversation(chat: gateway_pb2.ChatPrompt) -> Conversation:
-    """Decodes a conversation.
-
-    Raises:
-        InvalidRequestError: the conversation is empty or too large.
-    """
+    """Decodes a conversation, and refuses one that is empty or too large."""
     _refuse_over("messages", len(chat.messages), MAX_CHAT_MESSAGES)  # before they are copied
     _refuse_over("tool_calls", sum(len(message.tool_calls) for message in chat.messages), MAX_TOOL_CALLS)
     _refuse_over("tools", len(chat.tools), MAX_TOOLS)

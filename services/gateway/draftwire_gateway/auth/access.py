@@ -119,13 +119,8 @@ class Access:
         api_key: str | None = None,
         calendar: Clock = time.time,
     ) -> None:
-        """Reads the file.
-
-        Args:
-            tokens_file: see `draftwire_gateway.auth.tokens`; None accepts every caller who shows `api_key`.
-            clock: seconds.
-            api_key: the only token, without limits; None accepts every caller if there is no file.
-            calendar: seconds since 1970, by which tokens expire.
+        """Reads the file, or takes `api_key` as the only token, without limits; without either every caller is
+        accepted. `clock` returns seconds, `calendar` those since 1970, by which tokens expire.
 
         Raises:
             InvalidRequestError: the file is invalid; the message names the file and the fault.
@@ -143,10 +138,8 @@ class Access:
             self._load((TokenEntry(API_KEY_NAME, digest_of(api_key)),))
 
     def authenticate(self, authorization: str | None) -> Caller:
-        """Returns the caller, whose name the served request then has.
-
-        Args:
-            authorization: the authorization header; None if it is missing or repeated.
+        """Returns the caller, whose name the served request then has, by its authorization header; None if that is
+        missing or repeated.
 
         Raises:
             UnauthenticatedError: the header holds no valid token, or one that has expired.

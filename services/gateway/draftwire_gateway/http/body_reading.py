@@ -108,10 +108,8 @@ class BodyReader:
         return data
 
     def _declared(self, scope: Scope) -> int | None:
-        """Returns the length that a body declares; None if it declares none.
-
-        Raises:
-            RefusedError: the body is not JSON, or too large.
+        """Returns the length that a body declares; None if it declares none. Refuses one that is not JSON, or too
+        large.
         """
         # Pages of other origins can send other content types without a CORS preflight.
         if (header(scope, "content-type") or "").partition(";")[0].strip().lower() != "application/json":

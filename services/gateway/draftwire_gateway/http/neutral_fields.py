@@ -83,8 +83,5 @@ def without_neutral(given: Given, known: frozenset[str]) -> Given:
 def _as_schema(value: Any) -> Any:
     """Returns an object that is written as JSON, parsed with the limits of a body; anything else as it is, to be
     refused for what it is.
-
-    Raises:
-        RefusedError: it is no JSON object, or exceeds a limit.
     """
     return parse(value.encode(errors="replace")) if isinstance(value, str) else value

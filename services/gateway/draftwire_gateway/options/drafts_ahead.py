@@ -47,14 +47,8 @@ class BegunRounds:
 
     def arm(self, wanted: Arm, round_number: int, most: int, permit_number: int) -> Arm:
         """Returns what to request for a round: what is wanted, unless the round may have begun as something else.
-
-        Args:
-            wanted: what is to be drafted for it.
-            round_number: the round that is requested now.
-            most: for how many draft tokens there is room, as its drafter counts it; without room for one, it has begun
-                nothing.
-            permit_number: identifies the drafter that is asked. What another one may have begun is plain: two blocks
-                would meet at the verifier.
+        Without room for a draft token, as its drafter counts it, it has begun nothing. What another drafter than that
+        of the permit may have begun is plain: two blocks would meet at the verifier.
         """
         if not self.num_from(round_number):
             return wanted

@@ -291,11 +291,7 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
 
     @override
     async def _run_stream(self) -> None:
-        """The same, until the verifier does not answer any more.
-
-        Raises:
-            UnavailableError: it does not.
-        """
+        """The same, until the verifier does not answer any more, which raises UnavailableError."""
         self._watch = self._new_watch()
         stream = asyncio.ensure_future(super()._run_stream())
         watching = asyncio.ensure_future(self._watch.run())

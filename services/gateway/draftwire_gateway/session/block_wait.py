@@ -49,13 +49,10 @@ class BlockWait:
         self._is_missing = False
 
     def expire(self, now: float) -> bool:
-        """Ends the wait for a block that is late.
+        """Ends the wait for a block that is late; returns whether the drafter fell asleep.
 
-        The drafter falls asleep unless it has replied: then the verifier has the block, and is late itself, or will
-        never get it. The block may still be the first to be verified.
-
-        Returns:
-            Whether the drafter fell asleep.
+        It does unless it has replied: then the verifier has the block, and is late itself, or will never get it. The
+        block may still be the first to be verified.
         """
         self.is_awaited, self._is_missing = False, self._has_replied
         if self._is_missing:

@@ -96,14 +96,9 @@ class ChoiceRunner:
         wait_for_room: Callable[[NoRoomError], Awaitable[None]],
         on_open: Callable[[], None],
     ) -> None:
-        """Starts nothing before `run`.
-
-        Args:
-            generations: the choices.
-            make_loop: makes the loop of a choice, anew for each attempt.
-            wait_for_room: called when no verifier has room for the request's first session. Returns when it is to be
-                tried again, or raises the refusal.
-            on_open: called when the first session is open.
+        """Starts nothing before `run`. `make_loop` makes the loop of a choice, anew for each attempt; `wait_for_room`
+        is called when no verifier has room for the request's first session, and returns when it is to be tried again,
+        or raises the refusal; `on_open` is called when the first session is open.
         """
         self._generations = generations
         self._make_loop = make_loop

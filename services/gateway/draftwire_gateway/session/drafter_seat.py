@@ -97,10 +97,8 @@ class DrafterSeat:
         return self._drafter
 
     def restart(self, target: TargetPort) -> bool:
-        """Makes all drafters eligible again, before the session is opened on a verifier.
-
-        Returns:
-            Whether there is a drafter that could draft for that verifier, and text for it.
+        """Makes all drafters eligible again, before the session is opened on a verifier; returns whether there is a
+        drafter that could draft for that verifier, and text for it.
         """
         self._tried = set()
         drafter = self._next(target)
@@ -163,10 +161,8 @@ class DrafterSeat:
                 self.give_up(UnavailableError(NO_BLOCK))
 
     def give_up(self, error: Exception) -> bool:
-        """Drops the drafter, unless it was dropped before: one loss may cause several events.
-
-        Returns:
-            Whether a block was awaited, so that the open round must be requested in another way.
+        """Drops the drafter, unless it was dropped before: one loss may cause several events. Returns whether a block
+        was awaited, so that the open round must be requested in another way.
         """
         if self._drafter is None:
             return False

@@ -26,12 +26,9 @@ class ExpectedVerdict:
         self._num_plain_rounds, self._local = num_plain_rounds, None
 
     def request_block(self, num_draft_tokens: int, *, num_nodes: int = 0, is_ahead: bool = False) -> None:
-        """Records the request of a block; it may be judged even after its drafter was given up.
-
-        Args:
-            num_draft_tokens: of the block; of a token tree, on each path.
-            num_nodes: of the token tree that it may be; 0 if it is a chain.
-            is_ahead: whether the drafter may draft as many for further rounds, before they are requested.
+        """Records the request of a block; it may be judged even after its drafter was given up. A token tree has
+        `num_nodes`, and `num_draft_tokens` on each path; `is_ahead` if the drafter may draft as many for further
+        rounds, before they are requested.
         """
         self._num_nodes = num_nodes
         self._num_ahead = max(self._num_ahead, num_draft_tokens) if is_ahead else 0

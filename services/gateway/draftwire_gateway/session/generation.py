@@ -60,15 +60,13 @@ class Generation:
     """Whether an attempt before, of which nothing came, may have drawn some of its random numbers."""
 
     def numbers_are_fresh(self, epoch: int = 0) -> bool:
-        """Returns whether no random number that decides the text can have been drawn before.
+        """Returns whether no random number that decides the text can have been drawn before: after the first epoch of a
+        session, the round that was open is repeated under its own numbers.
 
         Only then may what other texts show draft, or choose how much is drafted, for this one, and what this one shows
         for others: a guess made of what equal numbers drew is right too often, and a length that was chosen by it
         depends on the very numbers that decide. True also where none is drawn that could be biased: at temperature 0,
         and under a coupled rule, whose tokens do not depend on what is drafted.
-
-        Args:
-            epoch: of the session. After its first one the round that was open is repeated under its own numbers.
         """
         is_sampled = not (self.sampling.greedy or self.rule.is_coupled)
         return not (is_sampled and (self.has_own_seed or self.is_retried or epoch > 0))

@@ -71,11 +71,8 @@ class SeatedDrafter:
         return spec
 
     def request_block(self, arm: Arm, most_s: float = math.inf) -> float:
-        """Requests a block of the open round, and sends the tokens committed since the last one. Its timeout is at most
-        `most_s`.
-
-        Returns:
-            The timeout of the block; see `timeout_s`.
+        """Requests a block of the open round, and sends the tokens committed since the last one. Returns its timeout,
+        at most `most_s`; see `timeout_s`.
 
         Raises:
             DraftwireError: the drafter cannot be asked.
@@ -128,10 +125,8 @@ class SeatedDrafter:
         return self.port.round_trip.sent_timeout_s(self.wait.num_tokens, most)
 
     def note_sent(self, sent: BlockSent, arrived_at: float) -> bool:
-        """Records its reply to a flush, which wakes it if it is asleep.
-
-        Returns:
-            Whether the block is still awaited: from now on of the verifier.
+        """Records its reply to a flush, which wakes it if it is asleep. Returns whether the block is still awaited:
+        from now on of the verifier.
         """
         if not self.wait.take_reply(sent.round):
             return False

@@ -65,21 +65,14 @@ class SessionOption:
         return True
 
     def arm(self, wanted: Arm, round_number: int, room: int) -> Arm:
-        """Returns what to draft for the round that is requested now.
-
-        Args:
-            wanted: what the policy wants, or an option before this one.
-            round_number: the round.
-            room: for how many draft tokens the drafter has room; less than 1 for none.
+        """Returns what to draft for the round that is requested now, of what the policy wants, or an option before this
+        one. The drafter has room for that many draft tokens; less than 1 for none.
         """
         return wanted
 
     def why_plain(self, round_number: int, *, is_ready: bool) -> WhyPlain | None:
-        """Returns why a round must be plain, before anything else is asked; None if it need not.
-
-        Args:
-            round_number: the round.
-            is_ready: whether it is the drafter that is ready for which this is asked.
+        """Returns why a round must be plain, before anything else is asked, or for the drafter that is ready; None if
+        it need not.
         """
         return None
 

@@ -153,9 +153,6 @@ class _Rendering:
     def _mark_control_tokens(self) -> None:
         """Marks control tokens in the inputs. An assistant's message may hold those that are not special, as models do
         that show their thoughts.
-
-        Raises:
-            InvalidRequestError: see `ControlTokens.marked`.
         """
         control = control_tokens(self._tokenizer, self._template.literals)
         self._messages = [
@@ -406,11 +403,7 @@ def _is_deeper_than(levels: int, value: Any) -> bool:
 
 
 def _check_order(turns: tuple[ChatTurn, ...]) -> None:
-    """Refuses tool call ids that contradict the order of the messages, if the template shows no ids.
-
-    Raises:
-        InvalidRequestError: the tool answers are not in the order of the calls, or have no call.
-    """
+    """Refuses tool call ids that contradict the order of the messages, if the template shows no ids."""
     waiting: list[str] = []
     for index, turn in enumerate(turns):
         if turn.tool_calls:
