@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Gauge
+from prometheus_client import Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from typing_extensions import override
@@ -92,7 +92,9 @@ class GatewayMetrics(ServiceMetrics):
             labels=("part",),
         )
         self._parts = {part: self.round_s.labels(part) for part in PARTS}
-        self._by_kind = {why: self.rounds.labels(*_kind(why)) for why in (None, *WhyPlain)}
+        self._by_kind: dict[WhyPlain | None, Counter] = {None: self.rounds.labels("speculative", "")}
+        for why in WhyPlain:
+            self._by_kind[why] = self.rounds.labels("plain", why.value)
 
     def _count_waiting(self) -> None:
         self.prompt_tokens = self.counter("prompt_tokens", "Tokens of the prompts of requests.", of_model=True)
@@ -176,10 +178,6 @@ class GatewayMetrics(ServiceMetrics):
     def watch(self, rosters: "Iterable[Roster[Any]]") -> None:
         """Exports the numbers of verifiers and drafters and the state of their discovery."""
         self.registry.register(_PeerCollector(tuple(rosters)))
-
-
-def _kind(why: WhyPlain | None) -> tuple[str, str]:
-    return ("speculative", "") if why is None else ("plain", why.value)
 
 
 class _PeerCollector(Collector):

@@ -510,21 +510,15 @@ def _refusal(fault: ErrorDetails) -> RefusedError:
     place = fault["loc"]
     path = _path(place)
     top = path.partition(".")[0].partition("[")[0] or None
+    if len(place) == 1 and top in UNSUPPORTED:
+        return RefusedError(400, f"{top} is not supported: {UNSUPPORTED[top]}", code="unsupported_parameter", param=top)
     if fault["type"] == "extra_forbidden":
         name = str(place[-1])
         if not NAME.fullmatch(name):  # may be user data, and is not quoted
             return RefusedError(
                 400, f"{path or 'the request'} has a key that means nothing here", code="unknown_parameter"
             )
-        if len(place) == 1 and name in UNSUPPORTED:
-            return RefusedError(
-                400, f"{name} is not supported: {UNSUPPORTED[name]}", code="unsupported_parameter", param=name
-            )
         return RefusedError(400, f"{path} is not a parameter of this route", code="unknown_parameter", param=path)
-    if top == "suffix":
-        return RefusedError(
-            400, f"suffix is not supported: {UNSUPPORTED['suffix']}", code="unsupported_parameter", param="suffix"
-        )
     if fault["type"] == "missing":
         return RefusedError(400, f"{path} is missing", code="missing_required_parameter", param=path)
     if fault["type"].startswith("union_tag"):  # its message quotes what was sent

@@ -94,11 +94,12 @@ class VerifierSeat:
             if waits_for_room
             else self._peers.last_usable_at() + FIRST_WAIT_SECONDS
         )
-        pause_s = FIRST_PAUSE_S
+        pause_s, rule = FIRST_PAUSE_S, self._session.generation.rule
         while True:
             refusals: list[DraftwireError] = []
             # Verifiers that lost the session come last: one that hangs has few sessions, and would be chosen again.
-            for target in sorted(self._offering(), key=self._rank):
+            offering = [target for target in self._peers.targets() if rule in target.description.rules]
+            for target in sorted(offering, key=self._rank):
                 self._session.epoch += 1  # also after a refusal: a timeout may have opened it
                 try:
                     await self._open_at(target, prepare(target))
@@ -113,7 +114,7 @@ class VerifierSeat:
             withdraw()
             full = [error for error in refusals if isinstance(error, NoRoomError)]
             if clock() >= deadline or (full and not waits_for_room):
-                why = self._peers.why_no_target() or f"no verifier offers {self._session.generation.rule.name} now"
+                why = self._peers.why_no_target() or f"no verifier offers {rule.name} now"
                 raise [*full, *refusals, UnavailableError(why)][0]
             if full:
                 pause_s = max(pause_s, min(full[0].retry_after_s, LONGEST_NAMED_PAUSE_S))
@@ -161,11 +162,6 @@ class VerifierSeat:
         if self._target is not None:
             self._session.close_at(self._target)
             self._target = None
-
-    def _offering(self) -> list[TargetPort]:
-        """Returns the verifiers that offer the session's rule."""
-        rule = self._session.generation.rule
-        return [target for target in self._peers.targets() if rule in target.description.rules]
 
     def _rank(self, target: TargetPort) -> tuple[int, bool]:
         """Returns the sort key of a verifier; the smallest is tried first."""
