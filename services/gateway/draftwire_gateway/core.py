@@ -53,6 +53,17 @@ class GatewayCore:
         """Needs `serve_model` before the first request."""
         self.config = config
         self._peers = peers
+        self.defaults = SpeculationDefaults(
+            config.num_speculative_tokens,
+            config.max_speculative_tokens,
+            config.rejection_sample_method,
+            adapts_length=config.speculation == "adaptive",
+            local_strategies=local_strategies(config.local_drafts),
+            drafter_names=self._drafter_names,
+            rounds_ahead=config.ahead.draft_ahead_rounds,
+            max_branches=config.ahead.draft_ahead_branches,
+            num_draft_nodes=config.num_draft_nodes,
+        )
         self.metrics = GatewayMetrics(counts_callers=config.caller_metrics)
         self.pairs = Pairs(config.max_speculative_tokens, config.num_speculative_tokens)
         """Choose the lengths of drafts."""
@@ -86,22 +97,6 @@ class GatewayCore:
                 if rule.name not in offered or rule.takes_trees:  # as verifiers from before there were trees do not say
                     offered[rule.name] = rule
         return replace(self.description, rules=tuple(offered.values()))
-
-    @property
-    def defaults(self) -> SpeculationDefaults:
-        """Defaults of parameters that a request leaves out."""
-        config = self.config
-        return SpeculationDefaults(
-            config.num_speculative_tokens,
-            config.max_speculative_tokens,
-            config.rejection_sample_method,
-            adapts_length=config.speculation == "adaptive",
-            local_strategies=local_strategies(config.local_drafts),
-            drafter_names=self._drafter_names,
-            rounds_ahead=config.ahead.draft_ahead_rounds,
-            max_branches=config.ahead.draft_ahead_branches,
-            num_draft_nodes=config.num_draft_nodes,
-        )
 
     def _drafter_names(self) -> tuple[str, ...]:
         """Returns by what names requests may ask for drafters: draft models, and strategies of verifiers."""

@@ -11,7 +11,7 @@ from draftwire.requests.logprobs import PromptPart
 from draftwire.requests.session_parameters import SessionParameters
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict, check_top
 from draftwire_gateway.session.generation import Generation
-from draftwire_gateway.session.ports import DrafterPort, TargetPort
+from draftwire_gateway.session.ports import PeerPort
 from draftwire_gateway.session.statistics import Statistics
 
 
@@ -126,7 +126,7 @@ class SessionState:
         """Returns the random key of a role; under a coupled rule drafter and verifier share one."""
         return derive_key(self.generation.seed, Role.COUPLING if self.generation.rule.is_coupled else role)
 
-    def close_at(self, peer: TargetPort | DrafterPort) -> None:
+    def close_at(self, peer: PeerPort) -> None:
         """Closes the session on a peer of the current epoch."""
         with suppress(DraftwireError):  # an unreachable peer ends the session with its lease
             peer.close(self.session_id, self.epoch)
