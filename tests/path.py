@@ -31,21 +31,16 @@ OPTIONS = {
     "token trees": ("draftwire.options.trees*", "draftwire_gateway.options.tree_*", "draftwire.method.tree_limits"),
     "heads": ("draftwire.options.heads*", "draftwire.models.tap*", "draftwire_verifier.feature_feeds"),
     "drafting ahead": (
-        *(
-            "draftwire.options.ahead*",
-            "draftwire_gateway.options.drafts_ahead",
-            "draftwire_gateway.options.begun_rounds",
-        ),
-        *("draftwire_gateway.options.begun_rounds", "draftwire.method.ahead_limits"),
+        "draftwire.options.ahead*",
+        "draftwire.method.ahead_limits",
+        "draftwire_gateway.options.drafts_ahead",
     ),
     "guesses without a model": ("draftwire.options.model_free*", "draftwire_gateway.options.local_drafting"),
     "forms": (
-        *(
-            "draftwire.options.structured_output*",
-            "draftwire.requests.structured_output",
-            "draftwire.requests.tool_calls",
-        ),
-        *("draftwire.requests.tool_calls", "draftwire_verifier.slow_masks"),
+        "draftwire.options.structured_output*",
+        "draftwire.requests.structured_output",
+        "draftwire.requests.tool_calls",
+        "draftwire_verifier.slow_masks",
         "draftwire_gateway.options.mask_allowance",
     ),
     "the adaptive chooser": ("draftwire_gateway.speculation*",),

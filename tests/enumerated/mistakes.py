@@ -12,7 +12,7 @@ from draftwire.options.ahead.branch_drafter import BranchDrafter
 from draftwire.options.ahead.held_blocks import HeldBlocks
 from draftwire.options.heads import head_drafts
 from draftwire.verification.deciding import ScoredBlock
-from draftwire_gateway.options.begun_rounds import BegunRounds
+from draftwire_gateway.options.drafts_ahead import BegunRounds
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.loop import GenerationLoop
 

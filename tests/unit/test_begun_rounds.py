@@ -8,7 +8,7 @@ from virtual_time import in_virtual_time
 from draftwire.engine.draft_session import DraftSession
 from draftwire.method.rounds import Calibration, Fence
 from draftwire.options.ahead.lookahead import length_at
-from draftwire_gateway.options.begun_rounds import BegunRounds
+from draftwire_gateway.options.drafts_ahead import BegunRounds
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 
 AHEAD, DRAFTER, VERIFIER = DraftSource.AHEAD, DraftSource.DRAFTER, DraftSource.VERIFIER

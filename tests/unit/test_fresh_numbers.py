@@ -115,7 +115,7 @@ async def over_grpc(core: GatewayCore, said: dict[str, Any]) -> None:
 
 async def over_http(core: GatewayCore, said: dict[str, Any]) -> None:
     body = CompletionBody(model="target", prompt=[list(PROMPT)], max_tokens=20, **said)
-    async with core.admit(1) as place:
+    async with core.queue.place(1) as place:
         generations = await core.complete(await Completions().requested(body, ResponseOptions(1), core, ""))
         async for _ in core.generate(generations, place):
             pass

@@ -79,7 +79,7 @@ async def admitted(core: GatewayCore, choices: Sequence[Generation]) -> dict[int
 
 async def events_of(core: GatewayCore, choices: Sequence[Generation]) -> AsyncGenerator[ChoiceEvent]:
     """Yields the events of an admitted request."""
-    async with core.admit(len(choices)) as place, aclosing(core.generate(choices, place)) as events:
+    async with core.queue.place(len(choices)) as place, aclosing(core.generate(choices, place)) as events:
         async for event in events:
             yield event
 
@@ -541,13 +541,13 @@ async def test_every_choice_counts_and_nothing_starts_where_they_do_not_fit() ->
 
 async def test_request_counts_from_before_its_preparation_until_any_end() -> None:
     core = make_core(FakeTarget(), max_requests=3)
-    async with core.admit(2):
+    async with core.queue.place(2):
         assert core.num_requests == 2
         with pytest.raises(NoRoomError):
-            async with core.admit(2):
+            async with core.queue.place(2):
                 raise AssertionError("is not prepared")
         with pytest.raises(ValueError, match="no ids"):
-            async with core.admit(1):
+            async with core.queue.place(1):
                 raise ValueError("no ids")
         assert core.num_requests == 2
     assert core.num_requests == 0
@@ -570,10 +570,10 @@ async def test_requests_are_counted_by_what_they_cost_and_how_they_were_refused(
         return core.metrics.registry.get_sample_value(f"draftwire:{name}", labels)
 
     of_model = {"model_name": "target", "engine": "0"}
-    async with core.admit(2):
+    async with core.queue.place(2):
         assert read("num_requests_running", **of_model) == 2.0
         with pytest.raises(NoRoomError):
-            async with core.admit(2):
+            async with core.queue.place(2):
                 pass
     assert read("num_requests_running", **of_model) == 0.0
     await admitted(core, make_choices(2))

@@ -26,6 +26,7 @@ from draftwire_gateway.http.body import CompletionBody
 from draftwire_gateway.http.choice_deltas import ResponseOptions
 from draftwire_gateway.http.routes import Completions
 from draftwire_gateway.server import GENERATE, GatewayServicer
+from draftwire_gateway.session.session_state import SessionState
 from draftwire_gateway.text.tokenizer_pool import TokenizerPool
 
 CONTEXT_LENGTH = 50
@@ -73,13 +74,13 @@ async def test_full_gateway_reads_no_prompt_and_choices_that_are_finished_count(
     finished = [gateway_pb2.GeneratedChoice(choice=choice, is_finished=True) for choice in range(4)]
     for before in ([], finished[:1], finished):
         request = gateway_pb2.GenerateRequest(text="abc", num_choices=4, generated_choices=before)
-        async with core.admit(1):
+        async with core.queue.place(1):
             with pytest.raises(NoRoomError):
                 await generate(core, request)
     assert tokenizer.num_requests == []
     for before in ([], finished[:3]):
         request = gateway_pb2.GenerateRequest(text="abc", num_choices=3, generated_choices=before)
-        async with core.admit(1):
+        async with core.queue.place(1):
             with pytest.raises(InvalidRequestError, match="no ids of abc"):
                 await generate(core, request)
     assert tokenizer.num_requests == [4, 4], "it counts while it is prepared"
@@ -128,7 +129,7 @@ async def test_completion_counts_for_its_caller_while_its_request_arrives(tmp_pa
         servicer.admit(GENERATE, SHOWN),
     ):
         pass
-    async with core.admit(2):
+    async with core.queue.place(2):
         with pytest.raises(NoRoomError, match="2 requests are running"), servicer.admit(GENERATE, SHOWN):
             pass
         with servicer.admit("/draftwire.v1.GatewayService/GetServer", SHOWN):
@@ -164,7 +165,7 @@ async def test_requests_that_wait_take_a_bounded_amount_together() -> None:
     core, _ = make_core(max_requests=1)
     request = gateway_pb2.GenerateRequest(text="a" * 2**20)
     servicer = GatewayServicer(core, None, Access(None))  # type: ignore[arg-type]
-    async with core.admit(1):
+    async with core.queue.place(1):
         waiting = [asyncio.create_task(servicer.Generate(request, Context())) for _ in range(60)]  # type: ignore[arg-type]
         await asyncio.sleep(0.05)
         refused = [task for task in waiting if task.done()]
@@ -190,7 +191,7 @@ async def test_sessions_carry_what_their_form_costs_and_the_caller_pays(monkeypa
     form = StructuredOutput.regex("a")
     wanted = [make_generation(sampling=SamplingParams(structured_output=form), choice=choice) for choice in range(3)]
     checked = await core.check_form(wanted, "token alice")
-    assert [one.session_parameters("", epoch=0).form_memory_bytes for one in checked] == [77] * 3
+    assert [SessionState(one).parameters.form_memory_bytes for one in checked] == [77] * 3
     assert [one.form_caller for one in checked] == ["token alice"] * 3, "who pays for their masks"
     assert paid == [(form, "token alice")], "once for all choices"
     assert await core.check_form([make_generation()], "token alice") == [make_generation()]

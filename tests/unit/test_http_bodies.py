@@ -326,7 +326,9 @@ class Core:
         self.bodies: list[Any] = []
         self._budget = budget
         self.has_place = True
-        self.queue = SimpleNamespace(has_place=lambda num_choices: self.has_place)
+        self.queue = SimpleNamespace(
+            has_place=lambda num_choices: self.has_place, refuse_if_full=self.refuse_if_full, place=self.place
+        )
 
     def num_refused(self, by: str) -> float | None:
         read, of_caller = self.metrics.registry.get_sample_value, {"by": by, "caller": Callers.name}
@@ -339,7 +341,7 @@ class Core:
             raise NoRoomError("full")
 
     @asynccontextmanager
-    async def admit(self, num_choices: int, caller: str = "") -> AsyncIterator[None]:
+    async def place(self, num_choices: int, caller: str = "") -> AsyncIterator[None]:
         self.refuse_if_full(num_choices)
         yield
 

@@ -160,15 +160,12 @@ CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
         ({}, "num_choices must be in 1..128", "n must be in 1..128", "n"),
     ],
 )
-async def test_error_of_a_chat_is_in_the_words_of_its_route(
+def test_error_of_a_chat_is_in_the_words_of_its_route(
     said: dict[str, Any], message: str, told: str, param: str
 ) -> None:
-    async def work() -> None:
-        raise InvalidRequestError(message)
-
     asked = ChatBody.model_validate({**CHAT_BODY, **said})
-    with pytest.raises(RefusedError) as refused:
-        await in_names(Chat().names(asked), work())
+    with pytest.raises(RefusedError) as refused, in_names(Chat().names(asked)):
+        raise InvalidRequestError(message)
     assert json.loads(body_of(refused.value))["error"] == {
         "message": told,
         "type": "invalid_request_error",

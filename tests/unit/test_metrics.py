@@ -27,7 +27,7 @@ from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.app import make_app
 from draftwire_gateway.metrics import PARTS, GatewayMetrics
-from draftwire_gateway.session.latencies import Latencies
+from draftwire_gateway.request_record import Latencies
 from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
 from draftwire_verifier.draft_waits import DraftWaits
 from draftwire_verifier.drafters import Drafters, Greeting

@@ -16,14 +16,8 @@ PROBES = frozenset({"/health", "/ping", "/ready"})
 
 
 def log_request(method: str, route: str, status: int, duration_s: float, request: ServedRequest) -> None:
-    """Logs an HTTP request, unless it is a health check.
-
-    Args:
-        method: of HTTP.
-        route: name of its route.
-        status: of the response.
-        duration_s: until the response was sent, or the client gone.
-        request: what is known of it.
+    """Logs an HTTP request, unless it is a health check, with the name of its route, and the time until the response
+    was sent or the client gone.
     """
     if route not in PROBES:
         _log("http", method if method in METHODS else "other", route, status, duration_s, request)

@@ -32,10 +32,8 @@ class BodyBudget:
 
     @contextmanager
     def share(self, caller: str = "") -> Iterator["BodyShare"]:
-        """Yields a share of nothing, and gives back at the end whatever was taken for it.
-
-        Args:
-            caller: whose body it is, who takes half of the budget at most; empty where callers have no names.
+        """Yields a share of nothing, and gives back at the end whatever was taken for it. One caller takes half of the
+        budget at most; the name is empty where callers have none.
         """
         share = BodyShare(self, caller)
         try:
@@ -70,7 +68,6 @@ class BodyShare:
     """Share of a budget that one body holds."""
 
     def __init__(self, budget: BodyBudget, caller: str) -> None:
-        """Takes nothing yet."""
         self.caller = caller
         self.num_bytes = 0
         """Bytes that are taken for it."""

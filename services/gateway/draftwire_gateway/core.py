@@ -1,8 +1,8 @@
 """The gateway without its gRPC and HTTP edges: admission, tokenisation and the generation of requests."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from draftwire_gateway.session.round_times import RoundTimes, combined
 from draftwire_gateway.session.spans import RequestSpans, RequestTracing
 from draftwire_gateway.session_plugs import plugs_of
 from draftwire_gateway.speculation.pairs import Pairs
-from draftwire_gateway.text.chat import ChatTemplate, check_template
+from draftwire_gateway.text.chat import ChatTemplate, parse_template
 from draftwire_gateway.text.control_tokens import is_marked
 from draftwire_gateway.text.conversation import Conversation
 from draftwire_gateway.text.text import TextStream, decoded
@@ -53,6 +53,17 @@ class GatewayCore:
         """Needs `serve_model` before the first request."""
         self.config = config
         self._peers = peers
+        self.defaults = SpeculationDefaults(
+            config.num_speculative_tokens,
+            config.max_speculative_tokens,
+            config.rejection_sample_method,
+            adapts_length=config.speculation == "adaptive",
+            local_strategies=local_strategies(config.local_drafts),
+            drafter_names=self._drafter_names,
+            rounds_ahead=config.ahead.draft_ahead_rounds,
+            max_branches=config.ahead.draft_ahead_branches,
+            num_draft_nodes=config.num_draft_nodes,
+        )
         self.metrics = GatewayMetrics(counts_callers=config.caller_metrics)
         self.pairs = Pairs(config.max_speculative_tokens, config.num_speculative_tokens)
         """Choose the lengths of drafts."""
@@ -87,22 +98,6 @@ class GatewayCore:
                     offered[rule.name] = rule
         return replace(self.description, rules=tuple(offered.values()))
 
-    @property
-    def defaults(self) -> SpeculationDefaults:
-        """Defaults of parameters that a request leaves out."""
-        config = self.config
-        return SpeculationDefaults(
-            config.num_speculative_tokens,
-            config.max_speculative_tokens,
-            config.rejection_sample_method,
-            adapts_length=config.speculation == "adaptive",
-            local_strategies=local_strategies(config.local_drafts),
-            drafter_names=self._drafter_names,
-            rounds_ahead=config.ahead.draft_ahead_rounds,
-            max_branches=config.ahead.draft_ahead_branches,
-            num_draft_nodes=config.num_draft_nodes,
-        )
-
     def _drafter_names(self) -> tuple[str, ...]:
         """Returns by what names requests may ask for drafters: draft models, and strategies of verifiers."""
         names = dict.fromkeys(self._peers.draft_models())
@@ -134,39 +129,9 @@ class GatewayCore:
         """Choices of requests that run, are being prepared or wait."""
         return self.queue.num_running + self.queue.num_waiting
 
-    def refuse_if_full(self, num_choices: int = 1) -> None:
-        """Refuses a request that would neither run nor wait; of one that is not read yet, at least one choice is known.
-
-        Raises:
-            NoRoomError: too many requests run and wait.
-        """
-        self.queue.refuse_if_full(num_choices)
-
-    @asynccontextmanager
-    async def admit(self, num_choices: int, caller: str = "") -> AsyncIterator[QueuePlace]:
-        """Admits a request, as soon as there is a place, until it has ended. Its prompts are tokenised within.
-
-        Args:
-            num_choices: choices of the request, over all prompts.
-            caller: name of the token's holder; callers take turns.
-
-        Raises:
-            InvalidRequestError: the request has more choices than may ever run at once.
-            NoRoomError: too many requests run and wait, or this one waited too long.
-        """
-        most = self.config.max_requests
-        if num_choices > most:
-            raise InvalidRequestError(f"num_choices: {num_choices} choices in all; at most {most} may run at once")
-        async with self.queue.place(num_choices, caller) as place:
-            yield place
-
     async def tokenize(self, text: str, caller: str = "", *, with_special: bool = True) -> list[int]:
-        """Returns the token ids of a prompt.
-
-        Args:
-            text: the prompt.
-            caller: name of the token's holder; callers take turns.
-            with_special: whether the special tokens come first that the target's tokenizer puts in front.
+        """Returns the token ids of a prompt, with the special tokens that the target's tokenizer puts in front, if they
+        are wanted. Callers take turns.
 
         Raises:
             InvalidRequestError: the text is empty, certainly longer than the context, or takes too long.
@@ -228,11 +193,7 @@ class GatewayCore:
         """Compiles the requested structured output in a process with limits, and returns the choices with its cost.
 
         An invalid form is refused before a session is opened. Verifiers and drafters compile no form that was not
-        measured.
-
-        Args:
-            generations: the choices of a request.
-            caller: whose budget of compiling pays, see `payer`.
+        measured. The caller's budget of compiling pays, see `payer`.
 
         Raises:
             InvalidRequestError: see `FormSandbox.measure`.
@@ -247,12 +208,8 @@ class GatewayCore:
     async def generate(
         self, generations: Sequence[Generation], place: QueuePlace, traceparent: str = ""
     ) -> AsyncGenerator[ChoiceEvent]:
-        """Runs the choices of one request, and yields their events: echoes of prompts first.
-
-        Args:
-            generations: the choices.
-            place: what `admit` yielded.
-            traceparent: the request's traceparent header, not validated; empty if there is none.
+        """Runs the choices of one request, which has a place in the queue, and yields their events: echoes of prompts
+        first. The traceparent header is not validated.
 
         Raises:
             InvalidRequestError: the verifier refuses the request; its limits may be lower than the gateway's.
@@ -306,14 +263,10 @@ class GatewayCore:
 
 
 def _read_template(path: Path) -> str:
-    """Reads a chat template.
-
-    Raises:
-        InvalidRequestError: the file cannot be read, or is no template.
-    """
+    """Reads a chat template. Raises if the file cannot be read, or is none."""
     try:
         text = read_bytes(path, "chat_template").decode()
-        check_template(text)
+        parse_template(text)
     except (UnicodeDecodeError, jinja2.TemplateError) as error:
         raise InvalidRequestError(f"chat_template: {path}: {error}") from error
     return text

@@ -1,11 +1,11 @@
 """Prometheus metrics of a gateway."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Gauge
+from prometheus_client import Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from typing_extensions import override
@@ -13,6 +13,9 @@ from typing_extensions import override
 from draftwire.errors import NoRoomError
 from draftwire.runtime.metrics import LONG_SECONDS, PREFIX, ServiceMetrics
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
+
+if TYPE_CHECKING:
+    from draftwire_gateway.peers.roster import Roster  # needs grpc, which the core does without
 
 RESULTS = ("stop", "length", "cancelled", "invalid", "refused", "failed")
 """Values of the label `result`: how a choice of a request ended."""
@@ -22,33 +25,6 @@ AHEAD_OUTCOMES = ("hit", "late", "missed")
 """Values of the label `outcome` of rounds for which a drafter may draft ahead."""
 PARTS = ("lost", "prefill", "draft", "wire", "queue", "verify", "gateway")
 """Parts of a round's time; see `RoundTimes`. `draft` includes the drafter's calibration here."""
-
-
-class Synced(Protocol):
-    """Synchronisation state of a discovery source."""
-
-    @property
-    def num_failures(self) -> int:
-        """Number of failed queries."""
-
-    @property
-    def synced_at(self) -> float | None:
-        """Time at which the endpoints were last confirmed, by `time.monotonic`; None if never."""
-
-
-class PeersOfOneRole(Protocol):
-    """The verifiers or the drafters that a gateway knows."""
-
-    @property
-    def role(self) -> str:
-        """Label of the metrics: verifier or drafter."""
-
-    @property
-    def status(self) -> Synced:
-        """Synchronisation state of their discovery."""
-
-    def num_by_state(self) -> Mapping[str, int]:
-        """Returns the number of services in each state."""
 
 
 class GatewayMetrics(ServiceMetrics):
@@ -116,7 +92,9 @@ class GatewayMetrics(ServiceMetrics):
             labels=("part",),
         )
         self._parts = {part: self.round_s.labels(part) for part in PARTS}
-        self._by_kind = {why: self.rounds.labels(*_kind(why)) for why in (None, *WhyPlain)}
+        self._by_kind: dict[WhyPlain | None, Counter] = {None: self.rounds.labels("speculative", "")}
+        for why in WhyPlain:
+            self._by_kind[why] = self.rounds.labels("plain", why.value)
 
     def _count_waiting(self) -> None:
         self.prompt_tokens = self.counter("prompt_tokens", "Tokens of the prompts of requests.", of_model=True)
@@ -152,12 +130,8 @@ class GatewayMetrics(ServiceMetrics):
 
     @contextmanager
     def counting_refusals(self, by: str, caller: str, num_choices: int = 1) -> Iterator[None]:
-        """Counts the choices of a request that is refused with `NoRoomError`; the error propagates.
-
-        Args:
-            by: who has no room: the gateway, the verifier, or the caller, at a limit of its token.
-            caller: name of the caller's token; empty without tokens.
-            num_choices: choices of the request, as far as they are known.
+        """Counts the choices of a request, as far as they are known, if it is refused with `NoRoomError`; the error
+        propagates. `by` says who has no room: the gateway, the verifier, or the caller, at a limit of its token.
         """
         try:
             yield
@@ -201,20 +175,16 @@ class GatewayMetrics(ServiceMetrics):
             parts["verify"].observe(times.verify_s)
         parts["gateway"].observe(times.gateway_s)
 
-    def watch(self, peers: Iterable[PeersOfOneRole]) -> None:
+    def watch(self, rosters: "Iterable[Roster[Any]]") -> None:
         """Exports the numbers of verifiers and drafters and the state of their discovery."""
-        self.registry.register(_PeerCollector(tuple(peers)))
-
-
-def _kind(why: WhyPlain | None) -> tuple[str, str]:
-    return ("speculative", "") if why is None else ("plain", why.value)
+        self.registry.register(_PeerCollector(tuple(rosters)))
 
 
 class _PeerCollector(Collector):
     """Counts verifiers and drafters whenever `/metrics` is read."""
 
-    def __init__(self, peers: Sequence[PeersOfOneRole]) -> None:
-        self._peers = peers
+    def __init__(self, rosters: "tuple[Roster[Any], ...]") -> None:
+        self._rosters = rosters
 
     @override
     def collect(self) -> Iterable[Metric]:
@@ -229,10 +199,10 @@ class _PeerCollector(Collector):
             "For how long what is known of services may be out of date; none where their addresses are given.",
             labels=["role"],
         )
-        for peers in self._peers:
-            for state, count in peers.num_by_state().items():
-                known.add_metric([peers.role, state], count)
-            failures.add_metric([peers.role], peers.status.num_failures)
-            if peers.status.synced_at is not None:
-                age.add_metric([peers.role], time.monotonic() - peers.status.synced_at)
+        for roster in self._rosters:
+            for state, count in roster.num_by_state().items():
+                known.add_metric([roster.role, state], count)
+            failures.add_metric([roster.role], roster.status.num_failures)
+            if roster.status.synced_at is not None:
+                age.add_metric([roster.role], time.monotonic() - roster.status.synced_at)
         yield from (known, failures, age)

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
-from draftwire.errors import NoRoomError
+from draftwire.errors import InvalidRequestError, NoRoomError
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 10.0
 """Pauses after which refused requests are tried again, if none ends before: other gateways may have left the verifier.
@@ -74,13 +74,7 @@ class RequestQueue:
     """Places and queue of a gateway. All methods run on the event loop."""
 
     def __init__(self, max_running: int, max_waiting: int, max_wait_s: float) -> None:
-        """Starts without requests.
-
-        Args:
-            max_running: choices that may run at once.
-            max_waiting: choices that may wait.
-            max_wait_s: how long a request may wait, seconds.
-        """
+        """Starts without requests. What may run and wait is counted in choices."""
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
@@ -109,7 +103,7 @@ class RequestQueue:
         return not self.has_place(num_choices) and self.num_waiting + num_choices > self._max_waiting
 
     def refuse_if_full(self, num_choices: int = 1) -> None:
-        """Refuses a request that would neither run nor wait.
+        """Refuses a request that would neither run nor wait; of one that is not read yet, at least one choice is known.
 
         Raises:
             NoRoomError: as many run and wait as may.
@@ -121,16 +115,17 @@ class RequestQueue:
             )
 
     @asynccontextmanager
-    async def place(self, num_choices: int, caller: str) -> AsyncIterator[QueuePlace]:
-        """Yields a place as soon as there is one, and frees it at the end.
-
-        Args:
-            num_choices: choices of the request, at most as many as may run at once.
-            caller: name of the token's holder; callers take turns.
+    async def place(self, num_choices: int, caller: str = "") -> AsyncIterator[QueuePlace]:
+        """Yields a place as soon as there is one, and frees it at the end. The prompts are tokenised within.
 
         Raises:
+            InvalidRequestError: the request has more choices than may ever run at once.
             NoRoomError: too many wait, or this one waited too long.
         """
+        if num_choices > self._max_running:
+            raise InvalidRequestError(
+                f"num_choices: {num_choices} choices in all; at most {self._max_running} may run at once"
+            )
         self.refuse_if_full(num_choices)
         deadline = asyncio.get_running_loop().time() + self._max_wait_s
         place = QueuePlace(next(self._numbers), num_choices, caller, deadline)

@@ -1,7 +1,9 @@
 """Records of one request: metrics of its choices, and its span."""
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from draftwire.errors import InvalidRequestError, NoRoomError
@@ -10,9 +12,39 @@ from draftwire_gateway.metrics import AHEAD_OUTCOMES, GatewayMetrics
 from draftwire_gateway.session.choices import ChoiceEvent
 from draftwire_gateway.session.committed_text import Delta, Finish
 from draftwire_gateway.session.generation import Generation
-from draftwire_gateway.session.latencies import Latencies
 from draftwire_gateway.session.spans import RequestSpans
 from draftwire_gateway.session.statistics import Statistics
+
+
+@dataclass(slots=True)
+class Latencies:
+    """Measures the choices of one request, from when its prompts were tokenised. The tokens of a round arrive together,
+    so the time since the round before is divided equally among them: each counts as one value.
+    """
+
+    metrics: GatewayMetrics
+    clock: Callable[[], float] = time.perf_counter
+    _began_at: float = field(init=False)
+    _last_at: dict[int, float] = field(default_factory=dict)
+    """Time of the last tokens of each choice."""
+
+    def __post_init__(self) -> None:
+        self._began_at = self.clock()
+
+    def count_tokens(self, choice: int, num_tokens: int) -> None:
+        """Observes the latency of new tokens of a choice."""
+        if not num_tokens:
+            return
+        now, last = self.clock(), self._last_at.get(choice)
+        self._last_at[choice] = now
+        if last is None:
+            self.metrics.time_to_first_token_s.observe(now - self._began_at)
+        else:
+            self.metrics.inter_token_latency_s.observe((now - last) / num_tokens, num_tokens)
+
+    def count_end(self) -> None:
+        """Observes the latency of a complete choice."""
+        self.metrics.e2e_request_latency_s.observe(self.clock() - self._began_at)
 
 
 class RequestRecord:
@@ -27,13 +59,8 @@ class RequestRecord:
         trace: RequestSpans | None = None,
         caller: str = "",
     ) -> None:
-        """Counts the prompts.
-
-        Args:
-            metrics: of the gateway.
-            generations: the choices.
-            trace: span of the request, already started; None traces nothing.
-            caller: name of the caller's token; empty without tokens.
+        """Counts the prompts. The request's span, if it is traced, has begun; the caller's name is empty without
+        tokens.
         """
         self._metrics = metrics
         self._generations = generations

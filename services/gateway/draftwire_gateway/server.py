@@ -25,7 +25,6 @@ from draftwire.runtime.http_server import MAX_HTTP_CONNECTIONS, HttpEndpoint, Ht
 from draftwire.runtime.interceptor import Metadata, ignore_ends, value_of
 from draftwire.runtime.logging import configure_logging
 from draftwire.runtime.process import run_service
-from draftwire.runtime.served_request import note_caller
 from draftwire.runtime.service import Service
 from draftwire.runtime.tls import Dialler, TlsFiles, expiries_of, server_context, server_credentials, watch_tls
 from draftwire.runtime.tracing_setup import open_tracer
@@ -117,13 +116,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             NoRoomError: the caller has reached a limit, or too many requests run and wait.
         """
         caller = self._access.authenticate(value_of(metadata, "authorization"))
-        note_caller(caller.name)
         if method != GENERATE:
             yield
             return
         counting = self._core.metrics.counting_refusals
         with counting("gateway", caller.name):
-            self._core.refuse_if_full()
+            self._core.queue.refuse_if_full()
         with ExitStack() as running:
             with counting("caller", caller.name):
                 running.enter_context(caller.request())
@@ -147,7 +145,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             with counting("gateway", caller.name, num_choices):
                 with self._waiting.share(caller.name) as share:
                     share.take(request.ByteSize())
-                    place = await running.enter_async_context(self._core.admit(num_choices, caller.name))
+                    place = await running.enter_async_context(self._core.queue.place(num_choices, caller.name))
                 generations = await self._core.complete(await self._requested(request, caller.name))
                 generations = await self._core.check_form(generations, payer(caller, host_of_peer(context.peer())))
             traceparent = _metadata(context, "traceparent") or ""
@@ -261,11 +259,7 @@ def _prompts(request: gateway_pb2.GenerateRequest) -> Sequence[AnyPrompt]:
 
 
 def _num_choices(request: gateway_pb2.GenerateRequest) -> int:
-    """Returns the number of requested choices, over all prompts.
-
-    Raises:
-        InvalidRequestError: the number is 0 or too large.
-    """
+    """Returns the number of requested choices, over all prompts. Refuses 0, and too many."""
     num_prompts = len(_prompts(request))
     return num_prompts * check_num_choices(num_prompts, _optional(request, "num_choices"))
 
@@ -276,11 +270,7 @@ def _optional(request: gateway_pb2.GenerateRequest, name: str) -> Any:
 
 
 def _conversation(chat: gateway_pb2.ChatPrompt) -> Conversation:
-    """Decodes a conversation.
-
-    Raises:
-        InvalidRequestError: the conversation is empty or too large.
-    """
+    """Decodes a conversation, and refuses one that is empty or too large."""
     _refuse_over("messages", len(chat.messages), MAX_CHAT_MESSAGES)  # before they are copied
     _refuse_over("tool_calls", sum(len(message.tool_calls) for message in chat.messages), MAX_TOOL_CALLS)
     _refuse_over("tools", len(chat.tools), MAX_TOOLS)
@@ -464,8 +454,8 @@ def _http_listeners(
     max_connections = max(MAX_HTTP_CONNECTIONS, 4 * config.max_requests + config.max_waiting_requests)
     context = server_context(tls, config.tls)
     endpoint = HttpEndpoint(config.server.host, config.http_port, context, max_connections=max_connections)
-    return [
-        HttpListener(
-            lambda gate: make_app(core, lambda: pool.connected_drafters, access, gate), endpoint, config.connections
-        )
-    ]
+
+    def drafters() -> set[str]:
+        return {drafter.description.name for drafter in pool.connected_drafters}
+
+    return [HttpListener(lambda gate: make_app(core, drafters, access, gate), endpoint, config.connections)]

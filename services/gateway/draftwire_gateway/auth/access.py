@@ -10,6 +10,7 @@ import structlog
 
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError
 from draftwire.runtime.addresses import network_of
+from draftwire.runtime.served_request import note_caller
 from draftwire.runtime.watched_files import WatchedFiles, read_bytes
 from draftwire_gateway.auth.tokens import TokenEntry, digest_of, parse_tokens
 
@@ -68,12 +69,7 @@ class Caller:
         self._tokens_used += num_tokens
 
     def refuse_if_over(self, num_choices: int = 1) -> None:
-        """Refuses what `request` would refuse now; of a request that is not read yet, at least one choice is known.
-
-        Raises:
-            InvalidRequestError: see `request`.
-            NoRoomError: see `request`.
-        """
+        """Raises what `request` would raise now; of a request that is not read yet, at least one choice is known."""
         if self.entry is None:
             return
         most_running, rate = self.entry.max_sessions, self.entry.max_tokens_per_minute
@@ -93,7 +89,6 @@ class Caller:
             raise NoRoomError(message, wait_s)
 
     def _refill(self) -> None:
-        """Refills the bucket for the time since the last call."""
         now = self._clock()
         rate = self.entry.max_tokens_per_minute if self.entry is not None else None
         if rate is None:
@@ -104,12 +99,8 @@ class Caller:
 
 
 def payer(caller: Caller, host: str) -> str:
-    """Returns whose budget pays for what a request costs before it generates: of the token, or without tokens the host.
-
-    Args:
-        caller: from `Access.authenticate`.
-        host: address that the request comes from, without the port. Of IPv6 the network counts (64 bits), since who has
-            one address there has all of it.
+    """Returns whose budget pays for what a request costs before it generates: of the token, or without tokens the host,
+    an address without the port. Of IPv6 the network counts (64 bits), since who has one address there has all of it.
     """
     return f"token {caller.name}" if caller.name else f"host {network_of(host)}"
 
@@ -128,13 +119,8 @@ class Access:
         api_key: str | None = None,
         calendar: Clock = time.time,
     ) -> None:
-        """Reads the file.
-
-        Args:
-            tokens_file: see `draftwire_gateway.auth.tokens`; None accepts every caller who shows `api_key`.
-            clock: seconds.
-            api_key: the only token, without limits; None accepts every caller if there is no file.
-            calendar: seconds since 1970, by which tokens expire.
+        """Reads the file, or takes `api_key` as the only token, without limits; without either every caller is
+        accepted. `clock` returns seconds, `calendar` those since 1970, by which tokens expire.
 
         Raises:
             InvalidRequestError: the file is invalid; the message names the file and the fault.
@@ -152,10 +138,8 @@ class Access:
             self._load((TokenEntry(API_KEY_NAME, digest_of(api_key)),))
 
     def authenticate(self, authorization: str | None) -> Caller:
-        """Returns the caller.
-
-        Args:
-            authorization: the authorization header; None if it is missing or repeated.
+        """Returns the caller, whose name the served request then has, by its authorization header; None if that is
+        missing or repeated.
 
         Raises:
             UnauthenticatedError: the header holds no valid token, or one that has expired.
@@ -176,6 +160,7 @@ class Access:
             raise UnauthenticatedError(MESSAGE)
         if found.has_expired(self._calendar()):
             raise UnauthenticatedError(EXPIRED)
+        note_caller(found.name)
         return self._callers[found.name]
 
     def _load(self, entries: tuple[TokenEntry, ...]) -> None:

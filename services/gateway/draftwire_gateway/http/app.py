@@ -11,41 +11,40 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route as StarletteRoute
+from starlette.types import ASGIApp
 
 import draftwire
 from draftwire.runtime.addresses import is_loopback
+from draftwire.runtime.interceptor import ServiceGate
 from draftwire.runtime.metrics_endpoint import MetricsPage
-from draftwire.runtime.served_request import REQUEST_ID, note_caller
+from draftwire.runtime.served_request import REQUEST_ID
 from draftwire_gateway.auth.access import Access
 from draftwire_gateway.body_budget import BodyBudget
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
+from draftwire_gateway.http.body import DetokenizeBody, TokenizeBody
 from draftwire_gateway.http.body_reading import BodyReader, header
 from draftwire_gateway.http.error_bodies import UNAVAILABLE_RETRY_S, body_of
 from draftwire_gateway.http.model_list import ListDrafters, ModelList
 from draftwire_gateway.http.openapi_document import openapi_document
 from draftwire_gateway.http.playground_pages import HEADERS, Page, read_pages
 from draftwire_gateway.http.refusal import RefusedError
-from draftwire_gateway.http.request_guard import Gate, Guard
+from draftwire_gateway.http.request_guard import Guard
 from draftwire_gateway.http.request_observer import RequestObserver
 from draftwire_gateway.http.route_names import route_of
-from draftwire_gateway.http.routes import Chat, Completions, Responses, Route
+from draftwire_gateway.http.routes import Chat, Completions, Responses
 from draftwire_gateway.http.streaming import GeneratingRoute
-from draftwire_gateway.http.text_routes import BodyRoute, Detokenize, TextRoute, Tokenize
+from draftwire_gateway.http.text_routes import TextRoute, detokenize, tokenize
 
 
 def make_app(
-    core: GatewayCore, drafters: ListDrafters, access: Access, gate: Gate, pages: Mapping[str, Page] | None = None
+    core: GatewayCore,
+    drafters: ListDrafters,
+    access: Access,
+    gate: ServiceGate,
+    pages: Mapping[str, Page] | None = None,
 ) -> FastAPI:
-    """Returns the application.
-
-    Args:
-        core: runs requests.
-        drafters: returns the connected drafters.
-        access: authenticates callers.
-        gate: whether the service is ready.
-        pages: static files by path; by default, those of the playground.
-    """
+    """Returns the application. `pages` are static files by path; by default, those of the playground."""
     app = FastAPI(title="draftwire", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(Guard, gate=gate, hosts=_hosts(core.config), origins=core.config.origins)
     if core.config.origins:
@@ -68,20 +67,17 @@ def make_app(
         core.config.connections.max_message_bytes, ignores_unknown=core.config.unknown_parameters == "ignore"
     )
     waiting = BodyBudget()
-    routes: dict[str, Route[Any]] = {
-        "/v1/completions": Completions(),
-        "/v1/chat/completions": Chat(),
-        "/v1/responses": Responses(),
+    common = (core, drafters, access, bodies)
+    applications: dict[str, ASGIApp] = {
+        "/v1/completions": GeneratingRoute(Completions(), *common, waiting),
+        "/v1/chat/completions": GeneratingRoute(Chat(), *common, waiting),
+        "/v1/responses": GeneratingRoute(Responses(), *common, waiting),
+        "/tokenize": TextRoute(TokenizeBody, tokenize, *common),
+        "/detokenize": TextRoute(DetokenizeBody, detokenize, *common),
     }
-    for path, route in routes.items():
-        answer: GeneratingRoute[Any] = GeneratingRoute(route, core, drafters, access, bodies, waiting)
-        app.router.routes.append(StarletteRoute(path, answer, methods=["POST"]))
+    for path, application in applications.items():
+        app.router.routes.append(StarletteRoute(path, application, methods=["POST"]))
     _add_description(app)
-    text_routes: dict[str, TextRoute[Any]] = {"/tokenize": Tokenize(), "/detokenize": Detokenize()}
-    for path, text_route in text_routes.items():
-        app.router.routes.append(
-            StarletteRoute(path, BodyRoute(text_route, core, drafters, access, bodies), methods=["POST"])
-        )
     _add_models(app, ModelList(core, drafters), access)
     _add_state(app, core, access, gate)
     for path, page in pages.items():
@@ -111,16 +107,16 @@ def _add_description(app: FastAPI) -> None:
 def _add_models(app: FastAPI, models: ModelList, access: Access) -> None:
     @app.get("/v1/models", response_model=None)
     async def list_models(request: Request) -> Response:
-        note_caller(access.authenticate(header(request.scope, "authorization")).name)
+        access.authenticate(header(request.scope, "authorization"))
         return _json(models.all())
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def retrieve_model(request: Request, name: str) -> Response:
-        note_caller(access.authenticate(header(request.scope, "authorization")).name)
+        access.authenticate(header(request.scope, "authorization"))
         return _json(models.one(name))
 
 
-def _add_state(app: FastAPI, core: GatewayCore, access: Access, gate: Gate) -> None:
+def _add_state(app: FastAPI, core: GatewayCore, access: Access, gate: ServiceGate) -> None:
     page = MetricsPage(core.metrics.registry)
 
     @app.get("/version", response_model=None)
@@ -143,7 +139,7 @@ def _add_state(app: FastAPI, core: GatewayCore, access: Access, gate: Gate) -> N
 
     @app.get("/metrics", response_model=None)
     async def metrics(request: Request) -> Response:
-        note_caller(access.authenticate(header(request.scope, "authorization")).name)
+        access.authenticate(header(request.scope, "authorization"))
         return Response(await page.text(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 

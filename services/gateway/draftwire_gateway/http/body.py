@@ -111,7 +111,8 @@ def _as_list(given: Any) -> Any:
     return [given] if isinstance(given, str) else given
 
 
-def _as_parts(given: Any) -> Any:
+def as_parts(given: Any) -> Any:
+    """Returns a text as a list of one part; anything else as it is, to be validated."""
     return [{"type": "text", "text": given}] if isinstance(given, str) else given
 
 
@@ -321,7 +322,7 @@ class ChatMessage(Strict):
     """One message of a conversation."""
 
     role: str
-    content: Annotated[list[TextPart], FirstFault(), BeforeValidator(_as_parts, str | list[TextPart])] = []
+    content: Annotated[list[TextPart], FirstFault(), BeforeValidator(as_parts, str | list[TextPart])] = []
     name: str = ""
     tool_calls: Annotated[list[MessageToolCall], FirstFault(), at_most(MAX_TOOL_CALLS)] = []
     tool_call_id: str = ""
@@ -489,12 +490,8 @@ AnyBody = TypeVar("AnyBody", bound=Strict)
 
 
 def read(kind: type[AnyBody], data: bytes | bytearray, ignored: set[str] | None = None) -> AnyBody:
-    """Parses and validates the body of a request. For a large one to be called on a thread.
-
-    Args:
-        kind: model of the body.
-        data: as it came.
-        ignored: takes the names of unknown parameters, which are left out then; None refuses them.
+    """Parses and validates the body of a request. For a large one to be called on a thread. Names of unknown parameters
+    are added to `ignored`, and left out; None refuses them.
 
     Raises:
         RefusedError: the body is not JSON, or is invalid for the route. The message quotes only names and numbers.
@@ -513,21 +510,15 @@ def _refusal(fault: ErrorDetails) -> RefusedError:
     place = fault["loc"]
     path = _path(place)
     top = path.partition(".")[0].partition("[")[0] or None
+    if len(place) == 1 and top in UNSUPPORTED:
+        return RefusedError(400, f"{top} is not supported: {UNSUPPORTED[top]}", code="unsupported_parameter", param=top)
     if fault["type"] == "extra_forbidden":
         name = str(place[-1])
         if not NAME.fullmatch(name):  # may be user data, and is not quoted
             return RefusedError(
                 400, f"{path or 'the request'} has a key that means nothing here", code="unknown_parameter"
             )
-        if len(place) == 1 and name in UNSUPPORTED:
-            return RefusedError(
-                400, f"{name} is not supported: {UNSUPPORTED[name]}", code="unsupported_parameter", param=name
-            )
         return RefusedError(400, f"{path} is not a parameter of this route", code="unknown_parameter", param=path)
-    if top == "suffix":
-        return RefusedError(
-            400, f"suffix is not supported: {UNSUPPORTED['suffix']}", code="unsupported_parameter", param="suffix"
-        )
     if fault["type"] == "missing":
         return RefusedError(400, f"{path} is missing", code="missing_required_parameter", param=path)
     if fault["type"].startswith("union_tag"):  # its message quotes what was sent

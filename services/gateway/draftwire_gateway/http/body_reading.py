@@ -38,13 +38,7 @@ class BodyReader:
     """Reads and parses the bodies of all requests of a gateway. Runs on the event loop."""
 
     def __init__(self, most_bytes: int, budget: BodyBudget | None = None, *, ignores_unknown: bool = False) -> None:
-        """Reads nothing yet.
-
-        Args:
-            most_bytes: largest body.
-            budget: of all bodies together.
-            ignores_unknown: whether unknown parameters are ignored, each with a line in the log the first time.
-        """
+        """With `ignores_unknown`, unknown parameters are ignored, each with a line in the log the first time."""
         self._ignores_unknown = ignores_unknown
         self._ignored: set[str] = set()
         self.budget = BodyBudget() if budget is None else budget
@@ -114,10 +108,8 @@ class BodyReader:
         return data
 
     def _declared(self, scope: Scope) -> int | None:
-        """Returns the length that a body declares; None if it declares none.
-
-        Raises:
-            RefusedError: the body is not JSON, or too large.
+        """Returns the length that a body declares; None if it declares none. Refuses one that is not JSON, or too
+        large.
         """
         # Pages of other origins can send other content types without a CORS preflight.
         if (header(scope, "content-type") or "").partition(";")[0].strip().lower() != "application/json":

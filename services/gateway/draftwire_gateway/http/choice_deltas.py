@@ -4,9 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from draftwire.requests.logprobs import PromptPart, TokenLogprob
+from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.event_ids import EventIds
 from draftwire_gateway.http.tool_use import ToolUse
 from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
@@ -17,16 +18,6 @@ from draftwire_gateway.text.tool_call_reader import CallDelta, ToolCallReader
 
 IMPOSSIBLE = -9999.0
 """Log-probability of an impossible token, as in OpenAI's API. JSON has no infinity."""
-
-
-class Vocabulary(Protocol):
-    """Texts of tokens."""
-
-    def token_text(self, token_id: int) -> str:
-        """Decodes a single token."""
-
-    async def text_lengths(self, token_ids: list[int]) -> list[int]:
-        """Returns, for each token, how many characters of the text of all of them it makes final."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +101,9 @@ class ResponseOptions:
 class DeltaMaker:
     """Converts the events of one request into deltas."""
 
-    def __init__(self, options: ResponseOptions, vocabulary: Vocabulary) -> None:
-        """Starts before the first event."""
+    def __init__(self, options: ResponseOptions, core: GatewayCore) -> None:
         self._options = options
-        self._vocabulary = vocabulary
+        self._core = core
         self._lengths: dict[int, int] = {}
         """Length of the text of each choice so far, in characters."""
         self._echoed: dict[int, list[int]] = {}
@@ -190,9 +180,9 @@ class DeltaMaker:
         for choice_delta in deltas:
             self._lengths[choice_delta.choice] = len(echo.text)
         if self._options.num_top is not None:
-            lengths = await self._vocabulary.text_lengths(echo.token_ids)
+            lengths = await self._core.text_lengths(echo.token_ids)
             self._echoed[generation.prompt_index] = [0, *accumulate(lengths)]
-            first = ReportedToken(self._vocabulary.token_text(echo.token_ids[0]), None, [], 0)
+            first = ReportedToken(self._core.token_text(echo.token_ids[0]), None, [], 0)
             for choice_delta in deltas:
                 choice_delta.tokens = [first]
         return deltas
@@ -225,12 +215,12 @@ class DeltaMaker:
         return range(first, first + self._options.num_choices)
 
     def _reported_token(self, token: TokenLogprob, offset: int) -> ReportedToken:
-        text = self._vocabulary.token_text
+        text = self._core.token_text
         top = [(text(one), value) for one, value in token.top[: self._options.num_top or 0]]
         return ReportedToken(text(token.token_id), finite(token.logprob), top, offset)
 
     def _entry(self, token: TokenLogprob) -> dict[str, Any]:
-        text = self._vocabulary.token_text
+        text = self._core.token_text
         top = token.top[: self._options.num_prompt_top or 0]
         return {
             "id": token.token_id,

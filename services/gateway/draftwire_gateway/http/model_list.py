@@ -1,30 +1,21 @@
 """GET /v1/models: the target, under each of its names. Drafters only draft, and are no models of their own here."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
-from draftwire.models.description import ModelDescription
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.refusal import RefusedError
 
-
-class NamedDrafter(Protocol):
-    """A connected drafter."""
-
-    @property
-    def description(self) -> ModelDescription:
-        """The draft model."""
-
-
-ListDrafters = Callable[[], Sequence[NamedDrafter]]
+ListDrafters = Callable[[], Collection[str]]
+"""Returns the names of the models of the connected drafters."""
 
 
 class ModelList:
     """The models that can be asked."""
 
     def __init__(self, core: GatewayCore, drafters: ListDrafters) -> None:
-        """Stores the sources of the models; the current time becomes their creation time."""
+        """The current time becomes the models' creation time."""
         self._core = core
         self._drafters = drafters
         self._since = int(time.time())
@@ -53,7 +44,7 @@ class ModelList:
             "num_speculative_tokens": core.defaults.num_speculative_tokens,
             "max_speculative_tokens": core.defaults.max_speculative_tokens,
             "rejection_sample_method": core.defaults.rule,
-            "drafters": sorted({drafter.description.name for drafter in self._drafters()}),
+            "drafters": sorted(self._drafters()),
         }
         for name in core.model_names:
             yield {

@@ -60,11 +60,8 @@ NO_TOP_K = -1
 
 
 def without_neutral(given: Given, known: frozenset[str]) -> Given:
-    """Returns a request without fields that ask for what happens anyway, and with own names for those of others.
-
-    Args:
-        given: a request as it came.
-        known: fields of the route, which are left as they are.
+    """Returns a request without fields that ask for what happens anyway, and with own names for those of others. Fields
+    that the route knows are left as they are.
 
     Raises:
         RefusedError: a schema that is written as JSON in a text is none, or exceeds a limit.
@@ -86,8 +83,5 @@ def without_neutral(given: Given, known: frozenset[str]) -> Given:
 def _as_schema(value: Any) -> Any:
     """Returns an object that is written as JSON, parsed with the limits of a body; anything else as it is, to be
     refused for what it is.
-
-    Raises:
-        RefusedError: it is no JSON object, or exceeds a limit.
     """
     return parse(value.encode(errors="replace")) if isinstance(value, str) else value

@@ -154,13 +154,8 @@ class ResponseWriter:
     def __init__(
         self, formatter: ResponseFormatter, options: ResponseOptions, model: str, *, reports_usage: bool
     ) -> None:
-        """Draws the response's id.
-
-        Args:
-            formatter: of the route.
-            options: what is reported.
-            model: name of the model.
-            reports_usage: whether the last chunk reports usage and metrics; all others then hold `"usage": null`.
+        """Draws the response's id. With `reports_usage`, the last chunk reports usage and metrics, and all others hold
+        `"usage": null`.
         """
         self._formatter = formatter
         self._options = options

@@ -6,13 +6,13 @@ import asyncio
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
-from typing import Protocol
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftwire.errors import UnavailableError
 from draftwire.runtime.addresses import is_named_here
+from draftwire.runtime.interceptor import ServiceGate
 from draftwire_gateway.config import ANY_ORIGIN
 from draftwire_gateway.http.body_reading import header
 from draftwire_gateway.http.error_bodies import body_of, headers_of, is_expected, status_of
@@ -28,23 +28,10 @@ FINAL_ERROR_SECONDS = 1.0
 """How long a stream that is cut waits for the client to read the error."""
 
 
-class Gate(Protocol):
-    """Whether the service is ready."""
-
-    @property
-    def refusal(self) -> str:
-        """Reason why requests are refused; empty while they are accepted."""
-
-    @property
-    def unready(self) -> str:
-        """Reason why the service should get no requests, refused or not; empty while it is ready."""
-
-
 class Turns:
     """Lets requests begin a few at a time, so that a flood of them holds up no stream. Runs on the event loop."""
 
     def __init__(self) -> None:
-        """No request waits yet."""
         self._num_begun = 0
         """Requests that have begun in this turn of the loop."""
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -76,16 +63,11 @@ class Guard:
     """ASGI middleware around the routes."""
 
     def __init__(
-        self, app: ASGIApp, gate: Gate, *, hosts: Collection[str] | None = None, origins: Collection[str] = ()
+        self, app: ASGIApp, gate: ServiceGate, *, hosts: Collection[str] | None = None, origins: Collection[str] = ()
     ) -> None:
-        """Wraps an application.
-
-        Args:
-            app: the routes.
-            gate: whether the service is ready.
-            hosts: names under which requests are answered, beside localhost and IP addresses; those under other names
-                and from pages of other origins are refused (DNS rebinding, CSRF). None refuses neither.
-            origins: other origins whose pages may call; `ANY_ORIGIN` for all.
+        """Requests are answered under `hosts`, localhost and IP addresses; those under other names, and from pages of
+        other origins than `origins`, are refused (DNS rebinding, CSRF). None refuses neither; origins may have
+        `ANY_ORIGIN`.
         """
         self._app = app
         self._gate = gate

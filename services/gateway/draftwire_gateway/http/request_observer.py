@@ -20,14 +20,7 @@ class RequestObserver:
     def __init__(
         self, app: ASGIApp, route_of: Callable[[str], str], metrics: GatewayMetrics, *, logs: bool = False
     ) -> None:
-        """Wraps an application.
-
-        Args:
-            app: all routes, and what guards them.
-            route_of: returns the name of the route of a path.
-            metrics: count requests.
-            logs: whether each request is logged when it ends.
-        """
+        """Wraps all routes, and what guards them; with `logs`, each request is logged when it ends."""
         self._app = app
         self._route_of = route_of
         self._requests = metrics.http_requests

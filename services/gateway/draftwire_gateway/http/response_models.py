@@ -124,12 +124,17 @@ class TokenDetail(Described):
     draft_logprob: float | None
 
 
-class RoundDetail(Described):
-    """Tokens that a round judged and committed."""
+class JudgedTokens(Described):
+    """Tokens that a round judged."""
 
     num_draft_tokens: int
     num_draft_positions: int
     """Number of these that could all have been accepted: of a token tree, those of its longest path."""
+
+
+class RoundDetail(JudgedTokens):
+    """Tokens that a round judged and committed."""
+
     num_tokens: int
 
 
@@ -140,12 +145,9 @@ class WholeDetails(Described):
     rounds: list[RoundDetail]
 
 
-class ChunkDetails(Described):
+class ChunkDetails(JudgedTokens):
     """Details of a round of a choice."""
 
-    num_draft_tokens: int
-    num_draft_positions: int
-    """Number of these that could all have been accepted: of a token tree, those of its longest path."""
     tokens: list[TokenDetail]
 
 

@@ -21,6 +21,7 @@ from draftwire_gateway.http.body import (
     TextPart,
     ToolBody,
     as_object,
+    as_parts,
     at_most,
     value_error,
 )
@@ -49,11 +50,7 @@ class ContentPart(Strict):
     """Log-probabilities of an earlier answer; no effect here."""
 
 
-def _as_parts(given: Any) -> Any:
-    return [{"type": "input_text", "text": given}] if isinstance(given, str) else given
-
-
-Content = Annotated[list[ContentPart], FirstFault(), BeforeValidator(_as_parts, str | list[ContentPart])]
+Content = Annotated[list[ContentPart], FirstFault(), BeforeValidator(as_parts, str | list[ContentPart])]
 
 
 class MessageItem(Strict):

@@ -17,7 +17,6 @@ class ResponsesWriter:
     """Serialises the response to one request. Nothing of it is stored."""
 
     def __init__(self, body: ResponsesBody) -> None:
-        """Draws the response's id."""
         self._head = {
             "id": _new_id("resp"),
             "object": "response",

@@ -28,12 +28,7 @@ OTHER = "other"
 
 
 def route_of(path: str, files: Collection[str] = ()) -> str:
-    """Returns the name of the route that a path leads to.
-
-    Args:
-        path: of a request.
-        files: paths of static files.
-    """
+    """Returns the name of the route that a path leads to; `files` are the paths of static files."""
     if path in ROUTES:
         return path
     if path.startswith(MODELS):

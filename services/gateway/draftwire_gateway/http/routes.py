@@ -1,8 +1,11 @@
 """The generating routes: conversion of their bodies to requests of the core."""
 
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic
+
+from typing_extensions import override
 
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.parameters import NUMBERS, SamplingParams
@@ -35,16 +38,17 @@ from draftwire_gateway.requested_generation import GeneratedChoice, RequestedGen
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
 
 
-class Route(Protocol, Generic[Body]):
+class Route(ABC, Generic[Body]):
     """A route that generates text."""
 
-    @property
-    def body(self) -> type[Body]:
-        """Model of the request body."""
+    body: type[Body]
+    """Model of the request body."""
 
     def num_prompts(self, body: Body) -> int:
         """Returns the number of prompts."""
+        return 1
 
+    @abstractmethod
     def options(self, body: Body, core: GatewayCore) -> ResponseOptions:
         """Returns what the response reports beside the text, and how its text is read.
 
@@ -52,12 +56,15 @@ class Route(Protocol, Generic[Body]):
             InvalidRequestError: the body asks for what cannot be had.
         """
 
+    @abstractmethod
     def writer(self, body: Body, options: ResponseOptions) -> Writer:
         """Returns what writes the response."""
 
     def names(self, body: Body) -> Mapping[str, str]:
         """Returns this route's names of parameters that the core's errors name differently."""
+        return HTTP_NAMES
 
+    @abstractmethod
     async def requested(
         self, body: Body, options: ResponseOptions, core: GatewayCore, caller: str
     ) -> RequestedGeneration:
@@ -69,33 +76,28 @@ class Route(Protocol, Generic[Body]):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Completions:
+class Completions(Route[CompletionBody]):
     """POST /v1/completions."""
 
-    body: type[CompletionBody] = CompletionBody
+    body = CompletionBody
 
+    @override
     def num_prompts(self, body: CompletionBody) -> int:
-        """Returns the number of prompts."""
         return len(body.prompt)
 
+    @override
     def options(self, body: CompletionBody, core: GatewayCore) -> ResponseOptions:
-        """Returns what the response reports beside the text."""
         ids = body.return_token_ids
         return ResponseOptions(body.n, body.logprobs, body.prompt_logprobs, body.token_details, returns_ids=ids)
 
+    @override
     def writer(self, body: CompletionBody, options: ResponseOptions) -> Writer:
-        """Returns what writes the response."""
         return _writer(CompletionFormatter(), body, options)
 
-    def names(self, body: CompletionBody) -> Mapping[str, str]:
-        """Returns the HTTP names of parameters."""
-        return HTTP_NAMES
-
+    @override
     async def requested(
         self, body: CompletionBody, options: ResponseOptions, core: GatewayCore, caller: str
     ) -> RequestedGeneration:
-        """Tokenises the prompts that are text, and returns the request for the core."""
         prompts = [await core.tokenize(prompt, caller) if isinstance(prompt, str) else prompt for prompt in body.prompt]
         # An echo with log-probabilities includes those of the prompt.
         tops = [body.prompt_logprobs, body.logprobs if body.echo else None]
@@ -112,38 +114,34 @@ class Completions:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
+class Chat(Route[ChatBody]):
     """POST /v1/chat/completions."""
 
-    body: type[ChatBody] = ChatBody
+    body = ChatBody
 
-    def num_prompts(self, body: ChatBody) -> int:
-        """Returns 1: a request holds one conversation."""
-        return 1
-
+    @override
     def options(self, body: ChatBody, core: GatewayCore) -> ResponseOptions:
-        """Returns what the response reports beside the text, and how tool calls are read."""
         tools = tool_use(body, core.tool_syntax)
         if tools is not None and any(one.token_ids for one in body.generated_choices):
             raise InvalidRequestError("generated_choices: answers in which tool calls are read cannot be resumed")
         ids = body.return_token_ids
         return ResponseOptions(body.n, _num_top(body), body.prompt_logprobs, body.token_details, tools, ids)
 
+    @override
     def writer(self, body: ChatBody, options: ResponseOptions) -> Writer:
-        """Returns what writes the response."""
         return _writer(ChatFormatter(), body, options)
 
+    @override
     def names(self, body: ChatBody) -> Mapping[str, str]:
         """Returns the HTTP names of parameters; the prompt is `messages`, the form may be that of tool calls."""
         length = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
         form = {"structured_output": "tools"} if body.offered_tools and not body.has_form else {}
         return {**HTTP_NAMES, **length, **form, "the prompt": "messages"}
 
+    @override
     async def requested(
         self, body: ChatBody, options: ResponseOptions, core: GatewayCore, caller: str
     ) -> RequestedGeneration:
-        """Renders the conversation, and returns the request for the core."""
         tools = options.tools
         form = _chat_form(body) if tools is None else tools.form
         return RequestedGeneration(
@@ -159,32 +157,27 @@ class Chat:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Responses:
+class Responses(Route[ResponsesBody]):
     """POST /v1/responses: a conversation in other words."""
 
-    body: type[ResponsesBody] = ResponsesBody
+    body = ResponsesBody
 
-    def num_prompts(self, body: ResponsesBody) -> int:
-        """Returns 1: a request holds one conversation."""
-        return 1
-
+    @override
     def options(self, body: ResponsesBody, core: GatewayCore) -> ResponseOptions:
-        """Returns how tool calls are read."""
         return Chat().options(body.chat, core)
 
+    @override
     def writer(self, body: ResponsesBody, options: ResponseOptions) -> Writer:
-        """Returns what writes the response."""
         return ResponsesWriter(body)
 
+    @override
     def names(self, body: ResponsesBody) -> Mapping[str, str]:
-        """Returns the names of parameters that are another route's."""
         return {**Chat().names(body.chat), "max_tokens": "max_output_tokens", "the prompt": "input"}
 
+    @override
     async def requested(
         self, body: ResponsesBody, options: ResponseOptions, core: GatewayCore, caller: str
     ) -> RequestedGeneration:
-        """Renders the conversation, and returns the request for the core."""
         return await Chat().requested(body.chat, options, core, caller)
 
 
@@ -193,14 +186,15 @@ def _writer(formatter: ResponseFormatter, body: GenerateBody, options: ResponseO
     return ResponseWriter(formatter, options, body.model, reports_usage=reports_usage)
 
 
-async def in_names(names: Mapping[str, str], work: Coroutine[Any, Any, None]) -> None:
-    """Awaits work, and renames the parameters in its errors: see `Route.names`.
+@contextmanager
+def in_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Renames the parameters in the errors of a block: see `Route.names`.
 
     Raises:
-        RefusedError: the work raised an `InvalidRequestError`.
+        RefusedError: the block raised an `InvalidRequestError`.
     """
     try:
-        await work
+        yield
     except InvalidRequestError as error:
         raise renamed(error, names) from error
 
@@ -285,11 +279,15 @@ def _tool(tool: ToolBody) -> Tool:
     return Tool(function.name, function.description, function.parameters)
 
 
-def model_fault(model: str, names: Sequence[str], drafters: Sequence[str]) -> RefusedError | None:
-    """Returns why a request cannot name this model; None if it is one of the target's names."""
+def check_model(model: str, names: Sequence[str], drafters: Collection[str]) -> None:
+    """Checks that a request names the target by one of its names.
+
+    Raises:
+        RefusedError: it names another model.
+    """
     if model in names:
-        return None
+        return
     if model in drafters:
         message = f"model: this is the model of a drafter, and drafters only draft; ask for {names[0]}"
-        return RefusedError(400, message, code="model_is_a_drafter", param="model")
-    return RefusedError(404, f"there is no such model here; ask for {names[0]}", code="model_not_found", param="model")
+        raise RefusedError(400, message, code="model_is_a_drafter", param="model")
+    raise RefusedError(404, f"there is no such model here; ask for {names[0]}", code="model_not_found", param="model")

@@ -10,16 +10,15 @@ from typing import Any, Generic
 from starlette.types import Message, Receive, Scope, Send
 
 from draftwire.errors import InvalidRequestError
-from draftwire.runtime.served_request import note_caller
 from draftwire_gateway.auth.access import Access, Caller, payer
 from draftwire_gateway.body_budget import BodyBudget, BodyShare
 from draftwire_gateway.core import GatewayCore
-from draftwire_gateway.http.body import Body, GenerateBody
+from draftwire_gateway.http.body import Body
 from draftwire_gateway.http.body_reading import BodyReader, header
 from draftwire_gateway.http.choice_deltas import ChoiceDelta, DeltaMaker
 from draftwire_gateway.http.model_list import ListDrafters
 from draftwire_gateway.http.openai_types import Writer
-from draftwire_gateway.http.routes import Route, in_names, model_fault
+from draftwire_gateway.http.routes import Route, check_model, in_names
 from draftwire_gateway.request_queue import QueuePlace
 from draftwire_gateway.requested_generation import check_num_choices
 from draftwire_gateway.session.committed_text import Delta
@@ -35,114 +34,75 @@ STREAM_HEADERS = [
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
-    """How the results of a request are sent. Held for as long as it runs, in the place of its body."""
-
-    streams: bool
-    """Whether deltas are sent as they come."""
-    traceparent: str
-    host: str
-    """Address of the client, without the port; empty if it is unknown."""
-
-    @staticmethod
-    def of(body: GenerateBody, scope: Scope) -> "Delivery":
-        """Returns what a body asks for."""
-        host, _ = scope.get("client") or ("", 0)
-        return Delivery(body.stream, header(scope, "traceparent") or "", host)
-
-
 class GeneratingRoute(Generic[Body]):
     """An ASGI application for one route. `Guard` around it converts its exceptions into responses.
 
     Plain ASGI, without a framework: an event is sent with one call, and a disconnect is noticed at once.
     """
 
-    def __init__(
-        self,
-        route: Route[Body],
-        core: GatewayCore,
-        drafters: ListDrafters,
-        access: Access,
-        bodies: BodyReader,
-        waiting: BodyBudget,
-    ) -> None:
-        """Stores its collaborators.
-
-        Args:
-            route: conversion of bodies and responses.
-            core: runs requests.
-            drafters: returns the connected drafters.
-            access: authenticates callers.
-            bodies: reads bodies; one for all routes.
-            waiting: of the bodies that wait for a place, as they came; one for all routes.
-        """
-        self._route = route
-        self._core = core
-        self._drafters = drafters
-        self._access = access
-        self._bodies = bodies
-        self._waiting = waiting
+    route: Route[Body]
+    core: GatewayCore
+    drafters: ListDrafters
+    access: Access
+    bodies: BodyReader
+    waiting: BodyBudget
+    """Budget of the bodies that wait for a place, as they came."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request. Nothing of its body is read for a caller who is unknown or has no room."""
-        caller = self._access.authenticate(header(scope, "authorization"))
-        note_caller(caller.name)
-        counting = self._core.metrics.counting_refusals
+        caller = self.access.authenticate(header(scope, "authorization"))
+        counting = self.core.metrics.counting_refusals
         with counting("caller", caller.name):
             caller.refuse_if_over()
         with counting("gateway", caller.name):
-            self._core.refuse_if_full()
-        with self._bodies.budget.share(caller.name) as share:
+            self.core.queue.refuse_if_full()
+        with self.bodies.budget.share(caller.name) as share:
             with counting("gateway", caller.name):
-                data, body = await self._read(scope, receive, share)
-            drafters = [drafter.description.name for drafter in self._drafters()]
-            fault = model_fault(body.model, self._core.model_names, drafters)
-            if fault is not None:
-                raise fault
-            names = self._route.names(body)
-            work = self._answer(data, body, share, caller, Delivery.of(body, scope), send)
+                data = await self.bodies.receive(scope, receive, share)
+                body = await self.bodies.parse(self.route.body, data)
+            check_model(body.model, self.core.model_names, self.drafters())
+            names = self.route.names(body)
+            work = self._answer(data, body, share, caller, scope, send)
             del data, body  # which are large, and of no use once they are a request
-            await _while_connected(receive, in_names(names, work))
-
-    async def _read(self, scope: Scope, receive: Receive, share: BodyShare) -> tuple[bytearray, Body]:
-        """Returns a body, as it came and parsed."""
-        data = await self._bodies.receive(scope, receive, share)
-        return data, await self._bodies.parse(self._route.body, data)
+            with in_names(names):
+                await _while_connected(receive, work)
 
     async def _answer(
-        self, data: bytearray, body: Body, share: BodyShare, caller: Caller, delivery: Delivery, send: Send
+        self, data: bytearray, body: Body, share: BodyShare, caller: Caller, scope: Scope, send: Send
     ) -> None:
-        num_prompts = self._route.num_prompts(body)
+        num_prompts = self.route.num_prompts(body)
         num_choices = num_prompts * check_num_choices(num_prompts, body.n)
-        options = self._route.options(body, self._core)
-        counting = self._core.metrics.counting_refusals
+        options, streams = self.route.options(body, self.core), body.stream
+        counting = self.core.metrics.counting_refusals
         async with AsyncExitStack() as running:
             with counting("caller", caller.name, num_choices):
                 running.enter_context(caller.request(num_choices))
             with counting("gateway", caller.name, num_choices):
-                admission = self._core.admit(num_choices, caller.name)
-                if self._core.queue.has_place(num_choices):
+                admission = self.core.queue.place(num_choices, caller.name)
+                if self.core.queue.has_place(num_choices):
                     place = await running.enter_async_context(admission)
                 else:
                     del body  # which takes many times as much as its text
-                    with self._waiting.share(caller.name) as waiting:
+                    with self.waiting.share(caller.name) as waiting:
                         waiting.take(len(data))
                         share.give_back()
                         place = await running.enter_async_context(admission)
-                    body = await self._bodies.parse(self._route.body, data)
+                    body = await self.bodies.parse(self.route.body, data)
                 del data
-                writer = self._route.writer(body, options)
-                requested = await self._route.requested(body, options, self._core, caller.name)
+                writer = self.route.writer(body, options)
+                requested = await self.route.requested(body, options, self.core, caller.name)
                 del body
-                generations = await self._core.complete(requested)
+                generations = await self.core.complete(requested)
                 if not generations:
                     raise InvalidRequestError("generated_choices: all are finished, so nothing is left to send")
-                generations = await self._core.check_form(generations, payer(caller, delivery.host))
+                host, _ = scope.get("client") or ("", 0)
+                generations = await self.core.check_form(generations, payer(caller, host))
                 del requested
             share.give_back()
-            maker = DeltaMaker(options, self._core)
-            async with aclosing(self._deltas(generations, place, maker, caller, delivery.traceparent)) as deltas:
-                if delivery.streams:
+            maker = DeltaMaker(options, self.core)
+            traceparent = header(scope, "traceparent") or ""
+            async with aclosing(self._deltas(generations, place, maker, caller, traceparent)) as deltas:
+                if streams:
                     await _stream(deltas, maker, writer, send)
                     return
                 whole = {generation.choice: ChoiceDelta(generation.choice) for generation in generations}
@@ -154,7 +114,7 @@ class GeneratingRoute(Generic[Body]):
         self, generations: Sequence[Generation], place: QueuePlace, maker: DeltaMaker, caller: Caller, traceparent: str
     ) -> AsyncGenerator[ChoiceDelta]:
         """Yields the deltas of all choices, and charges the caller for their tokens."""
-        async with aclosing(self._core.generate(generations, place, traceparent)) as events:
+        async with aclosing(self.core.generate(generations, place, traceparent)) as events:
             async for event in events:
                 if isinstance(event.event, Delta):
                     caller.charge(len(event.event.token_ids))

@@ -1,96 +1,66 @@
 """POST /tokenize and /detokenize: prompts to token ids and back, in the form of vLLM's."""
 
 import json
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from draftwire.errors import InvalidRequestError
-from draftwire.runtime.served_request import note_caller
 from draftwire_gateway.auth.access import Access
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.body import DetokenizeBody, TokenizeBody
 from draftwire_gateway.http.body_reading import BodyReader, header
-from draftwire_gateway.http.error_bodies import HTTP_NAMES, renamed
+from draftwire_gateway.http.error_bodies import HTTP_NAMES
 from draftwire_gateway.http.model_list import ListDrafters
-from draftwire_gateway.http.routes import conversation_of, model_fault
+from draftwire_gateway.http.routes import check_model, conversation_of, in_names
 from draftwire_gateway.http.streaming import send_whole
 
 TextBody = TypeVar("TextBody", bound=TokenizeBody | DetokenizeBody)
 
 
-class TextRoute(Protocol, Generic[TextBody]):
-    """A route that answers without generating."""
+async def tokenize(body: TokenizeBody, core: GatewayCore, caller: str) -> dict[str, Any]:
+    """Returns the ids of a text or a conversation.
 
-    @property
-    def body(self) -> type[TextBody]:
-        """Model of the request body."""
-
-    async def answer(self, body: TextBody, core: GatewayCore, caller: str) -> dict[str, Any]:
-        """Returns the response.
-
-        Raises:
-            InvalidRequestError: a value is invalid.
-            NoRoomError: too many texts are being tokenised.
-        """
-
-
-class Tokenize:
-    """POST /tokenize."""
-
-    body = TokenizeBody
-
-    async def answer(self, body: TokenizeBody, core: GatewayCore, caller: str) -> dict[str, Any]:
-        """Returns the ids of a text or a conversation."""
-        if body.prompt is not None:
-            ids = await core.tokenize(body.prompt, caller, with_special=body.add_special_tokens)
-        else:
-            ids = await core.render_chat(conversation_of(body, body.messages, body.tools), caller)
-        texts = {"token_strs": [core.token_text(token) for token in ids]} if body.return_token_strs else {}
-        return {"count": len(ids), "max_model_len": core.description.context_length, "tokens": ids, **texts}
+    Raises:
+        InvalidRequestError: a value is invalid.
+        NoRoomError: too many texts are being tokenised.
+    """
+    if body.prompt is not None:
+        ids = await core.tokenize(body.prompt, caller, with_special=body.add_special_tokens)
+    else:
+        ids = await core.render_chat(conversation_of(body, body.messages, body.tools), caller)
+    texts = {"token_strs": [core.token_text(token) for token in ids]} if body.return_token_strs else {}
+    return {"count": len(ids), "max_model_len": core.description.context_length, "tokens": ids, **texts}
 
 
-class Detokenize:
-    """POST /detokenize."""
+async def detokenize(body: DetokenizeBody, core: GatewayCore, _caller: str) -> dict[str, Any]:
+    """Returns the text of ids.
 
-    body = DetokenizeBody
+    Raises:
+        InvalidRequestError: a value is invalid.
+    """
+    return {"prompt": await core.detokenize(body.tokens)}
 
-    async def answer(self, body: DetokenizeBody, core: GatewayCore, caller: str) -> dict[str, Any]:
-        """Returns the text of ids."""
-        return {"prompt": await core.detokenize(body.tokens)}
 
+@dataclass(frozen=True, slots=True)
+class TextRoute(Generic[TextBody]):
+    """An ASGI application for one of these. `Guard` around it converts its exceptions into responses."""
 
-class BodyRoute(Generic[TextBody]):
-    """An ASGI application for one such route. `Guard` around it converts its exceptions into responses."""
-
-    def __init__(
-        self,
-        route: TextRoute[TextBody],
-        core: GatewayCore,
-        drafters: ListDrafters,
-        access: Access,
-        bodies: BodyReader,
-    ) -> None:
-        """Stores its collaborators; see `GeneratingRoute`."""
-        self._route = route
-        self._core = core
-        self._drafters = drafters
-        self._access = access
-        self._bodies = bodies
+    body: type[TextBody]
+    answer: Callable[[TextBody, GatewayCore, str], Awaitable[dict[str, Any]]]
+    core: GatewayCore
+    drafters: ListDrafters
+    access: Access
+    bodies: BodyReader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
-        caller = self._access.authenticate(header(scope, "authorization"))
-        note_caller(caller.name)
-        with self._bodies.budget.share(caller.name) as share:
-            body = await self._bodies.read(self._route.body, scope, receive, share)
+        caller = self.access.authenticate(header(scope, "authorization"))
+        with self.bodies.budget.share(caller.name) as share:
+            body = await self.bodies.read(self.body, scope, receive, share)
             if body.model is not None:
-                drafters = [drafter.description.name for drafter in self._drafters()]
-                fault = model_fault(body.model, self._core.model_names, drafters)
-                if fault is not None:
-                    raise fault
-            try:
-                answer = await self._route.answer(body, self._core, caller.name)
-            except InvalidRequestError as error:
-                raise renamed(error, HTTP_NAMES) from error
+                check_model(body.model, self.core.model_names, self.drafters())
+            with in_names(HTTP_NAMES):
+                answer = await self.answer(body, self.core, caller.name)
         await send_whole(send, iter([json.dumps(answer, ensure_ascii=False)]))

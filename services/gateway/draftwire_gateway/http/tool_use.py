@@ -14,7 +14,7 @@ from draftwire.requests.tool_calls import (
     PLAIN_LIST,
     ToolSyntax,
 )
-from draftwire_gateway.http.body import ChatBody, NamedTool, ToolBody
+from draftwire_gateway.http.body import ChatBody, NamedTool
 from draftwire_gateway.text.tool_call_reader import MARKS_IN_CALLS, ToolCallReader
 
 _ID_SIGNS = string.ascii_letters + string.digits
@@ -57,11 +57,8 @@ class ToolUse:
 
 
 def tool_use(body: ChatBody, syntax: ToolSyntax | None) -> ToolUse | None:
-    """Returns how a request uses tools; None if the answer is text.
-
-    Args:
-        body: the request.
-        syntax: how the target writes calls, None if that is not known.
+    """Returns how a request uses tools; None if the answer is text. `syntax` is None if it is not known how the target
+    writes calls.
 
     Raises:
         InvalidRequestError: the request asks for what cannot be had.
@@ -103,16 +100,13 @@ def _form(body: ChatBody, syntax: ToolSyntax) -> StructuredOutput:
     is_single = isinstance(body.tool_choice, NamedTool) or not body.parallel_tool_calls
     return StructuredOutput.tool_calls(
         syntax.name,
-        {tool.function.name: _parameters(tool, must_call=body.must_call) for tool in tools},
+        {
+            tool.function.name: tool.function.parameters if body.must_call or tool.function.strict else ANY_ARGUMENTS
+            for tool in tools
+        },
         at_least=int(body.must_call),
         at_most=1 if is_single else MAX_TOOL_CALLS_AT_ONCE,
     )
-
-
-def _parameters(tool: ToolBody, *, must_call: bool) -> str:
-    """Returns the schema that arguments have to follow."""
-    function = tool.function
-    return function.parameters if must_call or function.strict else ANY_ARGUMENTS
 
 
 def new_call_id() -> str:

@@ -8,12 +8,54 @@ from draftwire.method.ahead_limits import held_blocks
 from draftwire.method.round_parts import AheadPart
 from draftwire.method.rounds import DraftSessionSpec, TargetSessionSpec, Verdict
 from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ModelDescription
-from draftwire_gateway.options.begun_rounds import BegunRounds
 from draftwire_gateway.session.generation import Generation
-from draftwire_gateway.session.policy import Arm, DraftSource
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.session.session_option import BlockRequest, SessionOption
 from draftwire_gateway.session.session_state import SessionState
+
+
+class BegunRounds:
+    """How far the calibrations of one epoch have allowed a session's drafter to go.
+
+    A drafter that drafts ahead begins a later round when the verifier tells it the outcome of the one before, and
+    its block goes straight to the verifier. If that round were then requested without it, the block and the request
+    would meet at the verifier, which takes what comes first. When a block comes may depend on its tokens: so some
+    would be dropped by their values, which biases the text. A round that may have begun is therefore requested as
+    it was begun. See docs/exactness.md.
+    """
+
+    def __init__(self) -> None:
+        self._last_round = -1
+        self._length = 0
+        self._permit_number = -1
+
+    def request(self, round_number: int, rounds_ahead: int, length: int, permit_number: int) -> None:
+        """Records a calibration: how many rounds beyond its own the drafter may begin, and how many draft tokens each
+        has.
+        """
+        self._last_round = max(self._last_round, round_number + rounds_ahead)
+        self._length, self._permit_number = length, permit_number
+
+    def num_from(self, round_number: int) -> int:
+        """Returns how many rounds may have begun, from a round on: all of them up to the last one."""
+        return max(0, self._last_round - round_number + 1)
+
+    def is_of_another(self, round_number: int, permit_number: int) -> bool:
+        """Whether another drafter may have begun a round than the one with this permit."""
+        return self.num_from(round_number) > 0 and permit_number != self._permit_number
+
+    def arm(self, wanted: Arm, round_number: int, most: int, permit_number: int) -> Arm:
+        """Returns what to request for a round: what is wanted, unless the round may have begun as something else.
+        Without room for a draft token, as its drafter counts it, it has begun nothing. What another drafter than that
+        of the permit may have begun is plain: two blocks would meet at the verifier.
+        """
+        if not self.num_from(round_number):
+            return wanted
+        if self.is_of_another(round_number, permit_number) or min(self._length, most) < 1:
+            return PLAIN
+        begun = Arm(DraftSource.AHEAD, min(self._length, most))
+        return wanted if wanted == begun else begun._replace(source=DraftSource.DRAFTER)
 
 
 class DraftsAhead(SessionOption):

@@ -24,7 +24,6 @@ class MaskAllowance(SessionOption):
     flush_s = MAX_PLACE_S
 
     def __init__(self, session: SessionState) -> None:
-        """Nothing was used."""
         super().__init__(session)
         self._credit_s = CREDIT_S
 

@@ -31,12 +31,8 @@ class AnswerWatch:
     """
 
     def __init__(self, ask: Ask, lost_after_s: float, on_silence: Callable[[], None]) -> None:
-        """Asks nothing before `run`.
-
-        Args:
-            ask: asks the verifier.
-            lost_after_s: silence after which the verifier is lost, seconds.
-            on_silence: called when an answer is missing; calls that wait for the verifier should not wait on.
+        """Asks nothing before `run`. The verifier is lost after a silence of `lost_after_s`, seconds; `on_silence` is
+        called when an answer is missing: calls that wait for the verifier should not wait on.
         """
         self._ask = ask
         self._most_missed = max(LEAST_MISSED, math.ceil(lost_after_s / ANSWER_SECONDS))

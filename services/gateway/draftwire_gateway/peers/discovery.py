@@ -62,12 +62,8 @@ class SourceStatus:
             log.info("gateway.discovery_recovered", source=where)
 
     def record_failure(self, where: str, reason: str, *, is_lasting: bool = False) -> None:
-        """Counts a failure, and logs the first one after a success.
-
-        Args:
-            where: name of the source.
-            reason: the fault.
-            is_lasting: whether an operator has to act. Such a failure is logged even after other failures.
+        """Counts a failure, and logs the first one after a success; a lasting one, where an operator has to act,
+        whenever its reason is new.
         """
         self.num_failures += 1
         if is_lasting and reason != self.fault:

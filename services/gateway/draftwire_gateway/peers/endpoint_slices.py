@@ -126,7 +126,6 @@ class EndpointSliceSource:
                     pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
 
     async def _list(self, api: DiscoveryV1Api) -> None:
-        """Lists all slices."""
         async with asyncio.timeout(self._times.answer_s):
             answer = await api.list_namespaced_endpoint_slice(self._namespace, label_selector=self._selector)
         slices = {slice_.metadata.name: slice_ for slice_ in answer.items}

@@ -37,17 +37,8 @@ class Pool:
         default_rule: str,
         wanted_drafts: Sequence[str] = (),
     ) -> None:
-        """Connects nothing before `maintain`.
-
-        Args:
-            verifiers: links to the verifiers.
-            drafters: links to the drafters.
-            largest_bytes: largest gRPC message.
-            near_drafter_sessions: how many more sessions a drafter in the verifier's zone may have than one in another
-                zone.
-            default_rule: the rule that every verifier has to offer.
-            wanted_drafts: strategies by which verifiers are to draft by themselves; of one that lacks some, texts are
-                drafted for without, which is logged.
+        """Connects nothing before `maintain`. Verifiers without `default_rule` are refused; those that lack some of
+        `wanted_drafts`, strategies by which verifiers are to draft by themselves, are logged.
         """
         self.verifiers = verifiers
         self.drafters = drafters

@@ -28,13 +28,7 @@ class Roster(Generic[Link]):
     """
 
     def __init__(self, role: str, source: Source, connect: Callable[[str], Link]) -> None:
-        """Connects nothing before `run`.
-
-        Args:
-            role: "verifier" or "drafter", for logs and metrics.
-            source: source of the endpoints.
-            connect: makes an unopened link to host:port.
-        """
+        """Connects nothing before `run`. `connect` makes an unopened link to host:port."""
         self.role = role
         self._source = source
         self._connect: Callable[[str], Link] = connect
@@ -76,11 +70,7 @@ class Roster(Generic[Link]):
         return states | Counter(map(_state, links.values())) | ({"unready": unready} if unready else {})
 
     async def run(self, check: Check) -> None:
-        """Keeps a link to each endpoint of the source, for ever.
-
-        Args:
-            check: raises if a service with a given model cannot be used.
-        """
+        """Keeps a link to each endpoint of the source, for ever."""
         async with asyncio.TaskGroup() as group, aclosing(self._source.endpoints()) as changes:
             async for endpoints in changes:
                 # Of two endpoints with the same address, the one that takes sessions counts.

@@ -71,13 +71,7 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
     """Last event of a session that was lost."""
 
     def __init__(self, address: str, dialler: Dialler, timeout_s: float) -> None:
-        """Connects nothing before `maintain`.
-
-        Args:
-            address: host:port of the service.
-            dialler: opens this gateway's connections.
-            timeout_s: timeout of the service's calls.
-        """
+        """Connects nothing before `maintain`. The address is host:port; the service's calls have `timeout_s`."""
         self.address = address
         self.zone: str | None = None
         """Zone of the service, if known. Set by the roster."""
@@ -127,11 +121,7 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
         return ModelPeer(self._bulk.get(), self._timeout_s)
 
     async def maintain(self, check: Check) -> None:
-        """Keeps the stream open, for ever.
-
-        Args:
-            check: raises if a service with a given model cannot be used.
-        """
+        """Keeps the stream open, for ever."""
         logged = ""
         while True:
             try:
@@ -250,14 +240,7 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
     _loss = TargetLost
 
     def __init__(self, address: str, dialler: Dialler, timeout_s: float, max_draft_tokens: int) -> None:
-        """Connects nothing before `maintain`.
-
-        Args:
-            address: host:port of the service.
-            dialler: opens this gateway's connections.
-            timeout_s: timeout of the service's calls.
-            max_draft_tokens: most draft tokens that a session may request.
-        """
+        """Connects nothing before `maintain`. A session may request `max_draft_tokens` at most."""
         super().__init__(address, dialler, timeout_s)
         self._most_tokens = max_draft_tokens + 1
         """Most tokens of a verdict: the draft tokens, and that of the verifier."""
@@ -308,11 +291,7 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
 
     @override
     async def _run_stream(self) -> None:
-        """The same, until the verifier does not answer any more.
-
-        Raises:
-            UnavailableError: it does not.
-        """
+        """The same, until the verifier does not answer any more, which raises UnavailableError."""
         self._watch = self._new_watch()
         stream = asyncio.ensure_future(super()._run_stream())
         watching = asyncio.ensure_future(self._watch.run())

@@ -22,7 +22,6 @@ class BlockWait:
     """The latest request of a block. Times are of one clock, seconds; a seat makes a new one for each drafter."""
 
     def __init__(self) -> None:
-        """Waits for nothing, for a drafter that is awake."""
         self.is_awaited = False
         """Whether a block of the open round is awaited: not if it was late, though it may still be verified."""
         self.is_asleep = False
@@ -42,15 +41,7 @@ class BlockWait:
         self._has_replied = self._is_missing = False
 
     def begin(self, round_number: int, num_tokens: int, now: float, timeout_s: float, *, is_held: bool = False) -> None:
-        """Starts to wait for the block of a round.
-
-        Args:
-            round_number: the round.
-            num_tokens: how many tokens are requested.
-            now: when the block is requested.
-            timeout_s: when it is late.
-            is_held: whether the verifier has the block already, which was drafted ahead.
-        """
+        """Starts to wait for the block of a round, which is requested now; `is_held` if the verifier has it already."""
         self._round, self._asked_at, self._timeout_s = round_number, now, timeout_s
         self.num_tokens = num_tokens
         self.is_awaited, self.flush_requested = True, is_held
@@ -58,13 +49,10 @@ class BlockWait:
         self._is_missing = False
 
     def expire(self, now: float) -> bool:
-        """Ends the wait for a block that is late.
+        """Ends the wait for a block that is late; returns whether the drafter fell asleep.
 
-        The drafter falls asleep unless it has replied: then the verifier has the block, and is late itself, or will
-        never get it. The block may still be the first to be verified.
-
-        Returns:
-            Whether the drafter fell asleep.
+        It does unless it has replied: then the verifier has the block, and is late itself, or will never get it. The
+        block may still be the first to be verified.
         """
         self.is_awaited, self._is_missing = False, self._has_replied
         if self._is_missing:
@@ -80,12 +68,7 @@ class BlockWait:
         return True
 
     def end(self, round_number: int, has_block: bool) -> BlockFate:
-        """Ends the wait with the round's verdict.
-
-        Args:
-            round_number: the round.
-            has_block: whether a block was verified, rather than a plain round.
-        """
+        """Ends the wait with the round's verdict: of a block, or of a plain round."""
         was_awaited, self.is_awaited = self.is_awaited, False
         if self._round != round_number:
             return BlockFate.NOT_REQUESTED

@@ -46,8 +46,6 @@ class ChoiceEvent:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """End of the queue."""
-
     error: Exception | None
 
 
@@ -88,27 +86,19 @@ class _SharedPrompt:
     """Address of that verifier."""
 
 
-MakeLoop = Callable[[Generation], Awaitable[GenerationLoop]]
-
-
 class ChoiceRunner:
     """Runs the choices of one request. Use once."""
 
     def __init__(
         self,
         generations: Sequence[Generation],
-        make_loop: MakeLoop,
+        make_loop: Callable[[Generation], Awaitable[GenerationLoop]],
         wait_for_room: Callable[[NoRoomError], Awaitable[None]],
         on_open: Callable[[], None],
     ) -> None:
-        """Starts nothing before `run`.
-
-        Args:
-            generations: the choices.
-            make_loop: makes the loop of a choice, anew for each attempt.
-            wait_for_room: called when no verifier has room for the request's first session. Returns when it is to be
-                tried again, or raises the refusal.
-            on_open: called when the first session is open.
+        """Starts nothing before `run`. `make_loop` makes the loop of a choice, anew for each attempt; `wait_for_room`
+        is called when no verifier has room for the request's first session, and returns when it is to be tried again,
+        or raises the refusal; `on_open` is called when the first session is open.
         """
         self._generations = generations
         self._make_loop = make_loop

@@ -89,12 +89,8 @@ class CommittedText:
     def show(
         self, verdict: Verdict, token_ids: list[int], reason: FinishReason | None
     ) -> tuple[Delta, FinishReason | None]:
-        """Returns the delta of a committed round, and the finish reason, if any.
-
-        Args:
-            verdict: the round.
-            token_ids: the tokens that `commit` returned. Tokens after one that completes a stop string are cut.
-            reason: the reason that `commit` returned.
+        """Returns the delta of a committed round, from what `commit` returned, and the finish reason, if any. Tokens
+        after one that completes a stop string are cut.
         """
         visible = token_ids[:-1] if reason is FinishReason.STOP else token_ids  # a stop token has no text
         text, num_used, lengths = self._text.push(visible)

@@ -51,15 +51,7 @@ class DrafterSeat:
         policy: Policy,
         options: Sequence[SessionOption] = (),
     ) -> None:
-        """Opens no session before `seek`.
-
-        Args:
-            session: the session to draft for.
-            peers: the available drafters.
-            queue: receives the drafters' events.
-            policy: chooses among draft models, and whether the session is opened on a drafter.
-            options: of the session.
-        """
+        """Opens no session before `seek`. The queue receives the drafters' events."""
         self._session = session
         self._peers = peers
         self._queue = queue
@@ -105,10 +97,8 @@ class DrafterSeat:
         return self._drafter
 
     def restart(self, target: TargetPort) -> bool:
-        """Makes all drafters eligible again, before the session is opened on a verifier.
-
-        Returns:
-            Whether there is a drafter that could draft for that verifier, and text for it.
+        """Makes all drafters eligible again, before the session is opened on a verifier; returns whether there is a
+        drafter that could draft for that verifier, and text for it.
         """
         self._tried = set()
         drafter = self._next(target)
@@ -116,11 +106,8 @@ class DrafterSeat:
         return drafter is not None and self._session.num_left >= LEAST_LEFT
 
     def seek(self, target: TargetPort, longest_sleep_s: float = math.inf) -> None:
-        """Opens the session on the next drafter, unless there is one already. The queue receives the outcome.
-
-        Args:
-            target: the verifier that its blocks go to.
-            longest_sleep_s: a drafter that has been asleep for longer is given up if there is another one.
+        """Opens the session on the next drafter, unless there is one already. The queue receives the outcome. A drafter
+        that has been asleep for longer than `longest_sleep_s` is given up if there is another one.
         """
         if self._drafter is not None:
             slept_s = self._drafter.wait.sleeping_s(asyncio.get_running_loop().time())
@@ -159,11 +146,8 @@ class DrafterSeat:
         return self._drafter is not None and self._drafter.note_sent(sent, arrived_at)
 
     def end_round(self, verdict: Verdict, arrived_at: float) -> None:
-        """Ends the open round, and gives the drafter up if its blocks do not come.
-
-        Args:
-            verdict: of the open round.
-            arrived_at: when it arrived, by the event loop's clock: who reads the text may have been away since.
+        """Ends the open round, and gives the drafter up if its blocks do not come. The verdict's arrival is by the
+        event loop's clock: who reads the text may have been away since.
         """
         drafter = self._drafter
         for option in self._options:
@@ -177,10 +161,8 @@ class DrafterSeat:
                 self.give_up(UnavailableError(NO_BLOCK))
 
     def give_up(self, error: Exception) -> bool:
-        """Drops the drafter, unless it was dropped before: one loss may cause several events.
-
-        Returns:
-            Whether a block was awaited, so that the open round must be requested in another way.
+        """Drops the drafter, unless it was dropped before: one loss may cause several events. Returns whether a block
+        was awaited, so that the open round must be requested in another way.
         """
         if self._drafter is None:
             return False

@@ -13,11 +13,6 @@ class ExpectedVerdict:
     """Limits of the open round's verdict: the block and the plain rounds that were requested, not more."""
 
     def __init__(self, generation: Generation) -> None:
-        """Expects nothing before a request.
-
-        Args:
-            generation: the choice that the session generates.
-        """
         self._generation = generation
         self._num_draft_tokens = 0
         self._num_nodes = 0
@@ -31,12 +26,9 @@ class ExpectedVerdict:
         self._num_plain_rounds, self._local = num_plain_rounds, None
 
     def request_block(self, num_draft_tokens: int, *, num_nodes: int = 0, is_ahead: bool = False) -> None:
-        """Records the request of a block; it may be judged even after its drafter was given up.
-
-        Args:
-            num_draft_tokens: of the block; of a token tree, on each path.
-            num_nodes: of the token tree that it may be; 0 if it is a chain.
-            is_ahead: whether the drafter may draft as many for further rounds, before they are requested.
+        """Records the request of a block; it may be judged even after its drafter was given up. A token tree has
+        `num_nodes`, and `num_draft_tokens` on each path; `is_ahead` if the drafter may draft as many for further
+        rounds, before they are requested.
         """
         self._num_nodes = num_nodes
         self._num_ahead = max(self._num_ahead, num_draft_tokens) if is_ahead else 0
@@ -55,11 +47,7 @@ class ExpectedVerdict:
             self._local = None
 
     def check(self, verdict: Verdict, vocab_size: int) -> None:
-        """Checks a verdict of the open round before anything is computed from it.
-
-        Args:
-            verdict: its fence is the open round's.
-            vocab_size: of the target.
+        """Checks a verdict that has the open round's fence, before anything is computed from it.
 
         Raises:
             ProtocolViolationError: it is not a verdict of what was requested.
@@ -96,12 +84,8 @@ class ExpectedVerdict:
 
 
 def check_top(tokens: Sequence[TokenLogprob], num_top: int | None, vocab_size: int) -> None:
-    """Checks the likeliest tokens of reported log-probabilities.
-
-    Args:
-        tokens: as they were reported.
-        num_top: how many of the likeliest were requested; None if nothing was.
-        vocab_size: of the target.
+    """Checks the likeliest tokens of reported log-probabilities, of which `num_top` were requested; None if nothing
+    was.
 
     Raises:
         ProtocolViolationError: there are more than were requested, or one is beyond the vocabulary.

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
-from draftwire.requests.session_parameters import SessionParameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +60,13 @@ class Generation:
     """Whether an attempt before, of which nothing came, may have drawn some of its random numbers."""
 
     def numbers_are_fresh(self, epoch: int = 0) -> bool:
-        """Returns whether no random number that decides the text can have been drawn before.
+        """Returns whether no random number that decides the text can have been drawn before: after the first epoch of a
+        session, the round that was open is repeated under its own numbers.
 
         Only then may what other texts show draft, or choose how much is drafted, for this one, and what this one shows
         for others: a guess made of what equal numbers drew is right too often, and a length that was chosen by it
         depends on the very numbers that decide. True also where none is drawn that could be biased: at temperature 0,
         and under a coupled rule, whose tokens do not depend on what is drafted.
-
-        Args:
-            epoch: of the session. After its first one the round that was open is repeated under its own numbers.
         """
         is_sampled = not (self.sampling.greedy or self.rule.is_coupled)
         return not (is_sampled and (self.has_own_seed or self.is_retried or epoch > 0))
@@ -78,26 +75,6 @@ class Generation:
     def is_lossy(self) -> bool:
         """Whether the rule changes the distribution of the text."""
         return not self.rule.is_lossless
-
-    def session_parameters(self, traceparent: str, *, epoch: int) -> SessionParameters:
-        """Returns the parameters that both services need.
-
-        Args:
-            traceparent: parent of the services' spans; empty if nothing is traced.
-            epoch: of the session.
-        """
-        return SessionParameters(
-            prompt_len=len(self.prompt_ids),
-            sampling=self.sampling,
-            rule=self.rule,
-            max_draft_tokens=self.num_speculative_tokens,
-            stop_token_ids=self.stop_token_ids,
-            choice=self.choice,
-            cache_salt=self.cache_salt,
-            traceparent=traceparent,
-            form_memory_bytes=self.form_memory_bytes,
-            shares_text=self.numbers_are_fresh(epoch),
-        )
 
     @property
     def max_len(self) -> int:

@@ -68,15 +68,7 @@ class GenerationLoop:
         settings: LoopSettings,
         plugs: SessionPlugs,
     ) -> None:
-        """Opens no session before `run`.
-
-        Args:
-            generation: the choice to generate.
-            peers: the available verifiers and drafters.
-            text: the text so far of a resumed completion, else empty.
-            settings: timeouts and lengths of plain runs.
-            plugs: what else the session has.
-        """
+        """Opens no session before `run`. `text` is that of a resumed completion so far, else empty."""
         self._settings = settings
         # Peers never block: a peer that sends more than was requested, the verdicts of a block and a plain run and the
         # parts of a reported prompt, is lost; see `MAX_UNREAD_EVENTS`.

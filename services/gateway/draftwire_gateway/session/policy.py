@@ -74,12 +74,8 @@ class Policy(Protocol):
         return True
 
     def preferred(self, target: TargetPort, drafters: Sequence[DrafterPort], session_id: int) -> DrafterPort:
-        """Returns the drafter to open the session on.
-
-        Args:
-            target: the verifier that its blocks go to.
-            drafters: at least one, each of another model, the best by load first.
-            session_id: random.
+        """Returns the drafter to open the session on, whose blocks go to the target: of at least one, each of another
+        model, the best by load first. The session's id is random.
         """
         return drafters[0]
 
@@ -93,11 +89,8 @@ class Policy(Protocol):
 
     @abstractmethod
     def next_draft(self, round_number: int, most: int) -> Arm:
-        """Returns what the drafter is to draft for the round that is requested now; `PLAIN` for nothing.
-
-        Args:
-            round_number: the round.
-            most: for how many tokens, on each path of a tree, there is room; less than 1 for none.
+        """Returns what the drafter is to draft for the round that is requested now; `PLAIN` for nothing. There is room
+        for `most` tokens, on each path of a tree; less than 1 for none.
         """
 
     def replace_arm(self, round_number: int, arm: Arm) -> None:
@@ -109,11 +102,8 @@ class Policy(Protocol):
         return most
 
     def next_own_length(self, round_number: int, most: int) -> int:
-        """Returns how many tokens the verifier is to draft by itself in each of the rounds that are requested now.
-
-        Args:
-            round_number: the first of the rounds.
-            most: for how many there is room, at least 1.
+        """Returns how many tokens the verifier is to draft by itself in each of the rounds that are requested now, 0 to
+        `most`, from `round_number` on.
         """
         return most
 

@@ -59,12 +59,19 @@ class Inbox(Protocol):
         """Adds an event."""
 
 
-class TargetPort(Protocol):
-    """A verifier, as the gateway sees it."""
+class PeerPort(Protocol):
+    """A verifier or a drafter, as the gateway sees it."""
 
     @property
     def description(self) -> ModelDescription:
-        """The target model."""
+        """The model that it serves."""
+
+    def close(self, session_id: int, epoch: int) -> None:
+        """Ends a session, without waiting. Its inbox gets nothing more."""
+
+
+class TargetPort(PeerPort, Protocol):
+    """A verifier, as the gateway sees it."""
 
     @property
     def address(self) -> str:
@@ -83,16 +90,9 @@ class TargetPort(Protocol):
     def run_plain(self, run: PlainRun) -> None:
         """Requests plain rounds, without waiting."""
 
-    def close(self, session_id: int, epoch: int) -> None:
-        """Ends a session, without waiting. Its inbox gets nothing more."""
 
-
-class DrafterPort(Protocol):
+class DrafterPort(PeerPort, Protocol):
     """A drafter, as the gateway sees it."""
-
-    @property
-    def description(self) -> ModelDescription:
-        """The draft model."""
 
     @property
     def instance_id(self) -> int:
@@ -117,9 +117,6 @@ class DrafterPort(Protocol):
         The inbox gets a `BlockSent` if the drafter is capable of `FLUSH_REPLIES`.
         """
 
-    def close(self, session_id: int, epoch: int) -> None:
-        """Ends a session, without waiting. Its inbox gets nothing more."""
-
 
 class Peers(Protocol):
     """The available verifiers and drafters."""
@@ -137,12 +134,7 @@ class Peers(Protocol):
         """Returns the names of the draft models, of drafters that were ever connected."""
 
     def drafters_for(self, target: TargetPort, but: Collection[int]) -> Sequence[DrafterPort]:
-        """Returns the drafters whose blocks a verifier takes, the best first.
-
-        Args:
-            target: the verifier.
-            but: instance ids of drafters to leave out.
-        """
+        """Returns the drafters whose blocks a verifier takes, the best first, without those of some instance ids."""
 
 
 @dataclass(frozen=True, slots=True)

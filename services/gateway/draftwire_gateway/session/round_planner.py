@@ -39,12 +39,8 @@ class RoundPlanner:
         return arm
 
     def run(self, most: int, bridge: int, *, is_coming: bool = False) -> RunRequest:
-        """Returns the rounds to request now, where `next_draft` is plain decoding.
-
-        Args:
-            most: rounds where no drafter is expected.
-            bridge: rounds while one is.
-            is_coming: whether there is a drafter, on which the session is about to be opened.
+        """Returns the rounds to request now, where `next_draft` is plain decoding: `most` where no drafter is expected,
+        `bridge` while one is. `is_coming` if there is one, on which the session is about to be opened.
         """
         if not self._session.generation.num_speculative_tokens:
             return RunRequest(WhyPlain.NOT_ASKED_FOR, most)

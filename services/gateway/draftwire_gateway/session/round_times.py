@@ -122,12 +122,9 @@ class RoundWatch:
         """A round after which the next one was requested, and that was not reported yet."""
 
     def ask(self, why_plain: WhyPlain, *, opens: bool = False) -> None:
-        """Records the request of a round, or a repeated request of the open round after a loss. What is to be told of
-        the round before waits for `report`, so that it does not delay the request.
-
-        Args:
-            why_plain: why no draft token is verified in it, if none is.
-            opens: whether the request opens the session on a verifier.
+        """Records the request of a round, or a repeated request of the open round after a loss; `opens` if it opens the
+        session on a verifier. What is to be told of the round before waits for `report`, so that it does not delay the
+        request.
         """
         if self._observer is None:
             return

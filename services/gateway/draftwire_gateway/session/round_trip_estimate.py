@@ -28,12 +28,8 @@ class RoundTripEstimate:
         self._pass_s: float | None = None
 
     def add(self, seconds: float, num_tokens: int, pass_s: float | None = None) -> None:
-        """Adds the time of one block.
-
-        Args:
-            seconds: from its request to its verdict.
-            num_tokens: how many tokens were requested.
-            pass_s: time of a forward pass of the drafter in it; None if that is not known.
+        """Adds the time of one block, from the request of so many tokens to its verdict, and that of a forward pass of
+        the drafter in it, if it is known.
         """
         if pass_s is not None:
             self._pass_s = pass_s if self._pass_s is None else self._pass_s + (pass_s - self._pass_s) / 8
@@ -52,13 +48,11 @@ class RoundTripEstimate:
         return min(most, max(LEAST_TIMEOUT_S, 2.0 * mean_s + 4.0 * self._deviation_s))
 
     def flush_timeout_s(self, num_tokens: int, most: float, mask_s: float = 0.0) -> float:
-        """Returns how long the drafter may then take to reply: `FLUSH_PASSES` passes, a trip and a mask.
+        """Returns how long the drafter may then take to reply, at most `most`: `FLUSH_PASSES` passes, a trip and a
+        mask.
 
-        Args:
-            num_tokens: how many tokens were requested.
-            most: upper bound of the result, seconds.
-            mask_s: the longest time of a mask of the text's form, seconds; 0 without a form. The token that is being
-                drawn needs one, and how long that takes depends on the tokens before it, which must not matter.
+        `mask_s` is the longest time of a mask of the text's form; 0 without a form. The token that is being drawn needs
+        one, and how long that takes depends on the tokens before it, which must not matter.
         """
         mean_s, wait_s = self._mean_s(num_tokens), FIRST_TIMEOUT_S
         if mean_s is not None:

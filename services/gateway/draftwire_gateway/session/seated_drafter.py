@@ -25,15 +25,7 @@ class SeatedDrafter:
         options: Sequence[SessionOption],
         permit_number: int,
     ) -> None:
-        """Sends nothing yet; `spec` is what it is to be opened with.
-
-        Args:
-            port: the drafter.
-            target: the verifier that its blocks go to.
-            session: the session.
-            options: of the session.
-            permit_number: of its permit.
-        """
+        """Sends nothing yet; `spec` is what it is to be opened with."""
         self.port = port
         self.is_ready = False
         """Whether it has finished its prefill."""
@@ -79,14 +71,8 @@ class SeatedDrafter:
         return spec
 
     def request_block(self, arm: Arm, most_s: float = math.inf) -> float:
-        """Requests a block of the open round, and sends the tokens committed since the last one.
-
-        Args:
-            arm: what to draft.
-            most_s: longest timeout of the block.
-
-        Returns:
-            The timeout of the block; see `timeout_s`.
+        """Requests a block of the open round, and sends the tokens committed since the last one. Returns its timeout,
+        at most `most_s`; see `timeout_s`.
 
         Raises:
             DraftwireError: the drafter cannot be asked.
@@ -101,7 +87,8 @@ class SeatedDrafter:
             timeout_s = self.port.round_trip.sent_timeout_s(block.depth, most_s)
         else:
             timeout_s = self.timeout_s(block.depth, most_s)
-        self.wait.begin(self._session.round, block.depth, _now(), timeout_s, is_held=block.is_held)
+        now = asyncio.get_running_loop().time()
+        self.wait.begin(self._session.round, block.depth, now, timeout_s, is_held=block.is_held)
         self._session.expected.request_block(arm.length, num_nodes=arm.num_nodes, is_ahead=block.may_be_ahead)
         self.port.calibrate(block.calibration)
         return timeout_s
@@ -138,14 +125,8 @@ class SeatedDrafter:
         return self.port.round_trip.sent_timeout_s(self.wait.num_tokens, most)
 
     def note_sent(self, sent: BlockSent, arrived_at: float) -> bool:
-        """Records its reply to a flush, which wakes it if it is asleep.
-
-        Args:
-            sent: the reply.
-            arrived_at: when it arrived.
-
-        Returns:
-            Whether the block is still awaited: from now on of the verifier.
+        """Records its reply to a flush, which wakes it if it is asleep. Returns whether the block is still awaited:
+        from now on of the verifier.
         """
         if not self.wait.take_reply(sent.round):
             return False
@@ -155,12 +136,7 @@ class SeatedDrafter:
         return self.wait.is_awaited
 
     def end_round(self, verdict: Verdict, arrived_at: float) -> BlockFate:
-        """Ends the open round; if a block was verified, updates the estimate of the drafter's times.
-
-        Args:
-            verdict: of the open round.
-            arrived_at: when it arrived.
-        """
+        """Ends the open round; if a block was verified, updates the estimate of the drafter's times."""
         fate = self.wait.end(verdict.fence.round, verdict.num_draft_tokens > 0 and not verdict.is_of_verifier)
         if fate is BlockFate.VERIFIED:
             if not self.wait.is_held:
@@ -188,7 +164,3 @@ class SeatedDrafter:
             drafting_s = (verdict.timings.calibration_us + verdict.timings.draft_us) / 1e6
             pass_s = min(drafting_s, seconds) / verdict.num_draft_positions
         self.port.round_trip.add(seconds, self.wait.num_tokens, pass_s)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -45,7 +45,6 @@ class SessionOption:
     """Time by which a drafter may take longer to reply to a flush, seconds."""
 
     def __init__(self, session: SessionState) -> None:
-        """Belongs to one session."""
         self._session = session
 
     def join(self, target: ModelDescription) -> None:
@@ -66,21 +65,14 @@ class SessionOption:
         return True
 
     def arm(self, wanted: Arm, round_number: int, room: int) -> Arm:
-        """Returns what to draft for the round that is requested now.
-
-        Args:
-            wanted: what the policy wants, or an option before this one.
-            round_number: the round.
-            room: for how many draft tokens the drafter has room; less than 1 for none.
+        """Returns what to draft for the round that is requested now, of what the policy wants, or an option before this
+        one. The drafter has room for that many draft tokens; less than 1 for none.
         """
         return wanted
 
     def why_plain(self, round_number: int, *, is_ready: bool) -> WhyPlain | None:
-        """Returns why a round must be plain, before anything else is asked; None if it need not.
-
-        Args:
-            round_number: the round.
-            is_ready: whether it is the drafter that is ready for which this is asked.
+        """Returns why a round must be plain, before anything else is asked, or for the drafter that is ready; None if
+        it need not.
         """
         return None
 
@@ -96,12 +88,7 @@ class SessionOption:
         """Adds what it has to the request of a block."""
 
     def end_round(self, verdict: Verdict, *, was_held: bool) -> None:
-        """Records the verdict of the open round.
-
-        Args:
-            verdict: of the round.
-            was_held: whether its block was requested as one that the verifier had.
-        """
+        """Records the verdict of the open round; `was_held` if its block was requested as one that the verifier had."""
 
 
 MakeOptions = Callable[[SessionState], Sequence[SessionOption]]

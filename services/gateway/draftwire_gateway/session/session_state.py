@@ -11,8 +11,7 @@ from draftwire.requests.logprobs import PromptPart
 from draftwire.requests.session_parameters import SessionParameters
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict, check_top
 from draftwire_gateway.session.generation import Generation
-from draftwire_gateway.session.ports import DrafterPort, TargetPort
-from draftwire_gateway.session.prompt_report import PromptReport
+from draftwire_gateway.session.ports import PeerPort
 from draftwire_gateway.session.statistics import Statistics
 
 
@@ -30,16 +29,39 @@ class SessionTrace(Protocol):
         """Ends the session, with a finish reason; empty if it was not finished."""
 
 
+class PromptReport:
+    """Reports each token of a prompt once: a verifier that takes over starts again at the first token."""
+
+    def __init__(self, prompt_ids: list[int], is_wanted: bool) -> None:
+        """Starts at the second token: the first one of a prompt has no log-probability."""
+        self._prompt_ids = prompt_ids
+        self._position = 1 if is_wanted else len(prompt_ids)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether log-probabilities are missing."""
+        return self._position < len(self._prompt_ids)
+
+    def take(self, part: PromptPart) -> PromptPart | None:
+        """Returns the new tokens of a part; None if all were reported before.
+
+        Raises:
+            ProtocolViolationError: tokens are missing, or are not those of the prompt.
+        """
+        start = part.first_position
+        expected = self._prompt_ids[start : start + len(part.tokens)]
+        if start > self._position or [token.token_id for token in part.tokens] != expected:
+            raise ProtocolViolationError("log-probabilities of other tokens than the prompt's next ones")
+        first, self._position = self._position, max(self._position, start + len(part.tokens))
+        new = part.tokens[first - start :]
+        return PromptPart(first, new) if new else None
+
+
 class SessionState:
     """One session: ids, keys and committed tokens. Outlives its peers."""
 
     def __init__(self, generation: Generation, trace: SessionTrace | None = None) -> None:
-        """Starts after the tokens that were generated before an interruption, if any.
-
-        Args:
-            generation: the choice to generate.
-            trace: of the session; None traces nothing.
-        """
+        """Starts after the tokens that were generated before an interruption, if any."""
         self.generation = generation
         self.session_id = secrets.randbits(64)
         self.permit_key = secrets.token_bytes(KEY_BYTES)
@@ -69,11 +91,8 @@ class SessionState:
         return self.generation.max_tokens - self.num_generated
 
     def check(self, verdict: Verdict, vocab_size: int) -> None:
-        """Checks the verdict of the open round, and that the prompt parts before it held all that was requested.
-
-        Args:
-            verdict: its fence is the open round's.
-            vocab_size: of the target.
+        """Checks a verdict that has the open round's fence, and that the prompt parts before it held all that was
+        requested.
 
         Raises:
             ProtocolViolationError: the verifier must not be believed.
@@ -107,7 +126,7 @@ class SessionState:
         """Returns the random key of a role; under a coupled rule drafter and verifier share one."""
         return derive_key(self.generation.seed, Role.COUPLING if self.generation.rule.is_coupled else role)
 
-    def close_at(self, peer: TargetPort | DrafterPort) -> None:
+    def close_at(self, peer: PeerPort) -> None:
         """Closes the session on a peer of the current epoch."""
         with suppress(DraftwireError):  # an unreachable peer ends the session with its lease
             peer.close(self.session_id, self.epoch)
@@ -120,8 +139,19 @@ class SessionState:
     @property
     def parameters(self) -> SessionParameters:
         """Parameters of the request that both services need."""
-        traceparent = "" if self._trace is None else self._trace.traceparent
-        return self.generation.session_parameters(traceparent, epoch=self.epoch)
+        generation = self.generation
+        return SessionParameters(
+            prompt_len=len(generation.prompt_ids),
+            sampling=generation.sampling,
+            rule=generation.rule,
+            max_draft_tokens=generation.num_speculative_tokens,
+            stop_token_ids=generation.stop_token_ids,
+            choice=generation.choice,
+            cache_salt=generation.cache_salt,
+            traceparent="" if self._trace is None else self._trace.traceparent,
+            form_memory_bytes=generation.form_memory_bytes,
+            shares_text=self.numbers_are_fresh,
+        )
 
     def add_event(self, event: str, **attributes: int | str) -> None:
         """Adds an event to the choice's span, if the request is traced."""

@@ -59,13 +59,7 @@ class ChoiceSpans:
         self._tracer.record("round", self._span.context, times.started_at, ended_at, attributes)
 
     def end(self, session_id: int, statistics: Statistics, reason: str) -> None:
-        """Ends the choice.
-
-        Args:
-            session_id: the id in log lines.
-            statistics: of the choice.
-            reason: the finish reason; empty if the choice was not finished.
-        """
+        """Ends the choice; its finish reason is empty if it was not finished."""
         attributes: dict[str, int | str] = {
             PREFIX + "session_id": str(session_id),  # does not fit into an attribute's 63 bits
             PREFIX + "finish_reason": reason,
@@ -94,11 +88,8 @@ class RequestSpans:
         return ChoiceSpans(self._tracer, self._tracer.start("choice", self._span.context, attributes))
 
     def end(self, result: str, error: BaseException | None = None) -> None:
-        """Ends the request.
-
-        Args:
-            result: finished, invalid, failed or cancelled.
-            error: the error of an invalid or failed request. Its message is left out, as it may quote the prompt.
+        """Ends the request, which is finished, invalid, failed or cancelled. An error's message is left out, as it may
+        quote the prompt.
         """
         self._span.end({PREFIX + "result": result}, type(error).__name__ if error is not None else "")
 
@@ -113,12 +104,8 @@ class RequestTracing:
         self._generator = generator
 
     def begin(self, traceparent: str, num_choices: int, request_id: str = "") -> RequestSpans | None:
-        """Starts the trace of a request, or continues its client's; returns None if it is not traced.
-
-        Args:
-            traceparent: the request's traceparent header; an invalid one counts as none.
-            num_choices: requested completions.
-            request_id: the request's id in log lines; empty if it has none.
+        """Starts the trace of a request, or continues its client's; returns None if it is not traced. An invalid
+        traceparent header counts as none; the request's id is the one in log lines.
         """
         given = parse_traceparent(traceparent)
         if not (given.trace_flags.sampled if given is not None else self._generator.random() < self._sample_ratio):

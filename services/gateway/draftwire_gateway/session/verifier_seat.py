@@ -53,15 +53,7 @@ class VerifierSeat:
         settings: LoopSettings,
         options: Sequence[SessionOption] = (),
     ) -> None:
-        """Opens nothing yet.
-
-        Args:
-            session: the session to open, with all tokens committed by then.
-            peers: the available verifiers.
-            queue: receives the verifiers' events.
-            settings: timeouts.
-            options: of the session.
-        """
+        """Opens nothing yet. The queue receives the verifiers' events."""
         self._session = session
         self._peers = peers
         self._queue = queue
@@ -87,13 +79,11 @@ class VerifierSeat:
         return "" if self._target is None else self._target.address
 
     async def open(self, prepare: Prepare, withdraw: Callable[[], None], *, waits_for_room: bool) -> None:
-        """Opens the session on the best verifier that accepts it.
+        """Opens the session on the best verifier that accepts it: `prepare` is called before each attempt, `withdraw`
+        after attempts that have all failed.
 
-        Args:
-            prepare: called before each attempt.
-            withdraw: called after attempts that have all failed.
-            waits_for_room: whether to retry for `failover_timeout_s`, full verifiers included. Otherwise until no
-                verifier was usable for `FIRST_WAIT_SECONDS`.
+        Retries for `failover_timeout_s` if it waits for room, full verifiers included; else until no verifier was
+        usable for `FIRST_WAIT_SECONDS`.
 
         Raises:
             DraftwireError: no verifier accepts the session.
@@ -104,11 +94,12 @@ class VerifierSeat:
             if waits_for_room
             else self._peers.last_usable_at() + FIRST_WAIT_SECONDS
         )
-        pause_s = FIRST_PAUSE_S
+        pause_s, rule = FIRST_PAUSE_S, self._session.generation.rule
         while True:
             refusals: list[DraftwireError] = []
             # Verifiers that lost the session come last: one that hangs has few sessions, and would be chosen again.
-            for target in sorted(self._offering(), key=self._rank):
+            offering = [target for target in self._peers.targets() if rule in target.description.rules]
+            for target in sorted(offering, key=self._rank):
                 self._session.epoch += 1  # also after a refusal: a timeout may have opened it
                 try:
                     await self._open_at(target, prepare(target))
@@ -123,7 +114,8 @@ class VerifierSeat:
             withdraw()
             full = [error for error in refusals if isinstance(error, NoRoomError)]
             if clock() >= deadline or (full and not waits_for_room):
-                raise [*full, *refusals, UnavailableError(self._no_verifier())][0]
+                why = self._peers.why_no_target() or f"no verifier offers {rule.name} now"
+                raise [*full, *refusals, UnavailableError(why)][0]
             if full:
                 pause_s = max(pause_s, min(full[0].retry_after_s, LONGEST_NAMED_PAUSE_S))
             # Many sessions may have been lost at once: jitter spreads their retries.
@@ -131,12 +123,8 @@ class VerifierSeat:
             pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
 
     async def move(self, error: Exception, prepare: Prepare, withdraw: Callable[[], None]) -> None:
-        """Opens the session on another verifier after a loss. Late events of the lost one have an old epoch.
-
-        Args:
-            error: the error of the loss.
-            prepare: called before each attempt.
-            withdraw: called after attempts that have all failed.
+        """Opens the session on another verifier after a loss; see `open`. Late events of the lost one have an old
+        epoch.
 
         Raises:
             DraftwireError: the error was not the verifier's fault, or no verifier is left.
@@ -174,15 +162,6 @@ class VerifierSeat:
         if self._target is not None:
             self._session.close_at(self._target)
             self._target = None
-
-    def _offering(self) -> list[TargetPort]:
-        """Returns the verifiers that offer the session's rule."""
-        rule = self._session.generation.rule
-        return [target for target in self._peers.targets() if rule in target.description.rules]
-
-    def _no_verifier(self) -> str:
-        """Returns the message for a session without an eligible verifier."""
-        return self._peers.why_no_target() or f"no verifier offers {self._session.generation.rule.name} now"
 
     def _rank(self, target: TargetPort) -> tuple[int, bool]:
         """Returns the sort key of a verifier; the smallest is tried first."""

@@ -66,11 +66,7 @@ class ChatTemplate:
         self._num_waiting = 0
 
     async def render(self, conversation: Conversation, caller: str = "") -> str:
-        """Renders a conversation up to the start of the answer. Runs on the event loop.
-
-        Args:
-            conversation: to render.
-            caller: whose turn it uses.
+        """Renders a conversation up to the start of the answer, when it is the caller's turn. Runs on the event loop.
 
         Raises:
             InvalidRequestError: there is no template, the template refuses the conversation or leaves something out, or
@@ -142,7 +138,7 @@ class _Rendering:
         self._messages = [_turn_to_json(index, turn) for index, turn in enumerate(conversation.turns)]
         try:
             source = tokenizer.get_chat_template(tools=self._tools or None)
-            self._template = _read_template(source)
+            self._template = parse_template(source)
         except (ValueError, jinja2.TemplateError) as error:
             raise InvalidRequestError(f"the chat template of {model_name} cannot be used") from error
         if self._tools and "tools" not in self._template.variables:
@@ -157,9 +153,6 @@ class _Rendering:
     def _mark_control_tokens(self) -> None:
         """Marks control tokens in the inputs. An assistant's message may hold those that are not special, as models do
         that show their thoughts.
-
-        Raises:
-            InvalidRequestError: see `ControlTokens.marked`.
         """
         control = control_tokens(self._tokenizer, self._template.literals)
         self._messages = [
@@ -330,17 +323,13 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def check_template(source: str) -> None:
-    """Checks that a text can be parsed as a template.
+@lru_cache
+def parse_template(source: str) -> _Template:
+    """Parses a chat template.
 
     Raises:
-        jinja2.TemplateError: it cannot.
+        jinja2.TemplateError: the text is none.
     """
-    _read_template(source)
-
-
-@lru_cache
-def _read_template(source: str) -> _Template:
     environment = ImmutableSandboxedEnvironment(extensions=[_Generation, "jinja2.ext.loopcontrols"])
     tree = environment.parse(source)
     literals = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
@@ -414,11 +403,7 @@ def _is_deeper_than(levels: int, value: Any) -> bool:
 
 
 def _check_order(turns: tuple[ChatTurn, ...]) -> None:
-    """Refuses tool call ids that contradict the order of the messages, if the template shows no ids.
-
-    Raises:
-        InvalidRequestError: the tool answers are not in the order of the calls, or have no call.
-    """
+    """Refuses tool call ids that contradict the order of the messages, if the template shows no ids."""
     waiting: list[str] = []
     for index, turn in enumerate(turns):
         if turn.tool_calls:

@@ -45,12 +45,8 @@ class ControlTokens:
     """Those of them that the tokenizer cannot read as text."""
 
     def marked(self, what: str, value: Any, *, special_only: bool = False) -> Any:
-        """Returns a text, or objects and lists of texts, with a mark around each control token.
-
-        Args:
-            what: name of the value in error messages.
-            value: not changed.
-            special_only: whether added tokens that are not special keep their meaning.
+        """Returns a text, or objects and lists of texts, with a mark around each control token; `special_only`: added
+        tokens that are not special keep their meaning. `what` names the value in error messages.
 
         Raises:
             InvalidRequestError: there is a control token in a key, one that cannot be read as text, or
@@ -61,13 +57,9 @@ class ControlTokens:
 
 @lru_cache(maxsize=4)
 def control_tokens(tokenizer: PreTrainedTokenizerBase, literals: frozenset[str]) -> ControlTokens:
-    """Returns the control tokens of a chat template.
+    """Returns the control tokens of a chat template, by the strings in its source.
 
     Left out are tokens that the tokenizer makes of plain text too, such as a "!" that pads: they are ordinary text.
-
-    Args:
-        tokenizer: the target's.
-        literals: the strings in the template's source.
     """
     added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
     named = set(getattr(tokenizer, "chat_control_tokens", None) or ())

@@ -179,14 +179,8 @@ class TextStream:
         per_token: bool = False,
         shown: Collection[str] = (),
     ) -> None:
-        """Starts after a prompt.
-
-        Args:
-            tokenizer: the target's tokenizer.
-            prompt_ids: the prompt.
-            stops: stop strings.
-            per_token: whether to report text lengths per token, which decodes tokens one by one.
-            shown: special tokens that have text here; others never have.
+        """Starts after a prompt. `per_token` reports text lengths per token, which decodes tokens one by one; special
+        tokens have no text but for those in `shown`.
         """
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, shown)
         self._stops = StopStrings(stops)

@@ -34,12 +34,8 @@ class TokenizerPool:
         self._num_waiting = 0
 
     async def encode(self, text: str, caller: str, **options: bool) -> list[int]:
-        """Returns the token ids of a text.
-
-        Args:
-            text: the prompt.
-            caller: whose turn it uses.
-            options: of transformers' tokenizer call.
+        """Returns the token ids of a text, when it is the caller's turn. The options are those of transformers'
+        tokenizer call.
 
         Raises:
             InvalidRequestError: the text is certainly longer than the context, or takes more than `TOKENIZE_SECONDS`.

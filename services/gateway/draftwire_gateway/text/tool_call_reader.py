@@ -76,14 +76,8 @@ class ToolCallReader:
         is_certain: bool,
         must_call: bool = False,
     ) -> None:
-        """Starts before the text.
-
-        Args:
-            syntax: how calls are written.
-            names: functions that may be called.
-            make_id: returns the id of a new call.
-            is_certain: whether a form sees to it that whatever begins like a call is one.
-            must_call: whether the form has nothing but calls.
+        """Starts before the text. `make_id` returns the id of a new call. `is_certain`: a form sees to it that whatever
+        begins like a call is one; `must_call`: that form has nothing but calls.
         """
         self._must_call = must_call
         self._syntax = syntax
