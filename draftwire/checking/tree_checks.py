@@ -146,12 +146,8 @@ def _accepted(rule: TreeRule, pair: Pair, shape: TokenTree) -> float:
 
 
 def _best_first(pair: Pair, shape: TokenTree, order: Tensor) -> TreeBatch:
-    """Returns trees whose nodes' children are the first tokens in an order.
-
-    Args:
-        pair: the models.
-        shape: of the trees.
-        order: `[trees, depths, contexts, vocab] int64`: tokens after each context at each depth.
+    """Returns trees whose nodes' children are the first tokens in an order, `[trees, depths, contexts, vocab] int64`:
+    of the tokens after each context at each depth.
     """
     count = len(order)
     before = torch.full((count, len(shape) + 1), pair.vocab_size)

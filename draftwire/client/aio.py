@@ -11,7 +11,6 @@ import random
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import grpc
@@ -61,15 +60,6 @@ class AsyncClient:
     ) -> None:
         """Reads the certificate files; the first call connects.
 
-        Args:
-            address: host:port of the gateway, or of several; this and all others as for `Client`.
-            tls_ca: trusted issuers; without it, the connection is plaintext.
-            tls_cert: client certificate.
-            tls_key: key of the client certificate.
-            tls_target_name: name that the gateway's certificate must carry instead of its address.
-            token: bearer token; without TLS for this machine alone.
-            allow_plaintext: sends the token without TLS to other machines too.
-
         Raises:
             InvalidRequestError: a file cannot be read, another file that it requires is missing, or the token would
                 travel in plaintext.
@@ -90,9 +80,7 @@ class AsyncClient:
     async def __aenter__(self) -> "AsyncClient":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -104,11 +92,7 @@ class AsyncClient:
     def stream(self, prompt: Prompt | Prompts, **options: Unpack[Options]) -> AsyncCompletionStream:
         """Returns the pieces of the completion of a prompt, or of several, as an async iterator.
 
-        The request is sent when the first piece is asked for.
-
-        Args:
-            prompt: text, token ids or chat messages, or a list of such prompts.
-            **options: see `Options`.
+        The request is sent when the first piece is asked for. Arguments are those of `Client.stream`.
 
         Raises:
             InvalidRequestError: here or while iterating: a parameter is out of range.
@@ -178,13 +162,7 @@ class AsyncClient:
     ) -> list[Completion] | list[Completion | DraftwireError]:
         """Returns one completion for each of any number of prompts, as `Client.generate_batch` does.
 
-        Args:
-            prompts: an iterable or an async one; each prompt is read when a request can start for it.
-            concurrency: the most requests at a time.
-            return_exceptions: puts the `DraftwireError` of a prompt in the place of its completion. Otherwise the first
-                error is raised, and running requests are cancelled.
-            room_timeout_s: how long a prompt is retried while the server is full.
-            **options: as for `generate`. `timeout_s` applies to each attempt at each prompt.
+        An iterable of prompts may be an async one. Requests run as tasks.
 
         Raises:
             InvalidRequestError: also if `prompts` is a single prompt.

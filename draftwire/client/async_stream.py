@@ -4,7 +4,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -97,9 +96,7 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
     async def __aenter__(self) -> "AsyncCompletionStream":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._close()
 
     def __del__(self) -> None:

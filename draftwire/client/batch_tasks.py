@@ -16,7 +16,6 @@ class BatchTasks:
     """Tasks that run the requests of a batch. The caller's task reads the prompts."""
 
     def __init__(self, batch: Batch, open_stream: OpenStream) -> None:
-        """Starts no task yet."""
         self._batch = batch
         self._open_stream = open_stream
 

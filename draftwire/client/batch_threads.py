@@ -17,7 +17,6 @@ class BatchThreads:
     """Threads that run the requests of a batch. The caller's thread reads the prompts."""
 
     def __init__(self, batch: Batch, open_stream: OpenStream) -> None:
-        """Starts no thread yet."""
         self._batch = batch
         self._open_stream = open_stream
         self._has_failed = threading.Event()

@@ -42,7 +42,6 @@ class Histogram:
     """
 
     def __init__(self, name: str, documentation: str, bounds: Sequence[float], labels: tuple[str, ...] = ()) -> None:
-        """Takes the full name, the help text, the bucket bounds and the label names."""
         self._name, self._documentation, self._bounds, self._labels = name, documentation, tuple(bounds), labels
         self._tallies: dict[tuple[str, ...], Tally] = {}
         if not labels:

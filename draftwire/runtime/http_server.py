@@ -69,13 +69,7 @@ class HttpListener:
     def __init__(
         self, make_app: Callable[[ServiceGate], ASGIApp], endpoint: HttpEndpoint, connections: ConnectionSettings
     ) -> None:
-        """Does not listen yet.
-
-        Args:
-            make_app: returns the ASGI application for a gate, which reports whether the service is ready.
-            endpoint: where to listen.
-            connections: keepalive settings.
-        """
+        """Does not listen yet. `make_app` gets a gate, which reports whether the service is ready."""
         self.name = endpoint.name
         self._make_app = make_app
         self._endpoint = endpoint

@@ -24,7 +24,6 @@ class MetricsPage:
     """The metrics of a registry, as text; made on a thread, once for all who wait for it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Makes no text yet."""
         self._registry = registry
         self._rendering = asyncio.Lock()
         self._next: asyncio.Task[bytes] | None = None
@@ -62,13 +61,7 @@ class MetricsApp:
     """The ASGI application of `/metrics`, `/livez` and `/readyz`."""
 
     def __init__(self, page: MetricsPage, state: State, *, is_local: bool) -> None:
-        """Wraps a page.
-
-        Args:
-            page: the metrics.
-            state: of the service.
-            is_local: whether this machine alone is to read it, so not a page of a browser here.
-        """
+        """`is_local`: this machine alone is to read it, so not a page of a browser here."""
         self._page = page
         self._state = state
         self._is_local = is_local

@@ -46,11 +46,7 @@ class WallClock:
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
 
     def at(self, moment: float) -> int:
-        """Returns nanoseconds since the Unix epoch.
-
-        Args:
-            moment: by `time.perf_counter`, seconds.
-        """
+        """Returns nanoseconds since the Unix epoch, of a time by `time.perf_counter` in seconds."""
         return self._offset_ns + round(moment * 1e9)
 
     def now(self) -> int:
@@ -108,7 +104,6 @@ class CountingProcessor(BatchSpanProcessor):
     """Drops spans before the SDK's queue overflows, where they would be lost uncounted: docs/decisions/0015."""
 
     def __init__(self, exporter: ForgivingExporter) -> None:
-        """Exports through `exporter`, which counts queued and lost spans."""
         super().__init__(exporter, max_queue_size=QUEUE_SPANS)
         self._admit = exporter.admit
 
@@ -122,7 +117,6 @@ class OtlpSpan:
     """An open span."""
 
     def __init__(self, span: trace.Span, clock: WallClock) -> None:
-        """Wraps a started span."""
         self._span = span
         self._clock = clock
         self.context = span.get_span_context()

@@ -59,11 +59,7 @@ class Outbox(Generic[Item]):
     """
 
     def __init__(self, bound: int = 65_536) -> None:
-        """Makes an empty outbox.
-
-        Args:
-            bound: capacity, items. A stream whose peer reads too slowly to stay below it is broken.
-        """
+        """Makes an empty outbox. A stream whose peer reads too slowly to stay below `bound` items is broken."""
         self._items: list[Item] = []
         self._filled = asyncio.Event()
         self._bound = bound

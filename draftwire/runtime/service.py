@@ -110,7 +110,6 @@ class Running:
     """
 
     def __init__(self, service: Service) -> None:
-        """Prepares; see `start`."""
         self.ports: Mapping[str, int | None] = {}
         self._service = service
         self._gate = ServiceGate(service.limits, service.admit, self._count, service.why_unready)
@@ -186,11 +185,7 @@ class Running:
             await asyncio.wait({self._leaving}, timeout=ON_THE_WAY_SECONDS)
 
     async def stop(self, grace_s: float = STOP_SECONDS) -> None:
-        """Ends running calls and releases all resources. Call once, in any state.
-
-        Args:
-            grace_s: grace period for calls that are still running, seconds.
-        """
+        """Ends running calls, after a grace period, and releases all resources. Call once, in any state."""
         service = self._service
         stops = (
             self._server.stop(grace=grace_s),

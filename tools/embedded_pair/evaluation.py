@@ -85,16 +85,7 @@ def measure_acceptance(
     temperature: float,
     block_length: int,
 ) -> Acceptance:
-    """Measures acceptance over 128 generated tokens per prompt, in one process.
-
-    Args:
-        target: verifies.
-        drafter: a model, or a head of the target.
-        prompts: token ids.
-        rule: as of `LocalRun`.
-        temperature: of the sampling.
-        block_length: draft tokens per round.
-    """
+    """Measures acceptance over 128 generated tokens per prompt, in one process."""
     context_length = int(target.config.max_position_embeddings)
     strategy: DraftingStrategy
     if isinstance(drafter, LlamaForCausalLM):

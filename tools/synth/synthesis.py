@@ -359,13 +359,6 @@ def measure(
     Many short texts rather than a few long ones: a greedy text of a random model may run in a circle, and the agreement
     along it is that of the circle's few tokens. `QUERY_SCALE` makes circles rare, so that what holds for the first
     tokens of many texts holds for all of a long one; docs/synthetic-pairs.md has the figures.
-
-    Args:
-        target: generates the texts.
-        drafter: of the same vocabulary, on the same device.
-        temperature: 0 is greedy.
-        sample: number and lengths of the texts.
-        generator: on the models' device; draws prompts and texts.
     """
     device, vocab_size = target.device, target.config.vocab_size
     size = (sample.num_texts, sample.prompt_length)

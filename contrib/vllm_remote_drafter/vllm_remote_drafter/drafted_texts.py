@@ -55,12 +55,8 @@ class RemoteSession:
     """One text's session on a drafter, and the `Inbox` of its events."""
 
     def __init__(self, drafter: DrafterLink, spec: DraftSessionSpec, refusals: "Lateness") -> None:
-        """Starts to open the session.
-
-        Args:
-            drafter: where.
-            spec: of the session.
-            refusals: how often in a row sessions of the drafter have failed. None any more once it has opened one.
+        """Starts to open the session. `refusals`: how often in a row sessions of the drafter have failed, until one is
+        opened.
         """
         self.drafter = drafter
         self.session_id = spec.session_id

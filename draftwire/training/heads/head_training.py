@@ -122,16 +122,8 @@ def train_head(
 ) -> TrainedHead:
     """Trains a head and saves it. An interrupted training resumes where it was, with the same recipe.
 
-    Args:
-        target: folder of a model of the Llama family.
-        sources: the texts.
-        held_out: ids of other texts, `HELD_OUT_TEXTS` windows at least.
-        recipe: how to train.
-        out: folder of the head.
-        compiled: whether to compile the training step.
-        dtype: of the weights in the folder.
-        device: a torch device, of the target and of the head. The texts' order does not depend on it.
-        report: called with a line of each measurement.
+    The target is of the Llama family. Acceptance is measured on `held_out`, ids of other texts, and reported line by
+    line. The order of the texts does not depend on the device.
 
     Raises:
         InvalidRequestError: the device is missing, the target cannot be loaded, or the texts are too short.
