@@ -61,8 +61,8 @@ def check_trees(rule: TreeRule, shapes: Sequence[TokenTree] = SHAPES) -> TreeRep
             mean = sum(_accepted(rule, pair, shape) for pair in pairs) / len(pairs)
         accepted.append(mean)
     method = "stated" if isinstance(rule, TreeLawRule) else "walked"
-    facts = rule.name, rule.is_lossless, method
-    return TreeReport(*facts, findings.num_laws, findings.deviation, tuple(accepted), findings.failures)
+    found = findings.num_laws, findings.deviation, findings.failures
+    return TreeReport(rule.name, rule.is_lossless, method, *found, tuple(accepted))
 
 
 def _pairs(num_nodes: int) -> tuple[Pair, ...]:

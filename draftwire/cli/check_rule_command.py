@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from draftwire.checking import RuleReport, TreeReport
+    from draftwire.checking.report import Report
 
 WIDTH = 104
 """Columns of the table; a narrower terminal wraps it rather than lose digits."""
@@ -74,7 +75,7 @@ def check_rule(
             "each; drafts as each rule wants them[/dim]",
             soft_wrap=True,
         )
-    everything: list[RuleReport | TreeReport] = [*reports, *tree_reports]
+    everything: list[Report] = [*reports, *tree_reports]
     for report in everything:
         for failure in report.failures:
             console.print(f"[red]{escape(report.name)}[/red]: {escape(str(failure))}", soft_wrap=True)
@@ -127,7 +128,7 @@ def _tree_table(reports: "list[TreeReport]") -> "Table":
     return table
 
 
-def _result(report: "RuleReport | TreeReport") -> str:
+def _result(report: "Report") -> str:
     if not report.passed:
         return "[red]failed[/red]"
     return "[green]lossless[/green]" if report.is_lossless else "[yellow]lossy, as declared[/yellow]"

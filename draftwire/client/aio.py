@@ -9,6 +9,7 @@ Example:
 import asyncio
 import random
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
@@ -101,12 +102,8 @@ class AsyncClient:
             UnavailableError: while iterating: the server cannot be reached, or the deadline has passed.
         """
         request = make_request(prompt, options)
-
-        async def prepare() -> None:
-            await self._wait_if_asked(options)
-
         progress = RequestProgress(request, make_retry_policy(options, len(self._addresses)))
-        return AsyncCompletionStream(self._start, progress, prepare)
+        return AsyncCompletionStream(self._start, progress, partial(self._wait_if_asked, options))
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Returns one whole completion. Arguments are those of `stream`.

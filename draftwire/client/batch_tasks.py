@@ -9,13 +9,11 @@ from draftwire.client.completion import Completion
 from draftwire.client.prompts import Prompt
 from draftwire.errors import DraftwireError
 
-OpenStream = Callable[[Job], AsyncCompletionStream]
-
 
 class BatchTasks:
     """Tasks that run the requests of a batch. The caller's task reads the prompts."""
 
-    def __init__(self, batch: Batch, open_stream: OpenStream) -> None:
+    def __init__(self, batch: Batch, open_stream: Callable[[Job], AsyncCompletionStream]) -> None:
         self._batch = batch
         self._open_stream = open_stream
 

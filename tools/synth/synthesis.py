@@ -130,23 +130,6 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
-    """Samples for the search of a scale and for the final measurement."""
-
-    search: Sample
-    final: Sample
-
-    @classmethod
-    def at(cls, temperature: float) -> "Effort":
-        """Returns samples with a standard error of about 0.01 or less. Greedy agreement is yes or no at each position,
-        so it needs more positions than a sum over the vocabulary.
-        """
-        if temperature == 0:
-            return cls(search=Sample(96, 8, 16), final=Sample(128, 8, 24))
-        return cls(search=Sample(32, 8, 16), final=Sample(64, 8, 24))
-
-
-@dataclass(frozen=True, slots=True)
 class Agreement:
     """Measured agreement of a drafter with a target."""
 
@@ -262,12 +245,14 @@ def synthesize(
         raise InvalidRequestError(f"temperature must be 0 or more, not {temperature}")
     target = build_target(shape, dtype, device, seed)
     drafter = share_trunk(target, shape, draft_layers)
-    effort = Effort.at(temperature)
+    # Standard errors of about 0.01 or less. Greedy agreement is yes or no at each position, so it needs more positions
+    # than a sum over the vocabulary.
+    search, final = Sample(96 if temperature == 0 else 32, 8, 16), Sample(128 if temperature == 0 else 64, 8, 24)
 
     def measured(scale: float) -> Agreement:
         with _outputs_scaled(target, draft_layers, scale):
             generator = _generator(device, seed, "search")
-            trial = Trial(scale, measure(target, drafter, temperature, effort.search, generator))
+            trial = Trial(scale, measure(target, drafter, temperature, search, generator))
         if on_trial is not None:
             on_trial(trial)
         return trial.agreement
@@ -276,7 +261,7 @@ def synthesize(
     scale = 0.0 if agreement == 1 else _find_scale(measured, agreement, first)
     for module in _further_outputs(target, draft_layers):
         module.weight.mul_(scale)
-    final = measure(target, drafter, temperature, effort.final, _generator(device, seed, "final"))
+    found = measure(target, drafter, temperature, final, _generator(device, seed, "final"))
     return SyntheticPair(
         target=target,
         drafter=drafter,
@@ -284,10 +269,10 @@ def synthesize(
         seed=seed,
         scale=scale,
         wanted_agreement=agreement,
-        agreement=final.mean,
-        standard_error=final.standard_error,
+        agreement=found.mean,
+        standard_error=found.standard_error,
         temperature=temperature,
-        entropy=final.entropy,
+        entropy=found.entropy,
     )
 
 
