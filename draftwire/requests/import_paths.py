@@ -9,10 +9,9 @@ from draftwire.errors import InvalidRequestError
 
 
 def named_by(path: str) -> object:
-    """Returns what an import path names.
+    """Returns what an import path names: `package.module:Attribute` or `package.module.Attribute`.
 
-    Args:
-        path: `package.module:Attribute` or `package.module.Attribute`. The current directory is searched first.
+    The current directory is searched first.
 
     Raises:
         InvalidRequestError: it cannot be imported; the message is one line.

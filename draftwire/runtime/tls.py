@@ -173,11 +173,6 @@ class Dialler:
         self._settings = settings
         self._files = files if settings.tls_ca is not None else None
 
-    @classmethod
-    def plaintext(cls, connections: ConnectionSettings) -> "Dialler":
-        """Returns a dialler without TLS, whatever machine is called."""
-        return cls(connections, TlsSettings(allow_plaintext=True), None)
-
     @property
     def material(self) -> TlsMaterial | None:
         """Current TLS material: a new object if the files have changed. None in plaintext."""

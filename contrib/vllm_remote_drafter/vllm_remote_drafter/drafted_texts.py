@@ -191,8 +191,7 @@ class DraftedTexts:
     def ask(self, rows: Mapping[int, RowIds]) -> dict[int, Future[list[int]]]:
         """Requests a block for each text whose drafter is ready for one; opens sessions for new texts.
 
-        Args:
-            rows: the text in each row of vLLM's batch that has a new token.
+        `rows` are the texts, by their row of vLLM's batch, that have a new token.
 
         Returns:
             By row, the tokens to come; none if they cannot come any more.

@@ -14,16 +14,13 @@ SPREAD = 0.01
 
 @torch.no_grad()
 def start_from(trainee: EagleTrainee | MlpTrainee, target: Any, draft_ids: Tensor | None, seed: int) -> None:
-    """Initialises the weights of a head: with the target's embeddings, output layer and norm.
+    """Initialises the weights of a head, in place: with the target's embeddings, output layer and norm.
 
     The projections of EAGLE-3 start at random and keep the size of normalised rows. The target's own layers would not
     help: they read and write states of another size.
 
-    Args:
-        trainee: the head, changed in place.
-        target: a model of the Llama family, as `load_lean_model` returns it.
-        draft_ids: `[draft_vocab_size] int64`; None if the head drafts all ids.
-        seed: of the random weights.
+    The target is as `load_lean_model` returns it. `draft_ids` is `[draft_vocab_size] int64`; None if the head drafts
+    all ids.
     """
     trainee.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
     output = target.lm_head.weight

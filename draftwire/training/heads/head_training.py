@@ -33,7 +33,6 @@ from draftwire.training.heads.head_start import start_from
 from draftwire.training.heads.mlp_trainee import MlpTrainee
 from draftwire.training.trainer import Trainer
 
-TRAINABLE = (HeadKind.EAGLE3, HeadKind.MEDUSA, HeadKind.HYDRA)
 STATE = "training.pt"
 """File in the head's folder from which an interrupted training resumes; removed at its end."""
 HELD_OUT_TEXTS = 32
@@ -116,7 +115,6 @@ def train_head(
     recipe: HeadRecipe,
     out: Path,
     compiled: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
     report: Callable[[str], None] = print,
 ) -> TrainedHead:
@@ -161,7 +159,7 @@ def train_head(
         recipe.kind.value,
     )
     after = measured("after")
-    save_head(head, shape, target, out, draft_ids, dtype)
+    save_head(head, shape, target, out, draft_ids, torch.bfloat16)
     (out / STATE).unlink()
     return TrainedHead(before, after)
 
