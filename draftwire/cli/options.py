@@ -32,12 +32,6 @@ from draftwire_verifier.config import VerifierConfig
 PREFIX = "DRAFTWIRE_"
 
 SERVICES: dict[str, type] = {"drafter": DrafterConfig, "verifier": VerifierConfig, "gateway": GatewayConfig}
-ENTRIES = {
-    "drafter": "draftwire_drafter.launch",
-    "verifier": "draftwire_verifier.launch",
-    "gateway": "draftwire_gateway.launch",
-}
-"""Modules whose `serve` runs a service."""
 
 
 class PlainHelp(TyperCommand):
@@ -120,8 +114,7 @@ def serve_command(service: str) -> Callable[..., None]:
         set_waiting()
         try:
             config = build(config_class, values)
-            module = importlib.import_module(ENTRIES[service])
-            status = module.serve(config)
+            status = importlib.import_module(f"draftwire_{service}.launch").serve(config)
         except DraftwireError as error:
             typer.echo(f"{service}: {error}", err=True)
             status = 2

@@ -60,14 +60,10 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
             self._close()
 
     async def __anext__(self) -> Piece:
-        """Returns the next piece.
+        """Returns the next piece; errors are those of a `CompletionStream`.
 
         Raises:
             StopAsyncIteration: all completions are finished.
-            NoRoomError: the server is full.
-            UnavailableError: the server cannot be reached, an interrupted completion could not be resumed, or the
-                stream is cancelled.
-            DraftwireError: see the table in `docs/client.md`.
         """
         while not self._pieces:
             if self._is_over:

@@ -18,13 +18,7 @@ class BatchTasks:
         self._open_stream = open_stream
 
     async def run(self, prompts: Iterable[Prompt] | AsyncIterable[Prompt]) -> None:
-        """Returns when all prompts are finished.
-
-        Raises:
-            DraftwireError: the error of the first prompt that failed, unless errors are returned; the other prompts are
-                cancelled.
-            Exception: an exception of the iterable of prompts; all prompts are cancelled.
-        """
+        """Returns when all prompts are finished; errors are those of `BatchThreads.run`."""
         try:
             async with asyncio.TaskGroup() as group:  # when a task fails, also cancels the wait for the next prompt
                 await self._begin_all(prompts, group)
