@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -72,14 +72,9 @@ class ConnectionOptions:
             yield AsyncClient(self.address, **self._credentials())
 
     def _credentials(self) -> dict[str, Any]:
-        return {
-            "tls_ca": self.tls_ca,
-            "tls_cert": self.tls_cert,
-            "tls_key": self.tls_key,
-            "tls_target_name": self.tls_target_name,
-            "token": self.token,
-            "allow_plaintext": self.allow_plaintext,
-        }
+        given = asdict(self)
+        del given["address"], given["wait"]
+        return given
 
 
 CLIENT_VARIABLES = frozenset(

@@ -163,14 +163,10 @@ class SyntheticPair:
     scale: float
     """Scale of the further layers' additions to the residual stream."""
     wanted_agreement: float
-    agreement: float
+    agreement: Agreement
     """Agreement on texts that the search has not used."""
-    standard_error: float
-    """Standard error of `agreement`."""
     temperature: float
     """Temperature of the texts and distributions of the measurement."""
-    entropy: float
-    """Mean entropy of the drafter's distribution at that temperature, nats."""
 
     @property
     def draft_layers(self) -> int:
@@ -262,10 +258,8 @@ def synthesize(
         seed=seed,
         scale=scale,
         wanted_agreement=agreement,
-        agreement=found.mean,
-        standard_error=found.standard_error,
+        agreement=found,
         temperature=temperature,
-        entropy=found.entropy,
     )
 
 
@@ -284,9 +278,9 @@ def write_pair(pair: SyntheticPair, folder: Path) -> None:
         "scale": pair.scale,
         "temperature": pair.temperature,
         "wanted_agreement": pair.wanted_agreement,
-        "measured_agreement": pair.agreement,
-        "standard_error": pair.standard_error,
-        "drafter_entropy_nats": pair.entropy,
+        "measured_agreement": pair.agreement.mean,
+        "standard_error": pair.agreement.standard_error,
+        "drafter_entropy_nats": pair.agreement.entropy,
     }
     (folder / "synthesis.json").write_text(json.dumps(facts, indent=2) + "\n")
 

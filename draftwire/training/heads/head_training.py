@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftwire.errors import InvalidRequestError
@@ -23,13 +23,12 @@ from draftwire.options.heads.head_formats import TargetFacts
 from draftwire.options.heads.head_names import HeadKind
 from draftwire.options.heads.head_shape import HeadShape
 from draftwire.training.batches import TrainingBatch, TrainingTexts, batches
+from draftwire.training.distillation import head_loss
 from draftwire.training.heads.eagle_trainee import EagleTrainee
 from draftwire.training.heads.head_acceptance import DraftAcceptance, draft_acceptance
 from draftwire.training.heads.head_lessons import streamed_lessons
-from draftwire.training.heads.head_loss import head_loss
 from draftwire.training.heads.head_recipe import HeadRecipe
 from draftwire.training.heads.head_saving import save_head
-from draftwire.training.heads.head_start import start_from
 from draftwire.training.heads.mlp_trainee import MlpTrainee
 from draftwire.training.trainer import Trainer
 
@@ -38,6 +37,8 @@ STATE = "training.pt"
 HELD_OUT_TEXTS = 32
 """Windows that acceptance is measured on, before and after; they are not trained on."""
 HELD_OUT_TOKENS = 256
+SPREAD = 0.01
+"""Standard deviation of the output projections of an EAGLE-3 layer, so that it changes its input little at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,30 @@ def frequent_ids(sources: Sequence[TrainingTexts], count: int, vocab_size: int) 
     counts = sum(np.bincount(each.ids, minlength=vocab_size) * each.share / len(each.ids) for each in sources)
     order = np.argsort(-np.asarray(counts), kind="stable")[:count]
     return torch.from_numpy(np.sort(order))
+
+
+@torch.no_grad()
+def start_from(trainee: EagleTrainee | MlpTrainee, target: Any, draft_ids: Tensor | None, seed: int) -> None:
+    """Initialises the weights of a head, in place: with the target's embeddings, output layer and norm.
+
+    The projections of EAGLE-3 start at random and keep the size of normalised rows. The target's own layers would not
+    help: they read and write states of another size.
+
+    The target is as `load_lean_model` returns it. `draft_ids` is `[draft_vocab_size] int64`; None if the head drafts
+    all ids.
+    """
+    trainee.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
+    output = target.lm_head.weight
+    trainee.lm_head.weight.copy_(output if draft_ids is None else output[draft_ids])
+    if isinstance(trainee, MlpTrainee):
+        trainee.target_norm.weight.copy_(target.model.norm.weight)
+        return
+    trainee.norm.weight.copy_(target.model.norm.weight)
+    generator = torch.Generator().manual_seed(seed)
+    for name, module in trainee.named_modules():
+        if isinstance(module, nn.Linear) and module is not trainee.lm_head:
+            spread = SPREAD if name.endswith(("o_proj", "down_proj")) else module.in_features**-0.5
+            module.weight.normal_(0.0, spread, generator=generator)
 
 
 def train_head(
