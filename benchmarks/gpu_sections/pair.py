@@ -74,9 +74,9 @@ def make_pair(plan: Plan, temperature: float, findings: Findings, _: Budget) -> 
         "draft_layers": DRAFT_LAYERS,
         "temperature": temperature,
         "wanted_agreement": AGREEMENT,
-        "agreement": made.agreement,
-        "standard_error": made.standard_error,
-        "drafter_entropy_nats": made.entropy,
+        "agreement": made.agreement.mean,
+        "standard_error": made.agreement.standard_error,
+        "drafter_entropy_nats": made.agreement.entropy,
         "scale": made.scale,
         "trials": [{"scale": trial.scale, "agreement": trial.agreement.mean} for trial in trials],
         "synthesis_s": seconds,
@@ -85,8 +85,8 @@ def make_pair(plan: Plan, temperature: float, findings: Findings, _: Budget) -> 
         "drafter_gb_read": drafter_bytes / 1e9,
     }
     findings.rows += [
-        Row(f"agreement at temperature {temperature:g}", made.agreement, f"± {made.standard_error:.3f}"),
-        Row("distance from the wanted agreement", abs(made.agreement - AGREEMENT), "", TOLERANCE),
+        Row(f"agreement at temperature {temperature:g}", made.agreement.mean, f"± {made.agreement.standard_error:.3f}"),
+        Row("distance from the wanted agreement", abs(made.agreement.mean - AGREEMENT), "", TOLERANCE),
         Row("making the pair", seconds, "s"),
         Row("peak memory", peak / 2**30, "GiB"),
         Row("weights that a step reads, target", target_bytes / 1e9, "GB"),

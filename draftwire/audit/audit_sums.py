@@ -108,9 +108,6 @@ def audit_sums_of_trees(trees: ShapedBatch) -> list[AuditSums]:
 
     Each draft token counts with the distribution that it was drawn from: that of its parent without the siblings before
     it, which is known before it is drawn.
-
-    Args:
-        trees: with draft distributions.
     """
     sums = (audit_sums(trees.drawn_one_by_one(tree)) for tree in range(trees.batch_size))
     return [sum(of_nodes, AuditSums()) for of_nodes in sums]

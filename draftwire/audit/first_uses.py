@@ -25,9 +25,7 @@ class FirstUses:
     def claim(self, key: bytes, choice: int) -> bool:
         """Returns whether a session is the first with these random numbers, and adds it to the set.
 
-        Args:
-            key: the verifying key, which drafters cannot know and which is derived from the same seed as theirs.
-            choice: index of the completion.
+        `key` is the verifying key, which drafters cannot know and which is derived from the same seed as theirs.
         """
         digest = hashlib.blake2b(choice.to_bytes(8, "little"), key=key, digest_size=8).digest()
         byte, bit = divmod(int.from_bytes(digest, "little") % (8 * len(self._bits)), 8)

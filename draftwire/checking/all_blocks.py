@@ -41,10 +41,6 @@ class AllBlocks:
         size: int = self.pair.vocab_size ** (self.length - count)
         return self.numbers // size
 
-    def select(self, index: Tensor) -> BlockBatch:
-        """Returns the blocks at `index`, `[any] int64`; their rows are not copied."""
-        return chosen(self.batch, index)
-
 
 def all_blocks(pair: Pair, length: int, rows_of: RowsOf = DenseRows) -> AllBlocks:
     """Returns the blocks of `length` tokens with target and draft distributions, in float64."""
@@ -90,7 +86,7 @@ def stated(target: Tensor, draft: Tensor, tokens: Tensor, rows_of: RowsOf = Dens
 
 
 def chosen(batch: BlockBatch, index: Tensor) -> BlockBatch:
-    """Returns the blocks of a batch at `index`, `[any] int64`."""
+    """Returns the blocks of a batch at `index`, `[any] int64`; their rows are not copied."""
     return replace(
         batch,
         draft_tokens=batch.draft_tokens[index],

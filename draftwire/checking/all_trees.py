@@ -54,13 +54,8 @@ class AllTrees:
 
 
 def all_trees(pair: Pair, shape: TokenTree, is_distinct: bool, rows_of: RowsOf = DenseRows) -> AllTrees:
-    """Returns the trees of a shape with target and draft distributions, in float64.
-
-    Args:
-        pair: the models.
-        shape: of all trees.
-        is_distinct: whether siblings are drawn without replacement.
-        rows_of: converts the drafter's table to the form that a rule reads.
+    """Returns the trees of a shape with target and draft distributions, in float64. If `is_distinct`, siblings are
+    drawn without replacement.
     """
     vocab_size, count = pair.vocab_size, len(shape)
     contexts, tokens = digits(torch.arange((vocab_size + 1) * vocab_size**count), count, vocab_size)

@@ -408,11 +408,11 @@ def _report(rule: VerificationRule, method: str, source: RoundSource, findings: 
         method,
         findings.num_laws,
         findings.deviation,
+        findings.failures,
         accepted,
         None if expectation is None else mean(expectation),
         mean(block_expectation),
         toy,
-        findings.failures,
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftwire.checking.all_blocks import all_blocks, emitted_codes
+from draftwire.checking.all_blocks import all_blocks, chosen, emitted_codes
 from draftwire.checking.emissions import Emissions, num_codes
 from draftwire.checking.toy_models import Pair
 from draftwire.method.distributions import race
@@ -173,7 +173,7 @@ def _emitted(rule: VerificationRule, pair: Pair, contexts: Tensor, times: Tensor
     for place in range(length):
         drafted = race(pair.drafter[numbers % vocab_size if place else numbers], times[:, place]).winners
         numbers = numbers * vocab_size + drafted
-    batch = blocks.select(torch.searchsorted(blocks.numbers, numbers))
+    batch = chosen(blocks.batch, torch.searchsorted(blocks.numbers, numbers))
     return emitted_codes(batch, verify(rule, batch, FixedNoise(times.new_zeros(len(times), 0), times)))
 
 

@@ -120,7 +120,8 @@ def _boxes(decision: Decision, cases: Tensor, dimensions: int) -> _Boxes | None:
     generator = torch.Generator().manual_seed(0)
     shape = (len(cases), dimensions)
     low, high = torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
-    active, done = _Boxes(cases, low, high, cases), _joined([])
+    active = _Boxes(cases, low, high, cases)
+    done = active.select(cases[:0])
     while len(active.cases):
         parts = [done]
         while len(active.cases):
@@ -150,15 +151,11 @@ def _contradictions(decision: Decision, boxes: _Boxes, generator: torch.Generato
 
 
 def _joined(parts: list[_Boxes]) -> _Boxes:
-    if not parts:
-        none = torch.zeros(0, dtype=torch.int64)
-        return _Boxes(none, none, none, none)
-    filled = [part for part in parts if len(part.cases)]
     return _Boxes(
-        torch.cat([part.cases for part in filled]),
-        torch.cat([part.low for part in filled]),
-        torch.cat([part.high for part in filled]),
-        torch.cat([part.codes for part in filled]),
+        torch.cat([part.cases for part in parts]),
+        torch.cat([part.low for part in parts]),
+        torch.cat([part.high for part in parts]),
+        torch.cat([part.codes for part in parts]),
     )
 
 

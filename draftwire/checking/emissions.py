@@ -69,11 +69,9 @@ def sequence_law(table: Tensor, length: int) -> Tensor:
 
 
 def law_of_rounds(emissions: Sequence[Emissions], length: int) -> Tensor:
-    """Returns the law of the first `length` tokens that rounds emit.
+    """Returns the law of the first `length` tokens that rounds emit; what a round emits beyond them is cut off.
 
-    Args:
-        emissions: of each round; the last are repeated when the list ends.
-        length: tokens; a round's tokens beyond it are cut off.
+    The last emissions are repeated when the list ends.
 
     Returns:
         `[contexts, vocab ** length]`.

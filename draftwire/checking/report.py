@@ -37,27 +37,18 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class RuleReport:
-    """Result of the check of a rule."""
+class Report:
+    """Result of the check of a rule of any kind."""
 
     name: str
     is_lossless: bool
     """Whether the rule declares itself lossless."""
     method: str
-    """How laws were computed: stated, decided, sampled, coupled, or stateful."""
+    """How laws were computed: stated, decided, sampled, coupled, or stateful; of trees stated or walked."""
     num_laws: int
     """How many laws of texts were compared with the target's."""
     deviation: float
     """The largest difference of a probability in these comparisons."""
-    accepted: float
-    """Mean number of accepted draft tokens in a round of three, over random models."""
-    expected_accepted: float | None
-    """The theoretical value of `accepted`; None for rules without one."""
-    most_accepted: float
-    """The upper bound of `accepted` for a stateless lossless rule."""
-    toy_accepted: float
-    """Mean number of accepted tokens, of two drafted, in the example of Sun et al. 2024: 10/9 for token verification,
-    11/9 for block verification, at most 12/9 for any rule."""
     failures: tuple[Failure, ...]
     """The largest failure of each kind; empty if the rule passed."""
 
@@ -68,28 +59,27 @@ class RuleReport:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeReport:
+class RuleReport(Report):
+    """Result of the check of a rule."""
+
+    accepted: float
+    """Mean number of accepted draft tokens in a round of three, over random models."""
+    expected_accepted: float | None
+    """The theoretical value of `accepted`; None for rules without one."""
+    most_accepted: float
+    """The upper bound of `accepted` for a stateless lossless rule."""
+    toy_accepted: float
+    """Mean number of accepted tokens, of two drafted, in the example of Sun et al. 2024: 10/9 for token verification,
+    11/9 for block verification, at most 12/9 for any rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeReport(Report):
     """Result of the check of a rule for trees."""
 
-    name: str
-    is_lossless: bool
-    """Whether the rule declares itself lossless."""
-    method: str
-    """How laws were computed: stated or walked."""
-    num_laws: int
-    """How many laws of texts were compared with the target's."""
-    deviation: float
-    """The largest difference of a probability in these comparisons."""
     accepted: tuple[float | None, ...]
     """Mean number of accepted draft tokens for each shape of `tree_checks.COMPARED_SHAPES`, over random models; None
     for a shape that the rule does not take."""
-    failures: tuple[Failure, ...]
-    """The largest failure of each kind; empty if the rule passed."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether there are no failures."""
-        return not self.failures
 
 
 @dataclass(slots=True)

@@ -140,7 +140,6 @@ class StatedRound:
     """Emissions of rounds, computed from the law that a rule states."""
 
     def __init__(self, rule: LawRule) -> None:
-        """Wraps the rule."""
         self._rule = rule
 
     def prepare(self, pairs: Sequence[Pair], lengths: Iterable[int]) -> None:

@@ -13,8 +13,7 @@ from draftwire.verification.rule_loading import as_rule, check_attributes, impor
 def load_rules(names: Iterable[str]) -> tuple[list[VerificationRule], list[TreeRule]]:
     """Returns rules for chains, and rules for trees; one that decides about both is in both lists.
 
-    Args:
-        names: of `RULES` and `TREE_RULES`, or import paths; see `load_rule`.
+    The names are of `RULES` and `TREE_RULES`, or import paths; see `load_rule`.
 
     Raises:
         InvalidRequestError: there is no such rule; the message is one line.

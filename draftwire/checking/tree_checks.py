@@ -61,8 +61,8 @@ def check_trees(rule: TreeRule, shapes: Sequence[TokenTree] = SHAPES) -> TreeRep
             mean = sum(_accepted(rule, pair, shape) for pair in pairs) / len(pairs)
         accepted.append(mean)
     method = "stated" if isinstance(rule, TreeLawRule) else "walked"
-    facts = rule.name, rule.is_lossless, method
-    return TreeReport(*facts, findings.num_laws, findings.deviation, tuple(accepted), findings.failures)
+    found = findings.num_laws, findings.deviation, findings.failures
+    return TreeReport(rule.name, rule.is_lossless, method, *found, tuple(accepted))
 
 
 def _pairs(num_nodes: int) -> tuple[Pair, ...]:
@@ -146,12 +146,8 @@ def _accepted(rule: TreeRule, pair: Pair, shape: TokenTree) -> float:
 
 
 def _best_first(pair: Pair, shape: TokenTree, order: Tensor) -> TreeBatch:
-    """Returns trees whose nodes' children are the first tokens in an order.
-
-    Args:
-        pair: the models.
-        shape: of the trees.
-        order: `[trees, depths, contexts, vocab] int64`: tokens after each context at each depth.
+    """Returns trees whose nodes' children are the first tokens in an order, `[trees, depths, contexts, vocab] int64`:
+    of the tokens after each context at each depth.
     """
     count = len(order)
     before = torch.full((count, len(shape) + 1), pair.vocab_size)

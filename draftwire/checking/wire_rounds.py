@@ -27,8 +27,7 @@ def quantized(pair: Pair, quantization: Quantization) -> Pair:
 def through_bytes(probs: Tensor) -> SparseRows:
     """Encodes and decodes distributions in the sparse format, each distinct one as a block of its own.
 
-    Args:
-        probs: `[rows, vocab]`, multiples of 1 / 65,536.
+    They are `[rows, vocab]`, in multiples of 1 / 65,536.
     """
     different, which = probs.unique(dim=0, return_inverse=True)  # all blocks of a model share few distinct rows
     weights, token_ids = (different * TOTAL_WEIGHT).to(torch.int64).sort(dim=1, descending=True)

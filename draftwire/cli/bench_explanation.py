@@ -42,13 +42,7 @@ def print_explanation(console: "Console", explanation: Any, concurrency: int) ->
 
 
 def why_slower(options: Mapping[str, Any], explanation: Any, concurrency: int) -> str:
-    """Returns one line on why speculation was slower than plain decoding, and what to try.
-
-    Args:
-        options: of the requests.
-        explanation: of the server.
-        concurrency: sessions at a time.
-    """
+    """Returns one line on why speculation was slower than plain decoding, and what to try."""
     if options["num_speculative_tokens"] is not None:
         rounds = f"{options['num_speculative_tokens']} draft tokens a round cost more here than they save"
         return f"{rounds}: without --num-speculative-tokens the server chooses how many"

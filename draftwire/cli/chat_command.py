@@ -53,7 +53,6 @@ class ChatHistory:
     """The messages of a conversation. Sends the next one and writes its answer."""
 
     def __init__(self, client: "Client", arguments: dict[str, Any], system: str | None, writer: TextWriter) -> None:
-        """Starts with the system message, if there is one."""
         self._client = client
         self._arguments = arguments
         self._system = system

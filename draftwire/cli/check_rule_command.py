@@ -1,5 +1,6 @@
 """`draftwire check-rule`: prove verification rules by enumeration."""
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from draftwire.checking import RuleReport, TreeReport
+    from draftwire.checking.report import Report
 
 WIDTH = 104
 """Columns of the table; a narrower terminal wraps it rather than lose digits."""
@@ -40,6 +42,7 @@ def check_rule(
 
         from draftwire.checking import check, check_trees
         from draftwire.checking.rules_to_check import load_rules
+        from draftwire.checking.tree_checks import COMPARED_SHAPES
         from draftwire.options.trees.tree_choice import TREE_RULES
         from draftwire.verification import RULES
     except ImportError as error:
@@ -61,20 +64,22 @@ def check_rule(
     console = make_console()
     console.width = max(console.width, WIDTH)
     if reports:
-        console.print(_table(reports))
+        headings = "accepted", "by theory", "at most", "toy"
+        console.print(_table("rule", headings, reports, map(_numbers, reports)))
         console.print(
             "[dim]accepted: mean of 3 draft tokens in a round, random models; at most: what a lossless rule without "
             "memory can have\ntoy: Sun et al. 2024, section 2, of 2 draft tokens; 12/9 with full information[/dim]",
             soft_wrap=True,
         )
     if tree_reports:
-        console.print(_tree_table(tree_reports))
+        means = [["-" if mean is None else f"{mean:.3f}" for mean in report.accepted] for report in tree_reports]
+        console.print(_table("rule for trees", COMPARED_SHAPES, tree_reports, means))
         console.print(
             "[dim]mean accepted of 6 draft tokens: on a chain, on 2 paths of 3, on 3 of 2, on a tree of 2 children "
             "each; drafts as each rule wants them[/dim]",
             soft_wrap=True,
         )
-    everything: list[RuleReport | TreeReport] = [*reports, *tree_reports]
+    everything: list[Report] = [*reports, *tree_reports]
     for report in everything:
         for failure in report.failures:
             console.print(f"[red]{escape(report.name)}[/red]: {escape(str(failure))}", soft_wrap=True)
@@ -82,52 +87,31 @@ def check_rule(
         raise typer.Exit(FAILED)
 
 
-def _table(reports: "list[RuleReport]") -> "Table":
+def _table(
+    kind: str, headings: Iterable[str], reports: "Sequence[Report]", numbers: Iterable[Iterable[str]]
+) -> "Table":
+    """Returns a row for each report, with its own numbers under the headings."""
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("rule")
+    table.add_column(kind)
     table.add_column("law")
-    for heading in ("texts' laws", "deviation", "accepted", "by theory", "at most", "toy"):
+    for heading in ("texts' laws", "deviation", *headings):
         table.add_column(heading, justify="right")
     table.add_column("result")
-    for report in reports:
-        theory = "-" if report.expected_accepted is None else f"{report.expected_accepted:.6f}"
-        table.add_row(
-            escape(report.name),
-            report.method,
-            str(report.num_laws),
-            f"{report.deviation:.1e}",
-            f"{report.accepted:.6f}",
-            theory,
-            f"{report.most_accepted:.6f}",
-            f"{report.toy_accepted * 9:.4g}/9",
-            _result(report),
-        )
-    return table
-
-
-def _tree_table(reports: "list[TreeReport]") -> "Table":
-    from rich.markup import escape
-    from rich.table import Table
-
-    from draftwire.checking.tree_checks import COMPARED_SHAPES
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("rule for trees")
-    table.add_column("law")
-    for heading in ("texts' laws", "deviation", *COMPARED_SHAPES):
-        table.add_column(heading, justify="right")
-    table.add_column("result")
-    for report in reports:
-        means = ["-" if mean is None else f"{mean:.3f}" for mean in report.accepted]
+    for report, own in zip(reports, numbers, strict=True):
         facts = report.method, str(report.num_laws), f"{report.deviation:.1e}"
-        table.add_row(escape(report.name), *facts, *means, _result(report))
+        table.add_row(escape(report.name), *facts, *own, _result(report))
     return table
 
 
-def _result(report: "RuleReport | TreeReport") -> str:
+def _numbers(report: "RuleReport") -> tuple[str, ...]:
+    theory = "-" if report.expected_accepted is None else f"{report.expected_accepted:.6f}"
+    return f"{report.accepted:.6f}", theory, f"{report.most_accepted:.6f}", f"{report.toy_accepted * 9:.4g}/9"
+
+
+def _result(report: "Report") -> str:
     if not report.passed:
         return "[red]failed[/red]"
     return "[green]lossless[/green]" if report.is_lossless else "[yellow]lossy, as declared[/yellow]"

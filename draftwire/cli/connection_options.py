@@ -2,21 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from draftwire.cli.exits import NOT_NOW, end
-from draftwire.cli.options import (
-    ADDRESS_VARIABLE,
-    ALLOW_PLAINTEXT_VARIABLE,
-    TLS_CA_VARIABLE,
-    TLS_CERT_VARIABLE,
-    TLS_KEY_VARIABLE,
-    TLS_TARGET_NAME_VARIABLE,
-    TOKEN_VARIABLE,
-)
 from draftwire.errors import NoRoomError, UnavailableError
 
 if TYPE_CHECKING:
@@ -27,11 +18,11 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 # TLS options of every command that calls a service: trusted issuers and the client's certificate.
-TlsCa = Annotated[str | None, typer.Option(envvar=TLS_CA_VARIABLE, help="PEM file: whom to believe.")]
-TlsCert = Annotated[str | None, typer.Option(envvar=TLS_CERT_VARIABLE, help="PEM file: who we are.")]
-TlsKey = Annotated[str | None, typer.Option(envvar=TLS_KEY_VARIABLE, help="PEM file: the key of it.")]
+TlsCa = Annotated[str | None, typer.Option(envvar="DRAFTWIRE_TLS_CA", help="PEM file: whom to believe.")]
+TlsCert = Annotated[str | None, typer.Option(envvar="DRAFTWIRE_TLS_CERT", help="PEM file: who we are.")]
+TlsKey = Annotated[str | None, typer.Option(envvar="DRAFTWIRE_TLS_KEY", help="PEM file: the key of it.")]
 TlsTargetName = Annotated[
-    str | None, typer.Option(envvar=TLS_TARGET_NAME_VARIABLE, help="Name in the certificate of who is called.")
+    str | None, typer.Option(envvar="DRAFTWIRE_TLS_TARGET_NAME", help="Name in the certificate of who is called.")
 ]
 
 
@@ -40,7 +31,7 @@ class ConnectionOptions:
     """Address of the gateway, and identity of its caller."""
 
     address: Annotated[
-        str, typer.Option(envvar=ADDRESS_VARIABLE, help="host:port of the gateway, or of several, by commas.")
+        str, typer.Option(envvar="DRAFTWIRE_ADDRESS", help="host:port of the gateway, or of several, by commas.")
     ] = DEFAULT_ADDRESS
     tls_ca: TlsCa = None
     tls_cert: TlsCert = None
@@ -48,13 +39,13 @@ class ConnectionOptions:
     tls_target_name: TlsTargetName = None
     token: Annotated[
         str | None,
-        typer.Option(envvar=TOKEN_VARIABLE, help="Bearer token; the variable hides it from other users."),
+        typer.Option(envvar="DRAFTWIRE_TOKEN", help="Bearer token; the variable hides it from other users."),
     ] = None
     allow_plaintext: Annotated[
         bool,
         typer.Option(
             "--allow-plaintext",
-            envvar=ALLOW_PLAINTEXT_VARIABLE,
+            envvar="DRAFTWIRE_ALLOW_PLAINTEXT",
             help="Send the token without TLS to other machines too, where the network encrypts on its own.",
         ),
     ] = False
@@ -81,14 +72,15 @@ class ConnectionOptions:
             yield AsyncClient(self.address, **self._credentials())
 
     def _credentials(self) -> dict[str, Any]:
-        return {
-            "tls_ca": self.tls_ca,
-            "tls_cert": self.tls_cert,
-            "tls_key": self.tls_key,
-            "tls_target_name": self.tls_target_name,
-            "token": self.token,
-            "allow_plaintext": self.allow_plaintext,
-        }
+        given = asdict(self)
+        del given["address"], given["wait"]
+        return given
+
+
+CLIENT_VARIABLES = frozenset(
+    hint.__metadata__[0].envvar for hint in get_type_hints(ConnectionOptions, include_extras=True).values()
+) - {None}
+"""Variables of the client commands, which belong to no service."""
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """`draftwire health`: the health check of a service, for container probes."""
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,32 +22,23 @@ def service_names(incomplete: str) -> list[str]:
     return [name for name in SERVICES if name.startswith(incomplete)]
 
 
-@dataclass(frozen=True, slots=True)
-class OwnService:
-    """Address and certificates of the service that the environment configures, called from the same machine."""
+def own_service(service: str, tls_target_name: str | None) -> "tuple[str, Security]":
+    """Returns address and certificates of the service that the environment configures, for a call from this machine.
 
-    address: str
-    security: "Security"
+    The call presents the service's own certificate. The service is verified against `tls_ca`, or, if it has none
+    because it does not verify callers, against that very certificate.
+    """
+    from draftwire.client.security import Security
 
-    @classmethod
-    def of(cls, service: str, tls_target_name: str | None) -> "OwnService":
-        """Reads the service's variables.
-
-        The call presents the service's own certificate. The service is verified against `tls_ca`, or, if it has none
-        because it does not verify callers, against that very certificate.
-        """
-        from draftwire.client.security import Security
-
-        own = {
-            setting.name: os.environ.get(variable(service, setting.name), setting.default)
-            for setting in settings_of(SERVICES[service])
-        }
-        host = EVERYWHERE.get(own["host"], own["host"])
-        address = host_and_port(host, own["port"])
-        if own["tls_cert"] is None:
-            return cls(address, Security())
-        ca, name = own["tls_ca"] or own["tls_cert"], tls_target_name or own["tls_target_name"]
-        return cls(address, Security(ca, own["tls_cert"], own["tls_key"], name))
+    own = {
+        setting.name: os.environ.get(variable(service, setting.name), setting.default)
+        for setting in settings_of(SERVICES[service])
+    }
+    address = host_and_port(EVERYWHERE.get(own["host"], own["host"]), own["port"])
+    if own["tls_cert"] is None:
+        return address, Security()
+    ca, name = own["tls_ca"] or own["tls_cert"], tls_target_name or own["tls_target_name"]
+    return address, Security(ca, own["tls_cert"], own["tls_key"], name)
 
 
 def health(
@@ -77,10 +67,9 @@ def health(
     if service not in SERVICES:
         end(MISUSED, f"unknown service {service!r}; known: {', '.join(sorted(SERVICES))}")
     if address is None and tls_ca is None and tls_cert is None and tls_key is None:
-        own = OwnService.of(service, tls_target_name)
-        address, security = own.address, own.security
+        address, security = own_service(service, tls_target_name)
     else:
-        address = address or OwnService.of(service, None).address
+        address = address or own_service(service, None)[0]
         security = Security(tls_ca, tls_cert, tls_key, tls_target_name)
     check_health(address, "" if live else f"draftwire.v1.{service.capitalize()}Service", security, timeout)
     typer.echo(f"{address} is serving")

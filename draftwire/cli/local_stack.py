@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from draftwire.cli.options import variable
@@ -119,9 +118,7 @@ class LocalStack:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -196,10 +193,7 @@ class LocalStack:
         """Starts a service on a thread of its own, which then reads its log: Ctrl-C interrupts the main thread
         anywhere, even between the start of a process and the line that remembers it.
 
-        Args:
-            name: of the service.
-            peers: addresses of the others, as options.
-            ports: which it had before; None leaves them to its options.
+        `peers` are the addresses of the others, as options, and `ports` those that it had before.
         """
         launched: Future[None] = Future()
         self._peers[name] = peers

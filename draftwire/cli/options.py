@@ -20,6 +20,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from draftwire.cli.connection_options import CLIENT_VARIABLES
 from draftwire.errors import DraftwireError
 from draftwire.runtime.log_stream import guard_stderr
 from draftwire.runtime.openmp import set_waiting
@@ -30,33 +31,7 @@ from draftwire_verifier.config import VerifierConfig
 
 PREFIX = "DRAFTWIRE_"
 
-ADDRESS_VARIABLE = "DRAFTWIRE_ADDRESS"
-TOKEN_VARIABLE = "DRAFTWIRE_TOKEN"
-ALLOW_PLAINTEXT_VARIABLE = "DRAFTWIRE_ALLOW_PLAINTEXT"
-TLS_CA_VARIABLE = "DRAFTWIRE_TLS_CA"
-TLS_CERT_VARIABLE = "DRAFTWIRE_TLS_CERT"
-TLS_KEY_VARIABLE = "DRAFTWIRE_TLS_KEY"
-TLS_TARGET_NAME_VARIABLE = "DRAFTWIRE_TLS_TARGET_NAME"
-CLIENT_VARIABLES = frozenset(
-    {
-        ADDRESS_VARIABLE,
-        TOKEN_VARIABLE,
-        ALLOW_PLAINTEXT_VARIABLE,
-        TLS_CA_VARIABLE,
-        TLS_CERT_VARIABLE,
-        TLS_KEY_VARIABLE,
-        TLS_TARGET_NAME_VARIABLE,
-    }
-)
-"""Variables of the client commands, which belong to no service."""
-
 SERVICES: dict[str, type] = {"drafter": DrafterConfig, "verifier": VerifierConfig, "gateway": GatewayConfig}
-ENTRIES = {
-    "drafter": "draftwire_drafter.launch",
-    "verifier": "draftwire_verifier.launch",
-    "gateway": "draftwire_gateway.launch",
-}
-"""Modules whose `serve` runs a service."""
 
 
 class PlainHelp(TyperCommand):
@@ -139,8 +114,7 @@ def serve_command(service: str) -> Callable[..., None]:
         set_waiting()
         try:
             config = build(config_class, values)
-            module = importlib.import_module(ENTRIES[service])
-            status = module.serve(config)
+            status = importlib.import_module(f"draftwire_{service}.launch").serve(config)
         except DraftwireError as error:
             typer.echo(f"{service}: {error}", err=True)
             status = 2

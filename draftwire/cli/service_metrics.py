@@ -40,7 +40,6 @@ class History:
     """Metrics of one service over the last `WINDOW_SECONDS`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Starts empty. The clock returns seconds."""
         self._clock = clock
         self._samples: deque[tuple[float, Samples]] = deque()
 

@@ -157,12 +157,6 @@ def run_until_stopped(
 ) -> "Loss | None":
     """Runs the services until Ctrl-C; a second one ends them at once.
 
-    Args:
-        options: of the services.
-        interrupts: what signals do.
-        shows_table: whether to draw a table, in place of the lines of the logs.
-        restarts: whether lost services are started again.
-
     Returns:
         The loss of the service that was given up; None if the user stopped them.
 
@@ -224,7 +218,6 @@ class Screen:
     """Output of `up`: line by line, or in a live table."""
 
     def __init__(self, console: "Console") -> None:
-        """Starts with output line by line."""
         self._console = console
         self._table: LiveTable | None = None
 

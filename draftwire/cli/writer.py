@@ -44,7 +44,6 @@ class TextWriter:
     """Writes texts of completions: in colours, printable on a terminal, or byte for byte."""
 
     def __init__(self, display: Display, out: TextIO | None = None) -> None:
-        """Writes to `out`, by default standard output."""
         self._out = sys.stdout if out is None else out
         self._is_quiet = display.quiet
         self._when = display.when
@@ -64,13 +63,7 @@ class TextWriter:
         self._write(text if self._is_exact else visible(text), text)
 
     def tokens(self, text: str, token_texts: Sequence[str] | None, sources: Sequence[TokenSource]) -> None:
-        """Writes a text of tokens, in colours if there are any.
-
-        Args:
-            text: all of it.
-            token_texts: the part of the text that belongs to each token; None without colours.
-            sources: where each token came from.
-        """
+        """Writes a text of tokens, in colours if there are any. `token_texts` are its parts, one for each token."""
         if not self.is_colored or token_texts is None:
             self.text(text)
             return

@@ -9,9 +9,9 @@ Example:
 import asyncio
 import random
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import grpc
@@ -44,8 +44,8 @@ Answer = TypeVar("Answer")
 
 
 class AsyncClient:
-    """A connection to a gateway, for all tasks of one event loop: that of the first call. Arguments and results are
-    those of `Client`. Close it, or use it as an async context manager.
+    """A connection to a gateway, for all tasks of one event loop: that of the first call. Arguments, results and
+    errors are those of `Client`. Close it, or use it as an async context manager.
     """
 
     def __init__(
@@ -59,21 +59,7 @@ class AsyncClient:
         token: str | None = None,
         allow_plaintext: bool = False,
     ) -> None:
-        """Reads the certificate files; the first call connects.
-
-        Args:
-            address: host:port of the gateway, or of several; this and all others as for `Client`.
-            tls_ca: trusted issuers; without it, the connection is plaintext.
-            tls_cert: client certificate.
-            tls_key: key of the client certificate.
-            tls_target_name: name that the gateway's certificate must carry instead of its address.
-            token: bearer token; without TLS for this machine alone.
-            allow_plaintext: sends the token without TLS to other machines too.
-
-        Raises:
-            InvalidRequestError: a file cannot be read, another file that it requires is missing, or the token would
-                travel in plaintext.
-        """
+        """Reads the certificate files; the first call connects."""
         self._addresses = addresses_of(address)
         security = Security(tls_ca, tls_cert, tls_key, tls_target_name, token, allow_plaintext)
         for one in self._addresses:
@@ -90,9 +76,7 @@ class AsyncClient:
     async def __aenter__(self) -> "AsyncClient":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -104,42 +88,21 @@ class AsyncClient:
     def stream(self, prompt: Prompt | Prompts, **options: Unpack[Options]) -> AsyncCompletionStream:
         """Returns the pieces of the completion of a prompt, or of several, as an async iterator.
 
-        The request is sent when the first piece is asked for.
-
-        Args:
-            prompt: text, token ids or chat messages, or a list of such prompts.
-            **options: see `Options`.
-
-        Raises:
-            InvalidRequestError: here or while iterating: a parameter is out of range.
-            UnauthenticatedError: while iterating: the gateway does not accept the token.
-            NoRoomError: while iterating: the server is full; the error holds when to retry.
-            UnavailableError: while iterating: the server cannot be reached, or the deadline has passed.
+        The request is sent when the first piece is asked for, so that a server that cannot be reached is noticed while
+        iterating.
         """
         request = make_request(prompt, options)
-
-        async def prepare() -> None:
-            await self._wait_if_asked(options)
-
         progress = RequestProgress(request, make_retry_policy(options, len(self._addresses)))
-        return AsyncCompletionStream(self._start, progress, prepare)
+        return AsyncCompletionStream(self._start, progress, partial(self._wait_if_asked, options))
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """Returns one whole completion. Arguments are those of `stream`.
-
-        Raises:
-            InvalidRequestError: also if several completions are requested.
-        """
+        """Returns one whole completion."""
         check_is_one(prompt, options)
         ((completion,),) = await self.generate_many(prompt, **options)
         return completion
 
     async def generate_many(self, prompts: Prompt | Prompts, **options: Unpack[Options]) -> list[list[Completion]]:
-        """Returns the completions of each prompt, all from one request. Arguments are those of `stream`.
-
-        Returns:
-            A list of `num_choices` completions for each prompt, even if there is only one prompt.
-        """
+        """Returns the completions of each prompt, all from one request."""
         async with self.stream(prompts, **options) as stream:
             async for _ in stream:
                 pass
@@ -178,17 +141,7 @@ class AsyncClient:
     ) -> list[Completion] | list[Completion | DraftwireError]:
         """Returns one completion for each of any number of prompts, as `Client.generate_batch` does.
 
-        Args:
-            prompts: an iterable or an async one; each prompt is read when a request can start for it.
-            concurrency: the most requests at a time.
-            return_exceptions: puts the `DraftwireError` of a prompt in the place of its completion. Otherwise the first
-                error is raised, and running requests are cancelled.
-            room_timeout_s: how long a prompt is retried while the server is full.
-            **options: as for `generate`. `timeout_s` applies to each attempt at each prompt.
-
-        Raises:
-            InvalidRequestError: also if `prompts` is a single prompt.
-            DraftwireError: as `generate`.
+        An iterable of prompts may be an async one. Requests run as tasks.
         """
         batch = Batch(prompts, options, concurrency, return_exceptions, room_timeout_s)
         await self._wait_if_asked(options)
@@ -214,11 +167,7 @@ class AsyncClient:
             raise error_of(error) from error
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Returns when a gateway serves requests.
-
-        Raises:
-            UnavailableError: no gateway serves requests within the time.
-        """
+        """Returns when a gateway serves requests."""
         readiness = Readiness(self._addresses, timeout_s)
         while True:
             try:

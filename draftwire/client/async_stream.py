@@ -4,7 +4,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -61,14 +60,10 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
             self._close()
 
     async def __anext__(self) -> Piece:
-        """Returns the next piece.
+        """Returns the next piece; errors are those of a `CompletionStream`.
 
         Raises:
             StopAsyncIteration: all completions are finished.
-            NoRoomError: the server is full.
-            UnavailableError: the server cannot be reached, an interrupted completion could not be resumed, or the
-                stream is cancelled.
-            DraftwireError: see the table in `docs/client.md`.
         """
         while not self._pieces:
             if self._is_over:
@@ -97,9 +92,7 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
     async def __aenter__(self) -> "AsyncCompletionStream":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._close()
 
     def __del__(self) -> None:

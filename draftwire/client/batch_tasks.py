@@ -9,25 +9,16 @@ from draftwire.client.completion import Completion
 from draftwire.client.prompts import Prompt
 from draftwire.errors import DraftwireError
 
-OpenStream = Callable[[Job], AsyncCompletionStream]
-
 
 class BatchTasks:
     """Tasks that run the requests of a batch. The caller's task reads the prompts."""
 
-    def __init__(self, batch: Batch, open_stream: OpenStream) -> None:
-        """Starts no task yet."""
+    def __init__(self, batch: Batch, open_stream: Callable[[Job], AsyncCompletionStream]) -> None:
         self._batch = batch
         self._open_stream = open_stream
 
     async def run(self, prompts: Iterable[Prompt] | AsyncIterable[Prompt]) -> None:
-        """Returns when all prompts are finished.
-
-        Raises:
-            DraftwireError: the error of the first prompt that failed, unless errors are returned; the other prompts are
-                cancelled.
-            Exception: an exception of the iterable of prompts; all prompts are cancelled.
-        """
+        """Returns when all prompts are finished; errors are those of `BatchThreads.run`."""
         try:
             async with asyncio.TaskGroup() as group:  # when a task fails, also cancels the wait for the next prompt
                 await self._begin_all(prompts, group)

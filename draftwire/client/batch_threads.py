@@ -10,14 +10,11 @@ from draftwire.client.prompts import Prompt
 from draftwire.client.stream import CompletionStream
 from draftwire.errors import DraftwireError
 
-OpenStream = Callable[[Job], CompletionStream]
-
 
 class BatchThreads:
     """Threads that run the requests of a batch. The caller's thread reads the prompts."""
 
-    def __init__(self, batch: Batch, open_stream: OpenStream) -> None:
-        """Starts no thread yet."""
+    def __init__(self, batch: Batch, open_stream: Callable[[Job], CompletionStream]) -> None:
         self._batch = batch
         self._open_stream = open_stream
         self._has_failed = threading.Event()

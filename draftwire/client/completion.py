@@ -190,7 +190,6 @@ class CollectedCompletion:
     """Tokens and text of a completion, received over all calls."""
 
     def __init__(self, request: gateway_pb2.GenerateRequest, choice: int, prompt: CollectedPrompt) -> None:
-        """Starts empty."""
         self.choice = choice
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = [] if request.HasField("logprobs") else None

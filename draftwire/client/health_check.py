@@ -12,13 +12,9 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 def check_health(address: str, grpc_name: str, security: Security, timeout_s: float) -> None:
-    """Returns if a service serves.
+    """Returns if the service at host:port serves.
 
-    Args:
-        address: host:port.
-        grpc_name: full name of a gRPC service, to check readiness; empty to check that the process is alive.
-        security: certificates.
-        timeout_s: how long connecting and answering may take.
+    `grpc_name` is the full name of a gRPC service, to check readiness; empty to check that the process is alive.
 
     Raises:
         InvalidRequestError: a file cannot be read, or the timeout is not a number.

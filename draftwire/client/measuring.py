@@ -79,11 +79,8 @@ async def measure(
 ) -> Run:
     """Completes all prompts, `concurrency` at a time: when a completion ends, the next one starts.
 
-    Args:
-        client: already connected, so that no timing includes the connection.
-        jobs: each prompt with its options.
-        concurrency: at least 1.
-        on_end: called at the end of each completion.
+    The client is already connected, so that no timing includes the connection. `on_end` is called after each
+    completion.
 
     Raises:
         InvalidRequestError: a job requests several completions.

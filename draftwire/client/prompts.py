@@ -155,11 +155,7 @@ def prompt_fields(
 ) -> dict[str, Any]:
     """Returns the field of a request that holds the prompt, or the prompts.
 
-    Args:
-        prompt: a prompt, or a list of prompts.
-        tools: tools of each prompt. This and the following arguments are for chat messages only: see `chat_to_proto`.
-        template_arguments: see `chat_to_proto`.
-        continue_final_message: see `chat_to_proto`.
+    The arguments after `prompt` are for chat messages only: see `chat_to_proto`.
 
     Raises:
         InvalidRequestError: a prompt or a chat message has the wrong form, or an argument for chat messages is set

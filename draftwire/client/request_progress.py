@@ -18,7 +18,6 @@ class RequestProgress:
     """
 
     def __init__(self, request: gateway_pb2.GenerateRequest, retry_policy: RetryPolicy) -> None:
-        """Starts before the first call."""
         self.request = request
         self.retry_policy = retry_policy
         self._num_choices = request.num_choices if request.HasField("num_choices") else 1

@@ -29,13 +29,7 @@ class RetryPolicy:
     """
 
     def __init__(self, num_gateways: int, seconds: float, timeout_s: float | None) -> None:
-        """Starts without a deadline; see `begin`.
-
-        Args:
-            num_gateways: number of gateways to try.
-            seconds: how long a completion that has begun is retried without progress.
-            timeout_s: timeout of the whole request, from `begin` on; None is no timeout.
-        """
+        """Starts without a deadline: `timeout_s`, of the whole request, counts from `begin` on. None is no timeout."""
         self._num_gateways = num_gateways
         self._tries_left = num_gateways - 1
         self._may_repeat = True

@@ -4,7 +4,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -95,9 +94,7 @@ class CompletionStream(Iterator[Piece]):
     def __enter__(self) -> "CompletionStream":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read(self) -> None:

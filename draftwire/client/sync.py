@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import grpc
@@ -84,9 +83,7 @@ class Client:
     def __enter__(self) -> "Client":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -232,11 +229,7 @@ class Client:
     def _first_answer(
         self, ask: Callable[[gateway_pb2_grpc.GatewayServiceStub, float], Answer], timeout_s: float
     ) -> Answer:
-        """Returns the first answer of the gateways, which are tried in turn.
-
-        Args:
-            ask: calls a gateway, with a timeout in seconds.
-            timeout_s: timeout of all calls together.
+        """Returns the first answer of the gateways, which `ask` calls in turn, all together within `timeout_s`.
 
         Raises:
             grpc.RpcError: the error of the last gateway, if none answers.

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.session_book import AnySpec
-from draftwire.runtime.tracing import PREFIX, Attributes, Tracer, sampled
+from draftwire.runtime.tracing import PREFIX, sampled
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
+
+    from draftwire.runtime.open_telemetry import Attributes, OtlpTracer
 
 
 @dataclass(slots=True)
@@ -33,7 +35,7 @@ class TracedSession:
 class TracedSessions(ABC):
     """The traced sessions, by key. Subclasses add spans of their own. Used on the event loop only."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: OtlpTracer) -> None:
         """Starts without sessions; `tracer` makes the spans."""
         self.tracer = tracer
         self._sessions: dict[SessionKey, TracedSession] = {}

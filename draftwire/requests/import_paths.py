@@ -9,10 +9,9 @@ from draftwire.errors import InvalidRequestError
 
 
 def named_by(path: str) -> object:
-    """Returns what an import path names.
+    """Returns what an import path names: `package.module:Attribute` or `package.module.Attribute`.
 
-    Args:
-        path: `package.module:Attribute` or `package.module.Attribute`. The current directory is searched first.
+    The current directory is searched first.
 
     Raises:
         InvalidRequestError: it cannot be imported; the message is one line.
@@ -31,13 +30,7 @@ def named_by(path: str) -> object:
 
 
 def made_by(maker: Callable[..., object], path: str, what: str, *arguments: object) -> object:
-    """Returns what a class or function that an import path names makes of some arguments.
-
-    Args:
-        maker: the class or function.
-        path: for the message.
-        what: it is to make, for the message.
-        arguments: of the call.
+    """Returns what a class or function that an import path names makes of some arguments; `what` is said in the error.
 
     Raises:
         InvalidRequestError: it raised something; the message is one line.

@@ -36,12 +36,7 @@ def pack_top(tokens: Sequence[TokenLogprob]) -> PackedTop | None:
 
 
 def unpack_top(token_ids: Sequence[int], logprobs: Sequence[float], packed: PackedTop | None) -> list[TokenLogprob]:
-    """Decodes received log-probabilities.
-
-    Args:
-        token_ids: the tokens.
-        logprobs: of the tokens; empty if nothing is reported.
-        packed: the likeliest tokens at their positions; None if they are not reported.
+    """Decodes received log-probabilities. `logprobs` are empty and `packed` is None where they are not reported.
 
     Returns:
         One entry for each token; empty if nothing is reported.

@@ -36,9 +36,5 @@ class RuleFacts:
 
 
 def unknown_rule(known: Iterable[str]) -> InvalidRequestError:
-    """Returns the error for a rule that is not offered.
-
-    Args:
-        known: names of the rules that are.
-    """
+    """Returns the error for a rule that is not offered, which names those that are."""
     return InvalidRequestError(f"unknown rejection_sample_method; known: {', '.join(known)}")

@@ -128,10 +128,7 @@ def grammar_of(
 ) -> str:
     """Returns the library's grammar of a form.
 
-    Args:
-        form: the form.
-        schema_of: parses and checks a JSON schema.
-        token_of: returns the added token whose text is a marker; None if markers are spelt like other text.
+    `token_of` returns the added token whose text is a marker; None if markers are spelt like other text.
     """
     syntax, most = form.syntax, form.at_most
 

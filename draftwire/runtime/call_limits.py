@@ -88,7 +88,6 @@ class Arrivals:
     """
 
     def __init__(self, most: int) -> None:
-        """Lets `most` requests arrive slowly."""
         self._most = most
         self._unhurried: dict[asyncio.Timeout, float] = {}
         """Deadlines of the requests that have all the time, the oldest first, and when their time is over."""
@@ -153,10 +152,7 @@ class PeerStreams:
 
     @asynccontextmanager
     async def one(self, use: Callable[[], StreamUse]) -> AsyncIterator[None]:
-        """Counts one more within the block.
-
-        Args:
-            use: returns what the stream is used for.
+        """Counts one more within the block. `use` returns what the stream is used for.
 
         Raises:
             NoRoomError: as many as possible are open, and all are used; or this one was not used, and another one was

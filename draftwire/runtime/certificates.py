@@ -43,7 +43,6 @@ class ExpiryLog:
     """Logs certificates that end soon or have ended: when that is so at first, and each day after that."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        """Has logged nothing yet; `clock` returns seconds since 1970."""
         self._clock = clock
         self._logged: dict[str, tuple[Validity, bool, float]] = {}
         """Validity of each option's certificates that was logged last, whether it had ended, and the time of that."""

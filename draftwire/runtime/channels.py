@@ -116,11 +116,6 @@ def _milliseconds(seconds: float) -> int:
 def check_prompt_fits(model: ModelDescription, most_bytes: int, setting: str = "max_message_bytes") -> None:
     """Checks that a request to open a session whose prompt fills the context fits into one message.
 
-    Args:
-        model: whose context it is.
-        most_bytes: value of the setting.
-        setting: name of the setting.
-
     Raises:
         InvalidRequestError: the setting is too small.
     """
@@ -136,12 +131,6 @@ def check_prompt_fits(model: ModelDescription, most_bytes: int, setting: str = "
 def require_room(what: str, most_bytes: int, limit_bytes: int, setting: str = "max_message_bytes") -> None:
     """Checks that content of at most `most_bytes` fits into one message.
 
-    Args:
-        what: the content, for the error message.
-        most_bytes: its largest size.
-        limit_bytes: limit of a message.
-        setting: name of the setting that is the limit.
-
     Raises:
         InvalidRequestError: it does not fit; the message names the content and the setting.
     """
@@ -155,12 +144,7 @@ def require_room(what: str, most_bytes: int, limit_bytes: int, setting: str = "m
 
 
 def in_messages(make: Callable[[Sequence[Item]], Message], items: Sequence[Item]) -> Iterator[Message]:
-    """Yields messages with the items in order: one message, unless it would be too large for a control stream.
-
-    Args:
-        make: encodes some of the items as one message.
-        items: at least one.
-    """
+    """Yields messages with the items, at least one, in order: one, unless it is too large for a control stream."""
     message = make(items)
     if len(items) == 1 or message.ByteSize() <= LEAST_MESSAGE_BYTES:
         yield message

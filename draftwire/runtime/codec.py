@@ -199,12 +199,7 @@ def members_of(kind: type[Enum], wrapper: Any) -> dict[int, Any]:
 
 
 def enumeration(members: Mapping[int, Any], refusal: str) -> Conversion:
-    """Returns the conversion of an enumeration.
-
-    Args:
-        members: by number; others are refused.
-        refusal: the message of the error, with a place for the number.
-    """
+    """Returns the conversion of an enumeration by number; `refusal`, with a place for one, refuses others."""
 
     def decode(number: int) -> Any:
         if number not in members:

@@ -14,12 +14,7 @@ class DaemonThreads:
     """Runs functions on a few threads, in the order in which they were submitted. Used on one event loop."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        """Starts no thread before there is work for it.
-
-        Args:
-            num_threads: of them, at most.
-            name: beginning of their names.
-        """
+        """Starts no thread before there is work for it, and at most `num_threads`. Their names begin with `name`."""
         self._work: SimpleQueue[tuple[Future[Any], Callable[[], object]] | None] = SimpleQueue()
         self._num_threads = num_threads
         self._name = name

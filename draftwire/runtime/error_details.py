@@ -6,7 +6,6 @@ Source: Google AIP-193, "Errors". They travel as `google.rpc.Status` in the trai
 import re
 from functools import cache
 
-import grpc
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
@@ -47,7 +46,7 @@ def details_of(error: BaseException) -> tuple[tuple[str, bytes], ...]:
     if reason is None:
         return ()
     code, message = status_of(cause)
-    status = Status(code=_number(code), message=message)
+    status = Status(code=code.value[0], message=message)
     info = ErrorInfo(reason=reason, domain=DOMAIN)
     parts: list[Message] = [info]
     match cause:
@@ -63,11 +62,6 @@ def details_of(error: BaseException) -> tuple[tuple[str, bytes], ...]:
     for part in parts:
         status.details.add().Pack(part)
     return ((DETAILS_KEY, status.SerializeToString()),)
-
-
-def _number(code: grpc.StatusCode) -> int:
-    number: int = code.value[0]
-    return number
 
 
 def _field_of(message: str) -> str:

@@ -11,28 +11,24 @@ from prometheus_client.utils import floatToGoString
 class Tally:
     """The buckets of one histogram series. One thread observes, any may read."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """Starts at zero. `bounds` are the upper bounds of the buckets, ascending; +Inf is added."""
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self.sum = 0.0
+        """Sum of all values."""
 
     def observe(self, value: float, times: int = 1) -> None:
         """Counts a value, `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+        self.sum += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
         """Returns each bound in Prometheus's text format with its cumulative count."""
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(names, accumulate(self._counts), strict=True))
-
-    @property
-    def sum(self) -> float:
-        """Sum of all values."""
-        return self._sum
 
 
 class Histogram:
@@ -42,7 +38,6 @@ class Histogram:
     """
 
     def __init__(self, name: str, documentation: str, bounds: Sequence[float], labels: tuple[str, ...] = ()) -> None:
-        """Takes the full name, the help text, the bucket bounds and the label names."""
         self._name, self._documentation, self._bounds, self._labels = name, documentation, tuple(bounds), labels
         self._tallies: dict[tuple[str, ...], Tally] = {}
         if not labels:

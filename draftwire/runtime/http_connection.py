@@ -46,13 +46,7 @@ class Connections(ServerState):
     """State that the connections of one server share."""
 
     def __init__(self, most: int, tls: ssl.SSLContext | None = None, *, takes_bodies: bool = True) -> None:
-        """Has no connection yet.
-
-        Args:
-            most: how many may be open at once.
-            tls: context of the handshakes; None is plaintext.
-            takes_bodies: whether any request may have a body.
-        """
+        """Lets `most` connections be open at once. Without `takes_bodies`, no request may have a body."""
         super().__init__()
         self.most = most
         self.tls = tls

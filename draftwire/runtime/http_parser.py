@@ -35,11 +35,6 @@ class RequestParser(h11.Connection):
     """The server's end of a connection, for uvicorn."""
 
     def __init__(self, *, takes_bodies: bool = True) -> None:
-        """Has received nothing yet.
-
-        Args:
-            takes_bodies: whether any request may have a body.
-        """
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self.events_left = MAX_EVENTS
         """Events left in this turn of the event loop; set by the connection."""

@@ -64,18 +64,16 @@ class _Server(uvicorn.Server):
 
 
 class HttpListener:
-    """Serves HTTP beside gRPC: a `Listener` of the service."""
+    """Serves HTTP beside gRPC, in the same event loop. `start` comes first; `stop` may be called without it.
+
+    Attributes:
+        name: prefix of its port in the log: `<name>_port`.
+    """
 
     def __init__(
         self, make_app: Callable[[ServiceGate], ASGIApp], endpoint: HttpEndpoint, connections: ConnectionSettings
     ) -> None:
-        """Does not listen yet.
-
-        Args:
-            make_app: returns the ASGI application for a gate, which reports whether the service is ready.
-            endpoint: where to listen.
-            connections: keepalive settings.
-        """
+        """Does not listen yet. `make_app` gets a gate, which reports whether the service is ready."""
         self.name = endpoint.name
         self._make_app = make_app
         self._endpoint = endpoint
@@ -84,7 +82,7 @@ class HttpListener:
         self._running: asyncio.Task[None] | None = None
 
     async def start(self, gate: ServiceGate) -> int:
-        """Listens, and returns the port.
+        """Listens, and returns the port. Requests are refused while `gate.refusal` is set.
 
         Raises:
             UnavailableError: the port is not available.
@@ -115,7 +113,7 @@ class HttpListener:
         return int(listening.getsockname()[1])
 
     async def run(self) -> None:
-        """Waits until the server has ended.
+        """Serves until it is stopped.
 
         Raises:
             Exception: the failure that ended the server.
@@ -125,7 +123,7 @@ class HttpListener:
         self._running.result()
 
     async def drain(self) -> None:
-        """Answers on; connections end as soon as they have no request. Returns when they do."""
+        """Answers on; connections end as soon as they have no request, so that callers go elsewhere. Returns soon."""
         if self._server is not None:
             await self._server.server_state.drain()
 

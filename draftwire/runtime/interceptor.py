@@ -100,13 +100,9 @@ class ServiceGate(grpc.aio.ServerInterceptor):
         on_end: Callable[[EndedCall], None] = ignore_ends,
         why_unready: Callable[[], str] = str,
     ) -> None:
-        """Refuses calls until `refusal` is empty.
+        """Refuses calls until `refusal` is empty. `limits` and `admit` are of the package's methods alone.
 
-        Args:
-            limits: of the package's methods.
-            admit: decides on calls of the package's methods.
-            on_end: called for each call that has ended, while its request is still the one that is served.
-            why_unready: returns why the service should get no calls although it takes them; empty if it should.
+        `on_end` is called for each call that has ended, while its request is still the one that is served.
         """
         self.refusal = "loading"
         self.is_live = True

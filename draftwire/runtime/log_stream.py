@@ -89,11 +89,7 @@ class LogSink(io.RawIOBase):
 
 
 def guard_stderr(*, ends_with_reader: bool = False) -> None:
-    """Replaces standard error by one that drops and counts what cannot be written. Again, it does nothing.
-
-    Args:
-        ends_with_reader: whether `BrokenPipeError` is raised all the same.
-    """
+    """Replaces standard error by a `LogSink`, which drops and counts what cannot be written. Again, it does nothing."""
     if isinstance(getattr(sys.stderr, "buffer", None), LogSink):
         return
     encoding, errors = getattr(sys.stderr, "encoding", "utf-8"), getattr(sys.stderr, "errors", "backslashreplace")

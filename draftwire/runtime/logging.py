@@ -20,9 +20,7 @@ log = structlog.get_logger()
 def configure_logging(log_format: str, service: str) -> None:
     """Sets up structlog for the process, and forwards what libraries log to it. Standard error is guarded from now on.
 
-    Args:
-        log_format: "console" for people, "json" for machines.
-        service: bound to every line.
+    The format is "console" for people, "json" for machines; `service` is bound to every line.
     """
     guard_stderr()
     renderer: structlog.typing.Processor = (

@@ -24,11 +24,7 @@ MALFORMED = "the bytes are not those of a message"
 
 
 def check_num_fields(data: bytes, descriptor: Descriptor) -> None:
-    """Checks how many fields a large message has. Takes time in proportion to their number, at most `MAX_FIELDS`.
-
-    Args:
-        data: the encoded message.
-        descriptor: its type.
+    """Checks how many fields a large encoded message has. Takes time in proportion to their number, up to `MAX_FIELDS`.
 
     Raises:
         InvalidRequestError: there are too many, or the bytes are not those of a message.

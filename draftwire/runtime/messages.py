@@ -188,12 +188,8 @@ def blocks_from_proto(
 ) -> list[ReceivedBlock]:
     """Decodes and checks the draft blocks of one message together. A violation is stored in `draft` of its block.
 
-    Args:
-        messages: the blocks.
-        drafter_id: the sender.
-        vocab_size: of the target.
-        max_draft_tokens: longer blocks are refused without decoding them.
-        max_tree_nodes: the same for token trees; 0 refuses all of them.
+    Blocks of more than `max_draft_tokens` and token trees of more than `max_tree_nodes` are refused without decoding
+    them.
     """
     read = [_claim_from_proto(message, max_draft_tokens, max_tree_nodes) for message in messages]
     decoded = iter(decode([claim for claim in read if isinstance(claim, Claim)], vocab_size))

@@ -44,21 +44,11 @@ class ServiceMetrics:
         ProcessCollector(registry=self.registry)
 
     def count_call(self, method: str, code: str) -> None:
-        """Counts a gRPC call that has ended.
-
-        Args:
-            method: full name; the package is left out.
-            code: name of its status.
-        """
+        """Counts a gRPC call that has ended, under its status and the name of its method without the package."""
         self.grpc_requests.labels(method.rpartition(".")[2], code).inc()
 
     def watch_certificates(self, expiries: Callable[[], Mapping[str, float]]) -> None:
-        """Exports when certificates expire.
-
-        Args:
-            expiries: returns the time for each option that names a file of them, seconds since 1970. Called at each
-                scrape, on a thread.
-        """
+        """Exports when the certificates of each option expire, seconds since 1970. Asks at each scrape, on a thread."""
         self.registry.register(_CertificateCollector(expiries))
 
     def counter(

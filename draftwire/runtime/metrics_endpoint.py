@@ -4,13 +4,13 @@ A probe costs one small answer here, and no process, connection with TLS or gRPC
 """
 
 import asyncio
-from typing import Protocol
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from starlette.types import Receive, Scope, Send
 
 from draftwire.runtime.addresses import is_loopback, is_named_here
 from draftwire.runtime.http_server import HttpEndpoint, HttpListener
+from draftwire.runtime.interceptor import ServiceGate
 from draftwire.runtime.settings import ConnectionSettings, ServerSettings
 
 METRICS = "/metrics"
@@ -24,7 +24,6 @@ class MetricsPage:
     """The metrics of a registry, as text; made on a thread, once for all who wait for it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Makes no text yet."""
         self._registry = registry
         self._rendering = asyncio.Lock()
         self._next: asyncio.Task[bytes] | None = None
@@ -42,33 +41,11 @@ class MetricsPage:
             return await asyncio.to_thread(generate_latest, self._registry)
 
 
-class State(Protocol):
-    """State of a service, for probes."""
-
-    @property
-    def refusal(self) -> str:
-        """Reason why it refuses calls; empty if it does not."""
-
-    @property
-    def unready(self) -> str:
-        """Reason why it should get no calls, refused or not; empty if it is ready."""
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it can become ready without a restart."""
-
-
 class MetricsApp:
     """The ASGI application of `/metrics`, `/livez` and `/readyz`."""
 
-    def __init__(self, page: MetricsPage, state: State, *, is_local: bool) -> None:
-        """Wraps a page.
-
-        Args:
-            page: the metrics.
-            state: of the service.
-            is_local: whether this machine alone is to read it, so not a page of a browser here.
-        """
+    def __init__(self, page: MetricsPage, state: ServiceGate, *, is_local: bool) -> None:
+        """`is_local`: this machine alone is to read it, so not a page of a browser here."""
         self._page = page
         self._state = state
         self._is_local = is_local

@@ -32,7 +32,6 @@ class OpenFilesLog:
     """Logs seldom that no more files can be opened: the event loop says so of each connection that it cannot accept."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Has logged nothing yet; `clock` returns seconds."""
         self._clock = clock
         self._logged_at = -AGAIN_SECONDS
         self._num_failures = 0

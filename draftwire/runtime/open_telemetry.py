@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import structlog
@@ -22,9 +22,11 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from typing_extensions import override
 
 from draftwire import __version__
-from draftwire.runtime.tracing import Attributes
 
 log = structlog.get_logger()
+
+Attributes = Mapping[str, bool | int | float | str]
+"""Integers must fit into signed 64 bits; session ids, which may not, are written as text."""
 
 EXPORT_SECONDS = 10.0
 """Timeout of the export of one batch, retries included."""
@@ -46,11 +48,7 @@ class WallClock:
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
 
     def at(self, moment: float) -> int:
-        """Returns nanoseconds since the Unix epoch.
-
-        Args:
-            moment: by `time.perf_counter`, seconds.
-        """
+        """Returns nanoseconds since the Unix epoch, of a time by `time.perf_counter` in seconds."""
         return self._offset_ns + round(moment * 1e9)
 
     def now(self) -> int:
@@ -108,7 +106,6 @@ class CountingProcessor(BatchSpanProcessor):
     """Drops spans before the SDK's queue overflows, where they would be lost uncounted: docs/decisions/0015."""
 
     def __init__(self, exporter: ForgivingExporter) -> None:
-        """Exports through `exporter`, which counts queued and lost spans."""
         super().__init__(exporter, max_queue_size=QUEUE_SPANS)
         self._admit = exporter.admit
 
@@ -122,7 +119,6 @@ class OtlpSpan:
     """An open span."""
 
     def __init__(self, span: trace.Span, clock: WallClock) -> None:
-        """Wraps a started span."""
         self._span = span
         self._clock = clock
         self.context = span.get_span_context()
@@ -140,10 +136,12 @@ class OtlpSpan:
 
 
 class OtlpTracer:
-    """`Tracer` that exports over OTLP."""
+    """Makes spans, and exports them over OTLP. No method but `close` waits for the collector, and none fails if it is
+    unreachable.
+    """
 
     def __init__(self, exporter: SpanExporter, service: str, instance: str) -> None:
-        """Exports through `exporter`, as an instance of a service; see `open_tracer`."""
+        """Exports through `exporter`, as an instance of a service; see `tracing.open_tracer`."""
         self._exporter = exporter
         self._clock = WallClock()
         names = {SERVICE_NAME: f"draftwire-{service}", SERVICE_INSTANCE_ID: instance, SERVICE_VERSION: __version__}
@@ -154,7 +152,7 @@ class OtlpTracer:
 
     @classmethod
     def to(cls, endpoint: str, service: str, instance: str) -> "OtlpTracer":
-        """Returns a tracer that exports to the collector at `endpoint`; see `open_tracer`. Does not wait for it."""
+        """Returns a tracer that exports to the collector at `endpoint`, without waiting for it."""
         # The SDK logs every failure: see `ForgivingExporter`.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         exporter = OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http://"), timeout=EXPORT_SECONDS)
@@ -163,7 +161,10 @@ class OtlpTracer:
     def start(
         self, name: str, parent: trace.SpanContext | None, attributes: Attributes, *, is_entry: bool = False
     ) -> OtlpSpan:
-        """Starts a span at the current time; see `Tracer.start`."""
+        """Starts a span at the current time; without a parent, a trace.
+
+        `is_entry` is whether it is a client's request (span kind SERVER).
+        """
         kind = trace.SpanKind.SERVER if is_entry else trace.SpanKind.INTERNAL
         return OtlpSpan(
             self._tracer.start_span(name, _context_under(parent), kind, attributes, start_time=self._clock.now()),
@@ -173,7 +174,7 @@ class OtlpTracer:
     def record(
         self, name: str, parent: trace.SpanContext, started_at: float, ended_at: float, attributes: Attributes
     ) -> None:
-        """Records a completed span; see `Tracer.record`."""
+        """Records a completed span, whose times are by `time.perf_counter`, seconds."""
         clock = self._clock
         span = self._tracer.start_span(
             name, _context_under(parent), attributes=attributes, start_time=clock.at(started_at)

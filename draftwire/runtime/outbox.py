@@ -25,12 +25,8 @@ async def exchange(
 ) -> None:
     """Runs the reader and the writer of a stream concurrently until either ends, then cancels the other.
 
-    Args:
-        reading: the reader.
-        writing: the writer.
-        end_writing: makes the writer end after what it has left to write. Called when the reader has ended, and the
-            writer is then waited for: a write that is cancelled leaves a call without a status. Without it, the writer
-            is cancelled.
+    With `end_writing`, the writer is not cancelled when the reader has ended: it is made to end after what it has left
+    to write, and waited for. A write that is cancelled leaves a call without a status.
 
     Raises:
         Exception: raised by the side that ended first; if that is the reader and it raised nothing, by the writer that
@@ -59,11 +55,7 @@ class Outbox(Generic[Item]):
     """
 
     def __init__(self, bound: int = 65_536) -> None:
-        """Makes an empty outbox.
-
-        Args:
-            bound: capacity, items. A stream whose peer reads too slowly to stay below it is broken.
-        """
+        """Makes an empty outbox. A stream whose peer reads too slowly to stay below `bound` items is broken."""
         self._items: list[Item] = []
         self._filled = asyncio.Event()
         self._bound = bound

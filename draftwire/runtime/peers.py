@@ -1,5 +1,6 @@
 """Client of `ModelService`: a peer's model, vocabulary and tokenizer."""
 
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,6 +26,14 @@ def received(response: Response | None) -> Response:
     return response
 
 
+async def _answer(call: Awaitable[Response]) -> Response:
+    """Returns the response of a call, whose failure is raised as an error of ours."""
+    try:
+        return received(await call)
+    except grpc.aio.AioRpcError as error:
+        raise error_of(error) from error
+
+
 @dataclass(frozen=True, slots=True)
 class ModelPeer:
     """Queries the model of a peer. `describe` waits for the peer to come up; all calls have a deadline."""
@@ -40,30 +49,21 @@ class ModelPeer:
             UnavailableError: no response before the deadline.
             ProtocolViolationError: the response is no message.
         """
-        stub = model_pb2_grpc.ModelServiceStub(self.channel)
-        try:
-            answer = await stub.GetModel(model_pb2.GetModelRequest(), timeout=self.timeout_s, wait_for_ready=True)
-        except grpc.aio.AioRpcError as error:
-            raise error_of(error) from error
-        return messages.model_from_proto(received(answer).model)
+        stub, request = model_pb2_grpc.ModelServiceStub(self.channel), model_pb2.GetModelRequest()
+        answer = await _answer(stub.GetModel(request, timeout=self.timeout_s, wait_for_ready=True))
+        return messages.model_from_proto(answer.model)
 
     async def vocabulary(self) -> list[str]:
         """Returns the token strings of the peer's model."""
         stub = model_pb2_grpc.ModelServiceStub(self.channel)
-        try:
-            answer = await stub.GetVocabulary(model_pb2.GetVocabularyRequest(), timeout=self.timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_of(error) from error
-        return list(received(answer).tokens)
+        answer = await _answer(stub.GetVocabulary(model_pb2.GetVocabularyRequest(), timeout=self.timeout_s))
+        return list(answer.tokens)
 
     async def tokenizer_files(self) -> dict[str, bytes]:
         """Returns the files of the peer's tokenizer."""
         stub = model_pb2_grpc.ModelServiceStub(self.channel)
-        try:
-            answer = await stub.GetTokenizer(model_pb2.GetTokenizerRequest(), timeout=self.timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_of(error) from error
-        return {file.name: file.content for file in received(answer).files}
+        answer = await _answer(stub.GetTokenizer(model_pb2.GetTokenizerRequest(), timeout=self.timeout_s))
+        return {file.name: file.content for file in answer.files}
 
 
 async def check_vocabularies(target: ModelPeer, drafter: ModelPeer) -> None:

@@ -60,7 +60,6 @@ class LostErrors:
     """Logs exceptions that were never retrieved. asyncio's own handler would also print the task's contents."""
 
     def __init__(self) -> None:
-        """Has logged nothing yet."""
         self._open_files = OpenFilesLog()
 
     def __call__(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

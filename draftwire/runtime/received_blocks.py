@@ -23,14 +23,10 @@ async def decoded_blocks(
     limits: tuple[int, int, int],
     most_blocks: int = messages.MAX_BLOCKS,
 ) -> list[ReceivedBlock]:
-    """Decodes the draft blocks of the message that the current call has just received.
+    """Decodes the draft blocks of the message that the current call has just received, `most_blocks` at most.
 
-    Args:
-        blocks: the message's.
-        drafter_id: the sender.
-        limits: the vocabulary size of the target, the most draft tokens of a block, and the most nodes of a token tree;
-            see `messages.blocks_from_proto`.
-        most_blocks: in a message.
+    `limits` are the vocabulary size of the target, the most draft tokens of a block, and the most nodes of a token
+    tree; see `messages.blocks_from_proto`.
 
     Raises:
         ProtocolViolationError: there are more. None is decoded.

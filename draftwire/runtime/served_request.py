@@ -52,11 +52,7 @@ def note_caller(name: str) -> None:
 
 @contextmanager
 def serving(given_id: str | None) -> Iterator[ServedRequest]:
-    """Serves a request within the block: log lines get its id as `request_id`.
-
-    Args:
-        given_id: the client's id; None if it sent none. One that is not valid is replaced.
-    """
+    """Serves a request within the block: log lines get its id as `request_id`. One that is not valid is replaced."""
     is_valid = given_id is not None and _VALID.fullmatch(given_id) is not None
     request = ServedRequest(str(given_id) if is_valid else secrets.token_hex(16))
     token = _served.set(request)

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 import structlog
@@ -16,12 +16,15 @@ from draftwire.runtime.addresses import host_and_port, is_taken
 from draftwire.runtime.call_limits import CallLimits
 from draftwire.runtime.channels import server_options
 from draftwire.runtime.http_connection import ON_THE_WAY_SECONDS
+from draftwire.runtime.http_server import HttpListener
 from draftwire.runtime.interceptor import Admit, EndedCall, ServiceGate, admit_all, ignore_ends
 from draftwire.runtime.metrics import ServiceMetrics
 from draftwire.runtime.metrics_endpoint import metrics_listener
 from draftwire.runtime.settings import ConnectionSettings, ServerSettings
 from draftwire.runtime.time_limits import Watchdog
-from draftwire.runtime.tracing import Tracer
+
+if TYPE_CHECKING:  # imported only if tracing is on
+    from draftwire.runtime.open_telemetry import OtlpTracer
 
 log = structlog.get_logger()
 
@@ -33,33 +36,6 @@ READINESS_SECONDS = 0.25
 
 STOP_SECONDS = 1.0
 """Default grace period for calls that are still running after the drain."""
-
-
-class Listener(Protocol):
-    """A server for another protocol than gRPC, in the same event loop."""
-
-    @property
-    def name(self) -> str:
-        """Prefix of its port in the log: `<name>_port`."""
-
-    async def start(self, gate: ServiceGate) -> int:
-        """Listens, and returns the port. Calls are refused while `gate.refusal` is set.
-
-        Raises:
-            UnavailableError: the port is not available.
-        """
-
-    async def run(self) -> None:
-        """Serves until it is stopped; raises the error if it ends otherwise. Called after `start`."""
-
-    async def drain(self) -> None:
-        """Lets connections end that have no call, so that callers go elsewhere, and returns soon. Called after `start`.
-
-        Calls are refused after that: those that were on their way are still served.
-        """
-
-    async def stop(self) -> None:
-        """Ends calls that are still running after the drain. Called whether it was started or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +68,9 @@ class Service:
     """TLS; None is plaintext."""
     watchdog: Watchdog | None = None
     """Watches the device, once the service has started."""
-    listeners: Sequence[Listener] = ()
+    listeners: Sequence[HttpListener] = ()
     """Servers for other protocols."""
-    tracer: Tracer | None = None
+    tracer: "OtlpTracer | None" = None
     """Closed last."""
     why_unready: Callable[[], str] = str
     """Returns why the service should get no calls although it takes them, such as a lost peer; empty if it should."""
@@ -110,7 +86,6 @@ class Running:
     """
 
     def __init__(self, service: Service) -> None:
-        """Prepares; see `start`."""
         self.ports: Mapping[str, int | None] = {}
         self._service = service
         self._gate = ServiceGate(service.limits, service.admit, self._count, service.why_unready)
@@ -118,7 +93,7 @@ class Running:
         self._server = grpc.aio.server(interceptors=[self._gate], options=options)
         self._probe = health.aio.HealthServicer()
         metrics = metrics_listener(service.metrics.registry, service.settings, service.connections)
-        self._listeners: Sequence[Listener] = (*service.listeners, *([metrics] if metrics is not None else []))
+        self._listeners: Sequence[HttpListener] = (*service.listeners, *([metrics] if metrics is not None else []))
         self._tasks: list[asyncio.Task[None]] = []
         self._leaving: asyncio.Task[None] | None = None
         """Waits until the calls have ended that ran when users were sent elsewhere."""
@@ -186,11 +161,7 @@ class Running:
             await asyncio.wait({self._leaving}, timeout=ON_THE_WAY_SECONDS)
 
     async def stop(self, grace_s: float = STOP_SECONDS) -> None:
-        """Ends running calls and releases all resources. Call once, in any state.
-
-        Args:
-            grace_s: grace period for calls that are still running, seconds.
-        """
+        """Ends running calls, after a grace period, and releases all resources. Call once, in any state."""
         service = self._service
         stops = (
             self._server.stop(grace=grace_s),
@@ -280,7 +251,7 @@ def _bind(server: grpc.aio.Server, service: Service) -> int:
         raise failure from error
 
 
-async def _run(service: Service, listeners: Sequence[Listener]) -> None:
+async def _run(service: Service, listeners: Sequence[HttpListener]) -> None:
     """Runs the service and its listeners until one of them ends, or it is cancelled."""
     coroutines = (service.run(), *(listener.run() for listener in listeners))
     works = [asyncio.ensure_future(coroutine) for coroutine in coroutines]

@@ -249,10 +249,7 @@ class EngineSettings:
         require(0.0 < self.watchdog_s < float("inf"), "watchdog_s must be positive")
 
     def check_device(self, device: str) -> None:
-        """Checks that `gpu_memory_utilization` has an effect, if it is set.
-
-        Args:
-            device: of the model.
+        """Checks that `gpu_memory_utilization` has an effect on the model's device, if it is set.
 
         Raises:
             InvalidRequestError: it is set, and has none.

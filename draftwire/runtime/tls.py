@@ -49,7 +49,6 @@ class TlsFiles(WatchedFiles[TlsMaterial]):
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], TlsMaterial]) -> None:
-        """See `WatchedFiles`."""
         super().__init__("certificates", paths, read)
         self._expiry_log = ExpiryLog()
         self.current()
@@ -170,15 +169,9 @@ class Dialler:
     """Opens a service's channels to other services: over TLS only if `tls_ca` is set, else in plaintext."""
 
     def __init__(self, connections: ConnectionSettings, settings: TlsSettings, files: TlsFiles | None) -> None:
-        """Takes the service's connection and TLS settings and its TLS files; `Dialler.plaintext` needs no TLS."""
         self.connections = connections
         self._settings = settings
         self._files = files if settings.tls_ca is not None else None
-
-    @classmethod
-    def plaintext(cls, connections: ConnectionSettings) -> "Dialler":
-        """Returns a dialler without TLS, whatever machine is called."""
-        return cls(connections, TlsSettings(allow_plaintext=True), None)
 
     @property
     def material(self) -> TlsMaterial | None:
@@ -188,9 +181,8 @@ class Dialler:
     def open(self, address: str, *, bulk: bool) -> grpc.aio.Channel:
         """Returns a channel to host:port that uses the current TLS files for its whole life.
 
-        Args:
-            address: host:port.
-            bulk: for large messages, on a TCP connection of its own, so that they do not delay commands and events.
+        A `bulk` one is for large messages, on a TCP connection of its own, so that they do not delay commands and
+        events.
 
         Raises:
             InvalidRequestError: another machine would be called in plaintext, which is not allowed. Addresses that are

@@ -37,14 +37,7 @@ class BoundedReads(asyncio.BufferedProtocol):
         most_bytes: int,
         num_connections: Callable[[], int],
     ) -> None:
-        """Takes the protocol's place.
-
-        Args:
-            transport: the connection without TLS.
-            tls: asyncio's protocol.
-            most_bytes: of a read.
-            num_connections: returns how many connections of the server are open.
-        """
+        """Takes the protocol's place. Reads have at most `most_bytes`; `num_connections` counts those of the server."""
         self.is_shaking_hands = True
         """Set to False when the handshake is done."""
         self._transport, self._tls = transport, tls

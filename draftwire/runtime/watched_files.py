@@ -23,12 +23,7 @@ class WatchedFiles(Generic[Content]):
     """
 
     def __init__(self, what: str, paths: Sequence[Path], read: Callable[[], Content]) -> None:
-        """Loads the files.
-
-        Args:
-            what: name of the files in the log.
-            paths: the files.
-            read: reads and validates them; raises InvalidRequestError if they are not valid.
+        """Loads the files by `read`, which also validates them. `what` is their name in the log.
 
         Raises:
             InvalidRequestError: the files are not valid.

@@ -1,7 +1,15 @@
-"""The loss that pulls a drafter's distribution to the target's."""
+"""Losses that pull a drafter's distribution to the target's."""
 
-from torch import Tensor
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
 from torch.nn import functional
+
+from draftwire.training.precision import fast_type
+
+STEP_DECAY = 0.8
+"""Weight of a draft token's loss, as a share of that of the one before it: it only matters if that one is accepted."""
 
 
 def divergence(target: Tensor, draft_logits: Tensor, draft_ids: Tensor | None = None) -> Tensor:
@@ -20,3 +28,29 @@ def divergence(target: Tensor, draft_logits: Tensor, draft_ids: Tensor | None = 
     cross_entropy = -(target * draft_log).sum(-1)
     total_variation = 0.5 * (target - draft_log.exp()).abs().sum(-1)
     return (cross_entropy + 2.0 * total_variation).mean()
+
+
+def head_loss(draft_ids: Tensor | None) -> Callable[..., Tensor]:
+    """Returns a loss for batches as `streamed_lessons` yields them, on the device of the head.
+
+    The head computes in bfloat16 where the device has instructions for it, from weights in float32. `draft_ids` are as
+    for `divergence`.
+
+    Source: the weights are those of EAGLE-3's own training (arXiv 2503.01840); the distance is that of DistillSpec.
+    """
+
+    def loss(head: nn.Module, ids: Tensor, features: Tensor, target_logits: Tensor) -> Tensor:
+        count = features.shape[1]
+        is_mixed = fast_type(ids.device) is torch.bfloat16
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=is_mixed):
+            drafted = head(features, ids)
+        target = target_logits.float().softmax(-1)
+        total, weights = ids.new_zeros((), dtype=torch.float32), 0.0
+        for step, logits in enumerate(drafted):
+            wanted = target[:, 1 + step : 1 + step + count]
+            weight = STEP_DECAY**step
+            total = total + weight * divergence(wanted, logits.float(), draft_ids)
+            weights += weight
+        return total / weights
+
+    return loss

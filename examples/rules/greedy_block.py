@@ -35,7 +35,6 @@ class GreedyBlockRule(StatefulRule):
     name = "greedy_block"
 
     def __init__(self) -> None:
-        """Starts without modifications."""
         self.modifications: Modifications | None = None
 
     @override

@@ -68,7 +68,7 @@ class Continued:
         """Returns the blocks that begin with each text's last token."""
         starts = texts.last_tokens(blocks.pair.vocab_size)
         text_of, block_of = (starts.unsqueeze(1) == blocks.contexts).nonzero(as_tuple=True)
-        given, state = blocks.select(block_of), texts.select(text_of).state
+        given, state = chosen(blocks.batch, block_of), texts.select(text_of).state
         return cls(text_of, block_of, modify(given, state), given)
 
 

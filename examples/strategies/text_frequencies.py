@@ -26,7 +26,6 @@ class Text:
     num_unread = num_reused = 0
 
     def __init__(self, token_ids: list[int]) -> None:
-        """Starts with a prompt."""
         self.token_ids = list(token_ids)
 
     def calibrate(self, base_len: int, token_ids: list[int]) -> None:

@@ -382,7 +382,7 @@ def test_command_fails_if_any_of_several_rules_does(
         findings = Findings()
         if rule.name in wrong:
             findings.require(Kind.LAW, 1.0, 0.0, "here")
-        return RuleReport(rule.name, True, "stated", 1, 0.0, 1.0, None, 1.0, 1.0, findings.failures)
+        return RuleReport(rule.name, True, "stated", 1, 0.0, findings.failures, 1.0, None, 1.0, 1.0)
 
     monkeypatch.setattr("draftwire.checking.check", checked)
     assert CliRunner().invoke(app, ["check-rule", "block", "token"]).exit_code == status

@@ -23,7 +23,7 @@ from draftwire.runtime import open_telemetry
 from draftwire.runtime.open_telemetry import ABORT_SECONDS, FLUSH_SECONDS, ForgivingExporter, OtlpTracer, WallClock
 from draftwire.runtime.settings import TracingSettings
 from draftwire.runtime.traceparent import parse_own_traceparent, traceparent_of
-from draftwire.runtime.tracing_setup import open_tracer
+from draftwire.runtime.tracing import open_tracer
 from draftwire_gateway.session.spans import RequestTracing
 from tests.trace_collector import span_context
 

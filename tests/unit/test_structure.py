@@ -170,7 +170,7 @@ OF_EACH_SERVICE = frozenset(
 """Files that services have alike, of the same kind in each."""
 TWINS = frozenset({"Completed", "Scheduler", "Step", "StepItem", "StepResult"})
 """What both schedulers call theirs."""
-TWIN_CLIENTS = frozenset({"OpenStream", "StartCall"})
+TWIN_CLIENTS = frozenset({"StartCall"})
 """What the blocking and the asynchronous client call theirs."""
 
 

@@ -106,8 +106,8 @@ def test_pair_agrees_as_wanted_on_texts_of_the_targets_own(temperature: float, t
     pair = made(temperature)
     found = agreement_along(pair, write_texts(pair.target, temperature), temperature)
     assert found == pytest.approx(AGREEMENT, abs=tolerance)
-    assert found == pytest.approx(pair.agreement, abs=tolerance)
-    assert 0 < pair.standard_error < 0.013
+    assert found == pytest.approx(pair.agreement.mean, abs=tolerance)
+    assert 0 < pair.agreement.standard_error < 0.013
 
 
 @torch.no_grad()
@@ -120,7 +120,7 @@ def test_long_greedy_text_agrees_like_a_short_one() -> None:
     assert torch.equal(choices[0], texts[:, -80:])
     circles = [text for text in texts[:, -40:] if len(text.unique()) <= 10]
     assert len(circles) <= 4
-    assert float((choices[0] == choices[1]).double().mean()) == pytest.approx(pair.agreement, abs=0.06)
+    assert float((choices[0] == choices[1]).double().mean()) == pytest.approx(pair.agreement.mean, abs=0.06)
 
 
 @every(("query_scale", "fewest", "most"), [(synthesis.QUERY_SCALE, 0, 5), (1.0, 12, 64)])
@@ -194,19 +194,19 @@ def test_agreement_of_one_makes_equal_models() -> None:
     pair = make(agreement=1.0)
     tokens = torch.arange(20)[None]
     assert pair.scale == 0
-    assert pair.agreement == pytest.approx(1)
+    assert pair.agreement.mean == pytest.approx(1)
     with torch.no_grad():
         assert torch.equal(pair.target(tokens).logits, pair.drafter(tokens).logits)
 
 
 def test_distributions_have_the_entropy_of_real_ones(pair) -> None:
-    assert pair.entropy == pytest.approx(synthesis.ENTROPY, abs=0.3)
+    assert pair.agreement.entropy == pytest.approx(synthesis.ENTROPY, abs=0.3)
 
 
 def test_bfloat16_pair_is_drawn_in_its_type_and_agrees() -> None:
     pair = make(dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in pair.target.parameters()} == {torch.bfloat16}
-    assert pair.agreement == pytest.approx(AGREEMENT, abs=0.03)
+    assert pair.agreement.mean == pytest.approx(AGREEMENT, abs=0.03)
 
 
 def test_tied_head_does_not_repeat_its_input() -> None:
@@ -258,7 +258,7 @@ def test_synthesis_file_says_how_the_pair_was_made(pair, folder) -> None:
     facts = json.loads((folder / "synthesis.json").read_text())
     assert ModelShape(**facts["shape"]) == TINY
     assert (facts["seed"], facts["scale"], facts["temperature"]) == (3, pair.scale, 1.0)
-    assert (facts["wanted_agreement"], facts["measured_agreement"]) == (AGREEMENT, pair.agreement)
+    assert (facts["wanted_agreement"], facts["measured_agreement"]) == (AGREEMENT, pair.agreement.mean)
     assert (facts["draft_layers"], facts["dtype"]) == (2, "float32")
 
 

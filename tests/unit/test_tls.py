@@ -355,7 +355,6 @@ async def test_other_machines_are_called_over_tls_or_where_that_is_allowed(ca: t
     identity = write_identity(tmp_path / "caller", ca)
     for settings in (TlsSettings(allow_plaintext=True), TlsSettings(tls_ca=identity["tls_ca"])):
         await Dialler(CONNECTIONS, settings, watch_tls(settings)).open("10.0.0.1:1", bulk=True).close()
-    await Dialler.plaintext(CONNECTIONS).open("10.0.0.1:1", bulk=True).close()
 
 
 # The client of users

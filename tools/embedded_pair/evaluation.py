@@ -39,12 +39,8 @@ def share_repeated(
 ) -> float:
     """Returns which share of a text's tokens the model gives again, after the text and the beginning of its copy.
 
-    Args:
-        model: the model, which takes the likeliest token each time.
-        texts: ids of texts, each of more than `lead + length` tokens; what is beyond is not used.
-        separator: stands before each copy.
-        lead: tokens of the copy that the model is given.
-        length: tokens that it writes.
+    Texts have more than `lead + length` ids; what is beyond is not used. The model is given `lead` tokens of the copy,
+    behind a separator, and writes `length`, each time the likeliest one.
     """
     same = 0
     for text in texts:
@@ -85,16 +81,7 @@ def measure_acceptance(
     temperature: float,
     block_length: int,
 ) -> Acceptance:
-    """Measures acceptance over 128 generated tokens per prompt, in one process.
-
-    Args:
-        target: verifies.
-        drafter: a model, or a head of the target.
-        prompts: token ids.
-        rule: as of `LocalRun`.
-        temperature: of the sampling.
-        block_length: draft tokens per round.
-    """
+    """Measures acceptance over 128 generated tokens per prompt, in one process."""
     context_length = int(target.config.max_position_embeddings)
     strategy: DraftingStrategy
     if isinstance(drafter, LlamaForCausalLM):

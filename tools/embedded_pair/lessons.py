@@ -57,10 +57,8 @@ class Lessons:
     def batches(self, plan: TrainingPlan, first_step: int = 0) -> Iterator[TrainingBatch]:
         """Yields ids `[batch, length + 1] int64` and states `[batch, length, width] float32` from `first_step` on.
 
-        Args:
-            plan: has the phases of the lessons' plan and as many tokens in a batch. Every epoch of a phase reads each
-                of its batches once, in an order of its own.
-            first_step: of `plan`.
+        `plan` has the phases of the lessons' plan and as many tokens in a batch. Every epoch of a phase reads each of
+        its batches once, in an order of its own.
         """
         begun = 0
         for number, ended in enumerate(plan.phase_ends):

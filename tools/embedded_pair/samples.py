@@ -16,14 +16,8 @@ def sample_continuations(
 ) -> NDArray[np.uint16]:
     """Draws `new_tokens` after each prompt and returns prompt and continuation, `[batch, length]`.
 
-    The drafter is used on the target's own text, so it is trained on that text too.
-
-    Args:
-        target: the trained target.
-        prompts: `[batch, prompt_length] uint16`.
-        new_tokens: tokens to draw per prompt.
-        temperature: above 0.
-        generator: source of every random number drawn here, on the target's device.
+    The drafter is used on the target's own text, so it is trained on that text too. The prompts are
+    `[batch, prompt_length] uint16`, the generator is on the target's device.
     """
     ids = torch.from_numpy(prompts.astype(np.int64)).to(target.device)
     produced, cache, step_input = [ids], None, ids

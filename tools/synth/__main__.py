@@ -120,7 +120,8 @@ def _print_trial(console: "Console", trial: "Trial", started: float) -> None:
 
 
 def _print_pair(pair: "SyntheticPair", duration_s: float) -> None:
-    typer.echo(f"agreement  {pair.agreement:.3f} +- {pair.standard_error:.3f} at temperature {pair.temperature:g}")
+    found = pair.agreement
+    typer.echo(f"agreement  {found.mean:.3f} +- {found.standard_error:.3f} at temperature {pair.temperature:g}")
     typer.echo(f"scale      {pair.scale:.5f}")
     for name, model in (("target", pair.target), ("drafter", pair.drafter)):
         parameters = sum(parameter.numel() for parameter in model.parameters())

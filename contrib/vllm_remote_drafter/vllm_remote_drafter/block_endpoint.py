@@ -35,13 +35,10 @@ class BlockEndpoint:
     def __init__(
         self, target: ModelDescription, num_draft_tokens: int, deliver: Callable[[Sequence[ReceivedBlock]], int]
     ) -> None:
-        """Prepares.
+        """Sends `target` to drafters as their welcome, and takes no blocks longer than `num_draft_tokens`.
 
-        Args:
-            target: sent to drafters as their welcome.
-            num_draft_tokens: longer blocks are not taken.
-            deliver: gets what arrives, on the event loop, and returns how many of it were of use. Who may send a block
-                is shown by its fence alone, which holds the session's random id.
+        `deliver` gets what arrives, on the event loop, and returns how many of it were of use. Who may send a block is
+        shown by its fence alone, which holds the session's random id.
         """
         self._target = target
         self._num_draft_tokens = num_draft_tokens

@@ -55,12 +55,8 @@ class RemoteSession:
     """One text's session on a drafter, and the `Inbox` of its events."""
 
     def __init__(self, drafter: DrafterLink, spec: DraftSessionSpec, refusals: "Lateness") -> None:
-        """Starts to open the session.
-
-        Args:
-            drafter: where.
-            spec: of the session.
-            refusals: how often in a row sessions of the drafter have failed. None any more once it has opened one.
+        """Starts to open the session. `refusals`: how often in a row sessions of the drafter have failed, until one is
+        opened.
         """
         self.drafter = drafter
         self.session_id = spec.session_id
@@ -195,8 +191,7 @@ class DraftedTexts:
     def ask(self, rows: Mapping[int, RowIds]) -> dict[int, Future[list[int]]]:
         """Requests a block for each text whose drafter is ready for one; opens sessions for new texts.
 
-        Args:
-            rows: the text in each row of vLLM's batch that has a new token.
+        `rows` are the texts, by their row of vLLM's batch, that have a new token.
 
         Returns:
             By row, the tokens to come; none if they cannot come any more.

@@ -45,10 +45,7 @@ class RemoteDrafter:
     """
 
     def __init__(self, config: Any) -> None:
-        """Reads the settings.
-
-        Args:
-            config: of vLLM.
+        """Reads the settings from vLLM's configuration.
 
         Raises:
             InvalidRequestError: see `parse_settings`.

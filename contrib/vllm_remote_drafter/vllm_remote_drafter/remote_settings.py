@@ -51,9 +51,6 @@ class RemoteDrafterSettings:
 def parse_settings(additional_config: Mapping[str, Any]) -> RemoteDrafterSettings:
     """Returns the settings that vLLM was started with.
 
-    Args:
-        additional_config: of vLLM.
-
     Raises:
         InvalidRequestError: there are none, one is unknown, or a value is of the wrong type or out of range.
     """

@@ -24,7 +24,6 @@ class TraineeNorm(nn.Module):
     """RMSNorm."""
 
     def __init__(self, size: int, epsilon: float) -> None:
-        """Starts with scales of one."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self._epsilon = epsilon

@@ -41,15 +41,11 @@ class DraftAcceptance:
 def draft_acceptance(
     head: nn.Module, draft_ids: torch.Tensor | None, lessons: Iterable[TrainingBatch]
 ) -> list[DraftAcceptance]:
-    """Measures a head on texts, as if every draft token before were that of the text.
+    """Measures a head on at least two texts, as if every draft token before were that of the text.
 
     Acceptance at temperature 0 is whether both choose the same token, at 1 the overlap of both distributions, which is
-    the acceptance probability under the rule `token`.
-
-    Args:
-        head: as for `head_loss`.
-        draft_ids: as for `head_loss`.
-        lessons: batches as `streamed_lessons` yields them; at least two texts in all.
+    the acceptance probability under the rule `token`. Lessons are as `streamed_lessons` yields them, `draft_ids` as for
+    `head_loss`.
 
     Source: Leviathan et al. 2023 (arXiv 2211.17192), Corollary 3.6.
     """

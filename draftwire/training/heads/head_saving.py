@@ -24,13 +24,7 @@ def save_head(
     EAGLE-3 is written as `speculators` 0.4 reads it, Medusa as its registered configuration states; of Hydra, that
     package has no released version, and the names are those of its repository, with one output layer, the target's.
 
-    Args:
-        head: the trained head.
-        shape: of the head.
-        target: folder of the target, whose name the configuration states.
-        folder: where to write; created if it is missing.
-        draft_ids: `[draft_vocab_size] int64`; None if the head drafts all ids.
-        dtype: of the weights.
+    `draft_ids` is `[draft_vocab_size] int64`; None if the head drafts all ids.
     """
     folder.mkdir(parents=True, exist_ok=True)
     kind = shape.config.kind

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftwire.errors import InvalidRequestError
@@ -23,22 +23,22 @@ from draftwire.options.heads.head_formats import TargetFacts
 from draftwire.options.heads.head_names import HeadKind
 from draftwire.options.heads.head_shape import HeadShape
 from draftwire.training.batches import TrainingBatch, TrainingTexts, batches
+from draftwire.training.distillation import head_loss
 from draftwire.training.heads.eagle_trainee import EagleTrainee
 from draftwire.training.heads.head_acceptance import DraftAcceptance, draft_acceptance
 from draftwire.training.heads.head_lessons import streamed_lessons
-from draftwire.training.heads.head_loss import head_loss
 from draftwire.training.heads.head_recipe import HeadRecipe
 from draftwire.training.heads.head_saving import save_head
-from draftwire.training.heads.head_start import start_from
 from draftwire.training.heads.mlp_trainee import MlpTrainee
 from draftwire.training.trainer import Trainer
 
-TRAINABLE = (HeadKind.EAGLE3, HeadKind.MEDUSA, HeadKind.HYDRA)
 STATE = "training.pt"
 """File in the head's folder from which an interrupted training resumes; removed at its end."""
 HELD_OUT_TEXTS = 32
 """Windows that acceptance is measured on, before and after; they are not trained on."""
 HELD_OUT_TOKENS = 256
+SPREAD = 0.01
+"""Standard deviation of the output projections of an EAGLE-3 layer, so that it changes its input little at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,30 @@ def frequent_ids(sources: Sequence[TrainingTexts], count: int, vocab_size: int) 
     return torch.from_numpy(np.sort(order))
 
 
+@torch.no_grad()
+def start_from(trainee: EagleTrainee | MlpTrainee, target: Any, draft_ids: Tensor | None, seed: int) -> None:
+    """Initialises the weights of a head, in place: with the target's embeddings, output layer and norm.
+
+    The projections of EAGLE-3 start at random and keep the size of normalised rows. The target's own layers would not
+    help: they read and write states of another size.
+
+    The target is as `load_lean_model` returns it. `draft_ids` is `[draft_vocab_size] int64`; None if the head drafts
+    all ids.
+    """
+    trainee.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
+    output = target.lm_head.weight
+    trainee.lm_head.weight.copy_(output if draft_ids is None else output[draft_ids])
+    if isinstance(trainee, MlpTrainee):
+        trainee.target_norm.weight.copy_(target.model.norm.weight)
+        return
+    trainee.norm.weight.copy_(target.model.norm.weight)
+    generator = torch.Generator().manual_seed(seed)
+    for name, module in trainee.named_modules():
+        if isinstance(module, nn.Linear) and module is not trainee.lm_head:
+            spread = SPREAD if name.endswith(("o_proj", "down_proj")) else module.in_features**-0.5
+            module.weight.normal_(0.0, spread, generator=generator)
+
+
 def train_head(
     target: Path,
     sources: Sequence[TrainingTexts],
@@ -116,22 +140,13 @@ def train_head(
     recipe: HeadRecipe,
     out: Path,
     compiled: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
     report: Callable[[str], None] = print,
 ) -> TrainedHead:
     """Trains a head and saves it. An interrupted training resumes where it was, with the same recipe.
 
-    Args:
-        target: folder of a model of the Llama family.
-        sources: the texts.
-        held_out: ids of other texts, `HELD_OUT_TEXTS` windows at least.
-        recipe: how to train.
-        out: folder of the head.
-        compiled: whether to compile the training step.
-        dtype: of the weights in the folder.
-        device: a torch device, of the target and of the head. The texts' order does not depend on it.
-        report: called with a line of each measurement.
+    The target is of the Llama family. Acceptance is measured on `held_out`, ids of other texts, and reported line by
+    line. The order of the texts does not depend on the device.
 
     Raises:
         InvalidRequestError: the device is missing, the target cannot be loaded, or the texts are too short.
@@ -169,7 +184,7 @@ def train_head(
         recipe.kind.value,
     )
     after = measured("after")
-    save_head(head, shape, target, out, draft_ids, dtype)
+    save_head(head, shape, target, out, draft_ids, torch.bfloat16)
     (out / STATE).unlink()
     return TrainedHead(before, after)
 

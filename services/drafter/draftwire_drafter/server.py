@@ -24,7 +24,7 @@ from draftwire.runtime.outbox import exchange, in_turns
 from draftwire.runtime.service import Service
 from draftwire.runtime.time_limits import Watchdog
 from draftwire.runtime.tls import Dialler, expiries_of, server_credentials, watch_tls
-from draftwire.runtime.tracing_setup import open_tracer
+from draftwire.runtime.tracing import open_tracer
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, session_pb2
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
 from draftwire_drafter.config import DrafterConfig

@@ -27,7 +27,7 @@ from draftwire.runtime.logging import configure_logging
 from draftwire.runtime.process import run_service
 from draftwire.runtime.service import Service
 from draftwire.runtime.tls import Dialler, TlsFiles, expiries_of, server_context, server_credentials, watch_tls
-from draftwire.runtime.tracing_setup import open_tracer
+from draftwire.runtime.tracing import open_tracer
 from draftwire.runtime.unknown_fields import refuse_unknown_fields
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
 from draftwire_gateway.access_log import log_call

@@ -28,7 +28,7 @@ from draftwire.runtime.received_blocks import decoded_blocks
 from draftwire.runtime.service import Service
 from draftwire.runtime.time_limits import Watchdog
 from draftwire.runtime.tls import expiries_of, server_credentials, watch_tls
-from draftwire.runtime.tracing_setup import open_tracer
+from draftwire.runtime.tracing import open_tracer
 from draftwire.v1 import session_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
 from draftwire_verifier.brake import Brake

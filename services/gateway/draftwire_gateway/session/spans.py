@@ -5,13 +5,19 @@ choice                 one completion; the services' spans are below it too
 round, round, ...    one for each verdict, end to end
 """
 
+from __future__ import annotations  # OpenTelemetry is imported for the type checker only
+
 import random
+from typing import TYPE_CHECKING
 
 from draftwire.runtime.traceparent import parse_traceparent, traceparent_of
-from draftwire.runtime.tracing import PREFIX, Tracer, TraceSpan
+from draftwire.runtime.tracing import PREFIX
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.round_times import RoundTimes
 from draftwire_gateway.session.statistics import Statistics
+
+if TYPE_CHECKING:
+    from draftwire.runtime.open_telemetry import OtlpSpan, OtlpTracer
 
 _PARTS = ("lost", "prefill", "calibration", "draft", "queue", "verify", "wire", "gateway")
 """Parts of a round's time; see `RoundTimes`."""
@@ -28,7 +34,7 @@ _COUNTS = (
 class ChoiceSpans:
     """Span of one choice, and those of its rounds. Used on the event loop only."""
 
-    def __init__(self, tracer: Tracer, span: TraceSpan) -> None:
+    def __init__(self, tracer: OtlpTracer, span: OtlpSpan) -> None:
         """`span` is the choice's, already started."""
         self._tracer = tracer
         self._span = span
@@ -71,7 +77,7 @@ class ChoiceSpans:
 class RequestSpans:
     """Span of one request. Used on the event loop only."""
 
-    def __init__(self, tracer: Tracer, span: TraceSpan) -> None:
+    def __init__(self, tracer: OtlpTracer, span: OtlpSpan) -> None:
         """`span` is the request's, already started."""
         self._tracer = tracer
         self._span = span
@@ -97,7 +103,7 @@ class RequestSpans:
 class RequestTracing:
     """Decides which requests are traced."""
 
-    def __init__(self, tracer: Tracer, sample_ratio: float, generator: random.Random) -> None:
+    def __init__(self, tracer: OtlpTracer, sample_ratio: float, generator: random.Random) -> None:
         """`sample_ratio` is the share of traced requests among those without a traceparent of their own."""
         self._tracer = tracer
         self._sample_ratio = sample_ratio
