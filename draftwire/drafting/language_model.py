@@ -309,14 +309,7 @@ class LanguageModelDrafter:
     def _extend(
         self, members: list[BatchMember], tokens: Tensor, drawer: Drawer, indices: list[int]
     ) -> tuple[Tensor, bool]:
-        """Returns the logits after drawn tokens, `[members, vocab]`, and whether that took a forward pass.
-
-        Args:
-            members: those that draw another token.
-            tokens: the last that each has drawn.
-            drawer: has drawn them.
-            indices: of the members in the drawer.
-        """
+        """Returns the logits after drawn tokens, `[members, vocab]`, and whether that took a forward pass."""
         if not self.model.extends_exactly or all(member.request.continuation is None for member in members):
             return self.model.extend([member.sequence.cached for member in members], tokens), True
         rows: list[Tensor | None] = []

@@ -50,13 +50,7 @@ MakeHead = Callable[[ModelCard, Decoder], FeatureUser]
 def load_target(
     settings: ModelSettings, engine: EngineSettings, make_head: MakeHead | None = None
 ) -> FittedModel[SequenceModel]:
-    """Loads a verifier's model; see `load_model`.
-
-    Args:
-        settings: of the model.
-        engine: of the KV cache.
-        make_head: loads the head that drafts beside it; None if nothing does.
-    """
+    """Loads a verifier's model; see `load_model`."""
     if is_scripted(settings.model):
         refuse_settings_of_weights(settings, "a scripted model")
         torch.set_num_threads(settings.threads)  # verification rules still run on torch

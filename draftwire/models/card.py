@@ -76,10 +76,6 @@ def path_of(name: str, dtype: str, *, needs_weights: bool = True) -> str:
 def context_length_of(whole: PretrainedConfig, name: str) -> int:
     """Returns the number of positions that a model can attend to.
 
-    Args:
-        whole: its configuration.
-        name: of the model, for the message.
-
     Raises:
         InvalidRequestError: the model's configuration does not have it.
     """

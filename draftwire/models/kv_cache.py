@@ -63,11 +63,7 @@ class KvCache:
     """Allocator of the blocks of one model's KV cache."""
 
     def __init__(self, num_tokens: int) -> None:
-        """Starts with an empty cache.
-
-        Args:
-            num_tokens: capacity, at least 1; rounded up to whole blocks.
-        """
+        """Starts with an empty cache of at least one token; the capacity is rounded up to whole blocks."""
         self.num_blocks = blocks_for(num_tokens)
         self.sequences: set[CachedSequence] = set()
         self._free = FreeBlocks(self.num_blocks)

@@ -18,10 +18,6 @@ QUANTIZATIONS = ("quantization_config", "compression_config")
 def refuse_quantised(name: str, config: Any) -> None:
     """Refuses checkpoints whose weights are quantised.
 
-    Args:
-        name: of the model, for the message.
-        config: its configuration.
-
     Raises:
         InvalidRequestError: they are.
     """

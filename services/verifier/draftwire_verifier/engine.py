@@ -61,12 +61,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
         return num_tokens, seconds
 
     def run_largest(self, num_sessions: int, num_draft_tokens: int) -> None:
-        """Runs a step as large as any: a block of every session, judged by what takes the most memory, beside a prompt.
-
-        Args:
-            num_sessions: most sessions.
-            num_draft_tokens: of each block.
-        """
+        """Runs a step as large as any: a block of every session, judged by what takes most memory, beside a prompt."""
         model, rule, key = self.model, rule_named("block"), DrawKey(bytes(KEY_BYTES), 0, 0)
         drafted = [0] * min(num_draft_tokens, self._context_length - 1)
         prompt = [0] * min(LARGEST_CHUNK, self._context_length)

@@ -90,11 +90,6 @@ class Scheduler(SessionBook[TargetSession, Step]):
     def open(self, spec: TargetSessionSpec, lease_id: int, automaton: Automaton | None = None) -> TargetSession:
         """Admits a session.
 
-        Args:
-            spec: the session.
-            lease_id: lease that the session belongs to.
-            automaton: of its structured output, if it has one.
-
         Raises:
             InvalidRequestError: ids or parameters are out of range.
             ProtocolViolationError: the session was closed before it was opened.

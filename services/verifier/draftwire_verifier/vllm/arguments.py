@@ -121,10 +121,6 @@ def check_device(device: str, found: str) -> None:
 def engine_arguments(config: VerifierConfig, context_length: int) -> dict[str, Any]:
     """Returns the arguments of vLLM's `EngineArgs`.
 
-    Args:
-        config: of the verifier.
-        context_length: positions that the model can attend to.
-
     Raises:
         InvalidRequestError: `vllm_args` has one that is refused.
     """
