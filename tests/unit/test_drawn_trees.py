@@ -9,6 +9,7 @@ import torch
 from session_specs import salted
 from test_tree_drafts import DRAFTER, KEY, PROMPT, SAMPLINGS, SHAPES, STOPS, TARGET, VOCAB_SIZE, drafted, plain_text
 
+from benchmarks.planned_trees import shape_by_acceptance, shape_of_widths
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, Supports, decode_one
@@ -19,7 +20,7 @@ from draftwire.models.sequence_model import Reading
 from draftwire.options.trees.growth_plan import GrowthPlan, WantedTree
 from draftwire.options.trees.token_tree import ROOT, TokenTree
 from draftwire.options.trees.tree_model_drafter import TreeModelDrafter
-from draftwire.options.trees.tree_shapes import shape_by_acceptance, shape_by_rank, shape_of_widths
+from draftwire.options.trees.tree_shapes import shape_by_rank
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES

@@ -10,6 +10,7 @@ import torch
 from session_specs import salted
 from tiny_models import tiny_network
 
+from benchmarks.planned_trees import shape_by_acceptance, shape_of_widths
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.errors import UnavailableError
 from draftwire.method.block_shape import CHAIN
@@ -20,7 +21,6 @@ from draftwire.models.static_steps import static_if
 from draftwire.options.trees.growth_plan import WantedTree
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.options.trees.tree_model_drafter import TreeModelDrafter, TreeSequence
-from draftwire.options.trees.tree_shapes import shape_by_acceptance, shape_of_widths
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES
