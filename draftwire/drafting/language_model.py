@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwire.drafting.drawing import BlockStart, Drawer, PlaceGuesses
-from draftwire.drafting.kept_edits import KeptEdits
-from draftwire.drafting.places import span_of_next
+from draftwire.drafting.places import KeptEdits, span_of_next
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.method.devices import upload

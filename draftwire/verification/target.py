@@ -40,24 +40,20 @@ from draftwire.verification.rule import VerificationRule
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """One sequence's part in a step: reads committed tokens that are not in the cache and decides the next round."""
+    """One sequence's part in a step: reads committed tokens that are not in the cache and decides the next round. What
+    is not described here is as in `Case`.
+    """
 
     sequence: CachedSequence
     committed: list[int]
     """All committed ids, prompt included."""
     draft_tokens: list[int]
-    """The draft block; empty for plain decoding."""
     draft: DraftRows | None
-    """The distributions of the draft tokens; see `Case.draft`."""
     sampling: SamplingParams
-    """Sampling parameters of the target's distribution at every position."""
     rule: VerificationRule
     key: DrawKey
-    """Key of the random numbers to decide with."""
     prompt_len: int = 0
-    """How many of the committed ids are the prompt."""
     stop_token_ids: frozenset[int] = frozenset()
-    """The tokens that `SamplingParams.min_tokens` masks."""
     max_read: int | None = None
     """Limit of committed tokens that the cache lacks: if there are more, only so many are read and nothing is
     decided."""
@@ -68,11 +64,8 @@ class Judging:
     made_masks: MadeMasks | None = None
     """The masks of the block, if they were made before the step."""
     edits: TokenEdits | None = None
-    """Those of `sampling` and `stop_token_ids`, kept with the session; None makes them for this step."""
     tree: BlockShape | None = None
-    """The shape of the block, if it is no chain; see `Case.tree`."""
     is_used: bool = True
-    """Whether its draft tokens may enter the text; see `Case.is_used`."""
 
     def masks(self) -> MadeMasks | None:
         """Returns the form's masks after the committed tokens and after each draft token; None if there is no form."""

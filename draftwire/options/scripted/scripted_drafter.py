@@ -52,6 +52,9 @@ class ScriptedDrafter:
     where the rule walks them alone: its distributions have one token.
     """
 
+    can_fork = True
+    draws_trees = False
+
     def __init__(self, script: Script) -> None:
         """Wraps a script."""
         self.context_length = script.context_length
@@ -60,16 +63,6 @@ class ScriptedDrafter:
     def open(self, token_ids: list[int], parameters: SessionParameters) -> ScriptedSequence:
         """Opens a sequence whose committed tokens are `token_ids`."""
         return ScriptedSequence(len(token_ids))
-
-    @property
-    def can_fork(self) -> bool:
-        """Whether sequences can be forked: always."""
-        return True
-
-    @property
-    def draws_trees(self) -> bool:
-        """Whether it can draft trees with distributions: not."""
-        return False
 
     def fork(self, sequence: ScriptedSequence, base_len: int, token_ids: list[int]) -> ScriptedSequence:
         """Returns another sequence; see `ForkingStrategy.fork`."""

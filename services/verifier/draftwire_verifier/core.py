@@ -109,7 +109,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             hold=partial(HeldBlocks, self._held),
             max_draft_tokens=self.config.engine.max_draft_tokens,
             max_tree_nodes=self.description.max_tree_nodes,
-            mask_maker=self._slow_masks,
+            take_slow=self._slow_masks.take,
             room=room,
             pacer=pacer,
         )
