@@ -23,7 +23,6 @@ from draftwire.models.parallel.layer_groups import LayerParallelism, written
 from draftwire.models.script import Script, is_scripted
 from draftwire.models.scripted import ScriptedTarget
 from draftwire.models.sequence_model import SequenceModel
-from draftwire.models.static_steps import static_if
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 
 log = structlog.get_logger()
@@ -95,7 +94,7 @@ def _load(
     if layers is not None and layers.is_parallel:
         drafting = _layer_parallel(decoder, layers.parallelism, reason)
     features = None if head is None else head.source
-    model = CachedModel(decoder, size_while_loading(engine), static_if(is_static), drafting, features)
+    model = CachedModel(decoder, size_while_loading(engine), is_static, drafting, features)
     count = count_of(fitter, loaded.card, head)
     return FittedModel(loaded.card, model, None if count is None else partial(model.fit, count))
 

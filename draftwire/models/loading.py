@@ -102,8 +102,13 @@ def load_lean_model(name: str, dtype: str = "auto", device: str = "cpu") -> Load
 
 
 def _described(model: Any, name: str, path: str, revision: str | None) -> LoadedModel:
+    return LoadedModel(model, card_of(model, name, path, revision, weights_fingerprint(model)))
+
+
+def card_of(model: Any, name: str, path: str, revision: str | None, fingerprint: bytes) -> ModelCard:
+    """Returns the card of a model from a folder or the hub, whose weights may be on the meta device."""
     tokenizer = tokenizer_of(path, model.config, revision)
-    card = ModelCard.of(
+    return ModelCard.of(
         tokenizer,
         name=Path(path).name if Path(path).is_dir() else name,
         revision=getattr(model.config, "_commit_hash", None) or "",
@@ -111,9 +116,8 @@ def _described(model: Any, name: str, path: str, revision: str | None) -> Loaded
         vocab_size=model.get_output_embeddings().weight.shape[0],
         context_length=context_length_of(model.config, name),
         stop_token_ids=stop_token_ids_of(getattr(model.generation_config, "eos_token_id", None), tokenizer),
-        weights_fingerprint=weights_fingerprint(model),
+        weights_fingerprint=fingerprint,
     )
-    return LoadedModel(model, card)
 
 
 def _load_weights(name: str, path: str, dtype: str, device: str, revision: str | None) -> "PreTrainedModel":
@@ -152,12 +156,9 @@ def dtype_on_cpu(network: "PreTrainedModel") -> torch.dtype:
 
 
 def _dtype_on_cpu(config: Any, num_parameters: int) -> torch.dtype:
-    return torch.bfloat16 if _may_be_bfloat16(config) and num_parameters >= LARGE_PARAMETERS else torch.float32
-
-
-def _may_be_bfloat16(config: Any) -> bool:
-    """Whether a checkpoint is stored in bfloat16, and this CPU multiplies it."""
-    return getattr(config, "dtype", None) is torch.bfloat16 and cpu_multiplies_bfloat16()
+    is_stored_so = getattr(config, "dtype", None) is torch.bfloat16
+    is_fast = is_stored_so and num_parameters >= LARGE_PARAMETERS and cpu_multiplies_bfloat16()
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def cpu_multiplies_bfloat16() -> bool:

@@ -17,7 +17,6 @@ from draftwire.method.block_shape import CHAIN
 from draftwire.method.draw_key import DrawKey
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
-from draftwire.models.static_steps import static_if
 from draftwire.options.trees.growth_plan import WantedTree
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.options.trees.tree_model_drafter import TreeModelDrafter, TreeSequence
@@ -50,7 +49,7 @@ SAMPLINGS = {
 
 
 def drafter_of(decoder: Any, is_static: bool = False) -> TreeModelDrafter:
-    return TreeModelDrafter(CachedModel(decoder, 2048, static_if(is_static)), 512)
+    return TreeModelDrafter(CachedModel(decoder, 2048, is_static), 512)
 
 
 def request(sampling: SamplingParams, shape: TokenTree | None, num_tokens: int = 0, **options: Any) -> DraftRequest:

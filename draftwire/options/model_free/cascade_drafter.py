@@ -101,7 +101,6 @@ class CascadeDrafter:
     """A language model and a text drafter, as one strategy."""
 
     def __init__(self, model: LanguageModelDrafter, texts: TextDrafter) -> None:
-        """Wraps both."""
         self.context_length = model.context_length
         self._model, self._texts = model, texts
 

@@ -22,7 +22,6 @@ class SaltedTexts:
     """Texts of one salt. The older half is forgotten at once, since an index cannot forget single ones."""
 
     def __init__(self) -> None:
-        """Knows no text."""
         self.indexes: tuple[SuffixIndex, ...] = (SuffixIndex(),)
         """The one that grows, then the full one if there is one."""
 

@@ -56,7 +56,6 @@ class ScriptedDrafter:
     draws_trees = False
 
     def __init__(self, script: Script) -> None:
-        """Wraps a script."""
         self.context_length = script.context_length
         self._script = script
 

@@ -32,7 +32,6 @@ class BestFirstGrowth:
     """Grows the tree of the best chances."""
 
     def __init__(self, plan: GrowthPlan) -> None:
-        """Starts at the root."""
         self._plan = plan
         self._tokens: list[int] = []
         self._parents: list[int] = []

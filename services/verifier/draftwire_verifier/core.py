@@ -62,7 +62,6 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     _local: list[OpenSource]
 
     def __init__(self, config: VerifierConfig, place: Place | None = None, followers: Followers | None = None) -> None:
-        """Prepares; `start` loads the model."""
         self.drafters = Drafters()
         self.trust = Trust(self.drafters)
         super().__init__(config, VerifierMetrics(self.drafters), place, followers, FormCompilerPool.of)
