@@ -25,7 +25,8 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
-from draftwire.verification.target import Judging, judge
+from draftwire.verification.target import judge
+from tests.judged import judging_of
 
 torch.set_num_threads(1)
 
@@ -132,7 +133,7 @@ def test_text_with_trees_that_grow_is_the_text_without(name: str, *, is_own: boo
         tree = TokenTree.of(draft.parents, len(draft.token_ids))
         assert len(tree) <= PLAN.num_nodes
         key = DrawKey(KEY, 0, number)
-        one = Judging(
+        one = judging_of(
             sequence, ids, draft.token_ids, None, sampling, RULES["coupled"], key, len(PROMPT), STOPS, tree=tree
         )
         (outcome,) = judge(model, [one]).outcomes

@@ -24,7 +24,8 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
-from draftwire.verification.target import Judging, judge
+from draftwire.verification.target import judge
+from tests.judged import judging_of
 
 torch.set_num_threads(1)
 
@@ -69,7 +70,7 @@ def plain_text(sampling: SamplingParams, length: int) -> list[int]:
     sequence, ids = model.cache.open(PROMPT), list(PROMPT)
     for number in range(length):
         key = DrawKey(KEY, 0, number)
-        one = Judging(sequence, ids, [], None, sampling, RULES["coupled"], key, len(PROMPT), STOPS)
+        one = judging_of(sequence, ids, [], None, sampling, RULES["coupled"], key, len(PROMPT), STOPS)
         (outcome,) = judge(model, [one]).outcomes
         assert isinstance(outcome, Judgement)
         ids = ids + outcome.token_ids
@@ -100,7 +101,7 @@ def test_text_with_drafted_trees_is_the_text_without(name: str, shape: str, is_o
         assert (draft.token_ids, draft.parents) == (other.token_ids, other.parents)
         own = TokenTree.of(draft.parents, len(draft.token_ids))
         key = DrawKey(KEY, 0, number)
-        one = Judging(
+        one = judging_of(
             sequence, ids, draft.token_ids, None, sampling, RULES["coupled"], key, len(PROMPT), STOPS, tree=own
         )
         (outcome,) = judge(model, [one]).outcomes
