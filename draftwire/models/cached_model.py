@@ -60,11 +60,7 @@ class CachedModel:
         return sum(of_layers), max(of_layers, default=0)
 
     def resize(self, cache_tokens: int) -> None:
-        """Replaces the KV cache with an empty one.
-
-        Args:
-            cache_tokens: its capacity, tokens of all sequences together. No sequence is open.
-        """
+        """Replaces the KV cache with an empty one of so many tokens, of all sequences together. No sequence is open."""
         drafting = self._drafting
         self.cache = KvCache(cache_tokens)
         features = self._make_features(self.cache.num_slots) if self._make_features else None
@@ -73,10 +69,8 @@ class CachedModel:
         self._fuzzy = _Runner(drafting, self._storage, self.is_static) if drafting else self._exact
 
     def fit(self, count: Callable[["CachedModel"], int]) -> int:
-        """Gives the KV cache the size that fits, and returns it, tokens.
-
-        Args:
-            count: returns how many tokens fit; called when the largest step has been run.
+        """Gives the KV cache the size that fits, and returns it, tokens: `count` of this, once the largest step was
+        run.
         """
         num_tokens = count(self)
         self.resize(num_tokens)

@@ -33,11 +33,7 @@ class ModelCard:
 
 
 def load_card(name: str, revision: str | None = None) -> ModelCard:
-    """Loads what is known of a model without its weights: tokenizer and configuration.
-
-    Args:
-        name: folder, or name on the model hub.
-        revision: commit or branch on the hub.
+    """Loads what is known of a model, a folder or one of the hub, without its weights: tokenizer and configuration.
 
     Raises:
         InvalidRequestError: the folder is missing, or the configuration states no context length.

@@ -67,12 +67,8 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
 
 
 def load_lean_model(name: str, dtype: str = "auto", device: str = "cpu") -> LoadedModel | None:
-    """Loads a model of the Llama family for the lean decoder, without transformers' modelling code.
-
-    Args:
-        name: as for `load_model`.
-        dtype: as for `load_model`.
-        device: a torch device.
+    """Loads a model of the Llama family for the lean decoder, without transformers' modelling code; arguments as for
+    `load_model`.
 
     Returns:
         The model that `load_model` would load, as far as the lean decoder can tell; None if that is left to it: for
@@ -145,12 +141,10 @@ def on_meta(config: Any) -> "PreTrainedModel":
 
 
 def dtype_on_cpu(network: "PreTrainedModel") -> torch.dtype:
-    """Returns the dtype of "auto" on a CPU: bfloat16 if a large model is stored so and this CPU multiplies it.
+    """Returns the dtype of "auto" on a CPU: bfloat16 if a large model, which may be on the meta device, is stored so
+    and this CPU multiplies it.
 
     Else float32: other CPUs convert bfloat16 in every product, and reading a small model takes no time.
-
-    Args:
-        network: may be on the meta device.
     """
     return _dtype_on_cpu(network.config, sum(weight.numel() for weight in network.parameters()))
 

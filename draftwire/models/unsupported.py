@@ -40,13 +40,10 @@ def _method_of(quantization: Any) -> str:
 
 
 def check_layers(name: str, model: "PreTrainedModel") -> None:
-    """Refuses models with a state that cannot be rolled back, or a kind of attention that `paged_attention` lacks.
+    """Refuses models, perhaps on the meta device, with a state that cannot be rolled back, or a kind of attention that
+    `paged_attention` lacks.
 
     Mixtures of experts pass: transformers routes each token by itself, whatever shares its step.
-
-    Args:
-        name: of the model, for the message.
-        model: may be on the meta device, without weights.
 
     Raises:
         InvalidRequestError: the model is one of those; the message says why.

@@ -194,14 +194,9 @@ def load_parallel_target(
     source: ModelSource, group: ProcessGroup, decoder: str = "auto", on_progress: Progress | None = None
 ) -> LoadedShard:
     """Loads this rank's shard of a model onto the group's device. Called on all ranks with the same arguments.
+    `on_progress` is called on this thread while weights are read.
 
     Returns when all ranks have loaded their shards. A rank that fails leaves the group, so that no other rank waits.
-
-    Args:
-        source: the model.
-        group: the ranks that share the model.
-        decoder: one of `DECODERS`.
-        on_progress: called while weights are read, on this thread.
 
     Raises:
         InvalidRequestError: as `load_model`; or the model cannot be sharded over this many processes, or not at all.

@@ -33,14 +33,10 @@ from draftwire.models.taps import FeatureSource
 
 
 def check_divides(config: Any, size: int) -> None:
-    """Checks that a model's heads and MLPs can be divided among ranks.
+    """Checks that the heads and MLPs of a model, by the configuration of its text part, can be divided among ranks.
 
     Query heads and the MLPs' inner dimension are divided. Key heads are divided too, or, if there are fewer than ranks,
     replicated on the ranks that need them. The vocabulary need not be divisible.
-
-    Args:
-        config: transformers' configuration of the model's text part.
-        size: number of ranks.
 
     Raises:
         InvalidRequestError: they cannot be divided; the message names the possible sizes.
@@ -78,16 +74,9 @@ class ParallelModel(CachedModel):
         group: ProcessGroup,
         count: Callable[[CachedModel], int] | None = None,
     ) -> None:
-        """Starts with an empty cache, of the same size on all ranks.
-
-        Args:
-            decoder: this rank's shard of the model.
-            cache_tokens: as for `CachedModel`.
-            is_static: as for `CachedModel`.
-            drafting: as for `CachedModel`, this rank's shard.
-            features: as for `CachedModel`, on rank 0 alone: hidden states are whole on every rank.
-            group: the process group of the decoders.
-            count: as for `fit`, on this rank; None if the size of the cache is not to be found.
+        """Starts with an empty cache, of the same size on all ranks; arguments as for `CachedModel`, of this rank's
+        shard. Features are kept on rank 0 alone: hidden states are whole on every rank. `count` is that of `fit`, on
+        this rank; None if the size of the cache is not to be found.
         """
         super().__init__(decoder, cache_tokens, is_static, drafting, features)
         self.group = group

@@ -36,12 +36,6 @@ class ScriptedSequence:
         self.num_committed = base_len + len(token_ids)
         self.num_read = min(self.num_read, self.num_committed - 1)
 
-    def fork(self, base_len: int, num_tokens: int) -> "ScriptedSequence":
-        """Returns a sequence that has read the first `base_len` tokens, and has more to read."""
-        fork = ScriptedSequence(base_len + num_tokens)
-        fork.num_read = base_len
-        return fork
-
     def close(self) -> None:
         """Does nothing: no resources are held."""
 
@@ -65,7 +59,9 @@ class ScriptedDrafter:
 
     def fork(self, sequence: ScriptedSequence, base_len: int, token_ids: list[int]) -> ScriptedSequence:
         """Returns another sequence; see `ForkingStrategy.fork`."""
-        return sequence.fork(base_len, len(token_ids))
+        fork = ScriptedSequence(base_len + len(token_ids))
+        fork.num_read = base_len
+        return fork
 
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
         """Waits as long as the script says, and proposes the alphabet for each sequence that has read its tokens."""

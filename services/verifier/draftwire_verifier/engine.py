@@ -35,13 +35,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
     def __init__(
         self, model: SequenceModel, context_length: int, drafters: Mapping[str, StepDrafter] | None = None
     ) -> None:
-        """Starts without sessions.
-
-        Args:
-            model: loaded.
-            context_length: in tokens.
-            drafters: what drafts beside the model, by the strategy that orders name.
-        """
+        """Starts without sessions. The drafters draft beside the model, each by the strategy that orders name."""
         self.model = model
         self.sequences: dict[SessionKey, CachedSequence] = {}
         self._drafters = dict(drafters or {})

@@ -164,9 +164,6 @@ def engine_arguments(config: VerifierConfig, context_length: int) -> dict[str, A
 def law_of(given: Mapping[str, Any]) -> bytes:
     """Returns what the fingerprint of the weights has of `vllm_args`: those that change what the same weights mean.
 
-    Args:
-        given: `vllm_args`.
-
     Returns:
         The same for the same values, however they were written; empty if there are none.
     """

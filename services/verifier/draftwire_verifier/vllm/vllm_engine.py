@@ -144,13 +144,8 @@ class VllmEngine(StepEngine[Step, StepResult]):
     """
 
     def __init__(self, core: Any, settings: EngineSettings, fault: Event, open_request: OpenRequest) -> None:
-        """Starts without sessions.
-
-        Args:
-            core: an EngineCore whose ranks have our extension installed.
-            settings: of the verifier.
-            fault: of its executor.
-            open_request: adds a session to vLLM.
+        """Starts without sessions. The ranks of `core`, an EngineCore, have our extension installed; `fault` is its
+        executor's.
         """
         self.core = core
         self.spoke_at = -math.inf
