@@ -7,11 +7,8 @@ LARGEST_BLOCK = 256
 
 
 def cache_bytes(settings: Any, num_tokens: int) -> int:
-    """Returns the memory of so many tokens in a rank's KV cache, in whole blocks, or a little more, bytes.
-
-    Args:
-        settings: a VllmConfig.
-        num_tokens: of all sessions together.
+    """Returns the memory of so many tokens, of all sessions together, in a rank's KV cache by a VllmConfig, in whole
+    blocks, or a little more, bytes.
     """
     model, parallel = settings.model_config, settings.parallel_config
     block_size = settings.cache_config.block_size or LARGEST_BLOCK
