@@ -63,7 +63,8 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
     prepare(device)
     disable_progress_bar()  # would write into the log
     loaded: Any = _load_weights(name, path, dtype, device, revision)
-    return _described(loaded.eval(), name, path, revision)
+    loaded.eval()
+    return LoadedModel(loaded, card_of(loaded, name, path, revision, weights_fingerprint(loaded)))
 
 
 def load_lean_model(name: str, dtype: str = "auto", device: str = "cpu") -> LoadedModel | None:
@@ -94,11 +95,7 @@ def load_lean_model(name: str, dtype: str = "auto", device: str = "cpu") -> Load
         model.generation_config = GenerationConfig.from_model_config(config)
     num_parameters = sum(weight.numel() for weight in model.parameters())
     model.to(_dtype_on_cpu(config, num_parameters) if dtype == "auto" else getattr(torch, dtype))
-    return _described(model, name, path, None)
-
-
-def _described(model: Any, name: str, path: str, revision: str | None) -> LoadedModel:
-    return LoadedModel(model, card_of(model, name, path, revision, weights_fingerprint(model)))
+    return LoadedModel(model, card_of(model, name, path, None, weights_fingerprint(model)))
 
 
 def card_of(model: Any, name: str, path: str, revision: str | None, fingerprint: bytes) -> ModelCard:
