@@ -330,7 +330,9 @@ def serve_decoder(connection: Connection, pair: Pair, resources: Resources) -> N
             step = judge(
                 model,
                 [
-                    Judging(sequence, text, [], None, sampling, rule, DrawKey(key, 0, number))
+                    Judging(
+                        [], None, sampling, rule, DrawKey(key, 0, number), len(text), sequence=sequence, committed=text
+                    )
                     for sequence, text, key in zip(sequences, texts, keys, strict=True)
                 ],
             )

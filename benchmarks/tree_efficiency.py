@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from typing_extensions import override
 
+from benchmarks.planned_trees import ShapedGrowth, shape_by_acceptance
 from benchmarks.report import progress
 from draftwire.method.distributions import DraftRows, SparseRows, no_rows, quantize
 from draftwire.method.draw_key import DrawKey
@@ -30,9 +31,8 @@ from draftwire.models.sequence_model import Reading
 from draftwire.options.trees.growth_plan import GrowthPlan
 from draftwire.options.trees.token_tree import ROOT, TokenTree
 from draftwire.options.trees.tree_choice import TREE_RULES
-from draftwire.options.trees.tree_growth import BestFirstGrowth, ShapedGrowth, log_race_chances
+from draftwire.options.trees.tree_growth import BestFirstGrowth, log_race_chances
 from draftwire.options.trees.tree_rule import verify_trees
-from draftwire.options.trees.tree_shapes import shape_by_acceptance
 from draftwire.options.trees.trees import TreeBatch
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import KeyedNoise

@@ -86,12 +86,13 @@ def speculate(
         cleanup.callback(drafted.close)
         judging = Judging(
             sequence=judged,
-            committed=committed,
             draft_tokens=[],
             draft=None,
             sampling=run.sampling,
             rule=rule,
             key=DrawKey(verifying_key, 0, 0),
+            num_committed=num_prompt,
+            committed=committed,
             prompt_len=num_prompt,
             stop_token_ids=run.stop_token_ids,
             edits=TokenEdits(run.sampling, run.stop_token_ids),
@@ -110,7 +111,8 @@ def speculate(
         for number in count():
             if len(committed) >= end:
                 return
-            judging = replace(judging, draft_tokens=[], draft=None, key=DrawKey(verifying_key, 0, number))
+            key, num_committed = DrawKey(verifying_key, 0, number), len(committed)
+            judging = replace(judging, draft_tokens=[], draft=None, key=key, num_committed=num_committed)
             left = end - len(committed) - 1
             block_length = min(run.block_length, left) if run.cuts_last_block else run.block_length
             started = time.perf_counter()

@@ -16,7 +16,8 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import BlockBatch, LawRule
 from draftwire.verification.blocks import cut_impossible
 from draftwire.verification.deciding import Judgement
-from draftwire.verification.target import Judging, judge
+from draftwire.verification.target import judge
+from tests.judged import judging_of
 
 Law = dict[tuple[int, ...], float]
 
@@ -88,7 +89,7 @@ def law_of_judged_rounds(
                 tries.append((text, tokens, drawn))
                 place = model.cache.open(committed), committed, list(tokens), DenseRows(rows)
                 given = {"prompt_len": len(prompt)} | options
-                judgings.append(Judging(*place, params, rule, DrawKey(bytes(16), 0, 0), **given))  # type: ignore[arg-type]
+                judgings.append(judging_of(*place, params, rule, DrawKey(bytes(16), 0, 0), **given))  # type: ignore[arg-type]
         step = judge(model, judgings)
         for judging in judgings:
             model.cache.close(judging.sequence)

@@ -114,7 +114,16 @@ class Batch:
         """Judges the blocks from `hand_over`; a sequence without a block gets the target's next token."""
         rule = rule_named(RULE)
         judgings = [
-            Judging(sequence, text, tokens, rows, self._sampling, rule, self._key(Role.VERIFYING, index))
+            Judging(
+                tokens,
+                rows,
+                self._sampling,
+                rule,
+                self._key(Role.VERIFYING, index),
+                len(text),
+                sequence=sequence,
+                committed=text,
+            )
             for index, (sequence, text, (tokens, rows)) in enumerate(
                 zip(self._judged, self.texts, self._blocks, strict=True)
             )

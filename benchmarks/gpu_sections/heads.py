@@ -15,7 +15,6 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import FeatureSpan, Reading
-from draftwire.models.static_steps import static_if
 from draftwire.models.taps import FeatureSource
 from draftwire.options.heads.draft_head import DraftHead, PairReading
 from draftwire.options.heads.head_formats import TargetFacts, required_shapes, shape_of
@@ -51,7 +50,7 @@ def heads(plan: Plan, pair: Pair, findings: Findings, _: Budget) -> None:
     for is_static in (False, True):
         name = "static" if is_static else "packed"
         with_features, without = (
-            verify_ms(plan, CachedModel(pair.target, CACHE_TOKENS, static_if(is_static), features=each), timer)
+            verify_ms(plan, CachedModel(pair.target, CACHE_TOKENS, is_static, features=each), timer)
             for each in (source, None)
         )
         findings.results[f"verify_{name}"] = {"with_features_ms": with_features, "without_ms": without}
@@ -77,7 +76,7 @@ def largest_feature_error(model: LlamaForCausalLM, plan: Plan, is_static: bool) 
     cached = CachedModel(
         decoder_of(model, "lean"),
         CACHE_TOKENS,
-        static_if(is_static),
+        is_static,
         features=FeatureSource(taps, lambda features: features),
     )
     generator = random.Random(5)

@@ -23,7 +23,6 @@ from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.parallel.layer_groups import groups_of_size, runs_in_parallel, written
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.sequence_model import Reading
-from draftwire.models.static_steps import static_if
 from tools.synth.synthesis import SHAPES, ModelShape, build_target
 
 SHAPE = ModelShape(2048, 8192, 16, 32, 8, 128_256, head_dim=64, tie_word_embeddings=True)
@@ -78,7 +77,7 @@ def drafter(base: LeanDecoder, size: int, is_static: bool = True) -> CachedModel
     """Returns a model that drafts with groups of layers; the ordinary one for groups of 1."""
     groups = groups_of_size(size, base.num_layers)
     drafting = LayerParallelDecoder(base, groups) if runs_in_parallel(groups) else None
-    return CachedModel(base, CACHE_TOKENS, static_if(is_static), drafting)
+    return CachedModel(base, CACHE_TOKENS, is_static, drafting)
 
 
 def step_ms(plan: Plan, model: CachedModel, num_texts: int, timer: Timer) -> float:

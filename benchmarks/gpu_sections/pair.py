@@ -12,7 +12,6 @@ from benchmarks.gpu_sections.section import Budget, Findings, Row
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import Decoder
 from draftwire.models.decoders import decoder_of
-from draftwire.models.static_steps import static_if
 from tools.synth.synthesis import Trial, synthesize
 
 DRAFT_LAYERS = 2
@@ -35,7 +34,7 @@ class Pair:
 
     def models(self, cache_tokens: int, is_static: bool) -> Models:
         """Returns both with caches of their own."""
-        target, drafter = (CachedModel(one, cache_tokens, static_if(is_static)) for one in (self.target, self.drafter))
+        target, drafter = (CachedModel(one, cache_tokens, is_static) for one in (self.target, self.drafter))
         return Models(target, drafter)
 
 

@@ -21,7 +21,6 @@ from draftwire.method.keys import KEY_BYTES
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.sequence_model import Reading
-from draftwire.models.static_steps import StaticSteps
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from tools.synth.synthesis import build_target
@@ -102,7 +101,7 @@ def _paused(connection: Connection) -> list[float]:
 
 def verify_steps_ms(plan: Plan, pair: Pair) -> list[float]:
     """Returns the times of verify steps that follow each other, milliseconds."""
-    model = CachedModel(pair.target, CACHE_TOKENS, StaticSteps)
+    model = CachedModel(pair.target, CACHE_TOKENS, True)
     sequence = model.cache.open()
     ids = random_ids(plan.prompt_tokens + VERIFIED_TOKENS, model.vocab_size, 0)
     model.read([Reading(sequence, ids[:-VERIFIED_TOKENS], 0)])
@@ -122,7 +121,7 @@ def draft_in_a_loop(connection: Connection, plan: Plan) -> None:
         torch.set_num_threads(1)
     shape = replace(plan.shape, num_layers=DRAFT_LAYERS)
     decoder = decoder_of(build_target(shape, plan.dtype, str(plan.device), seed=0), "lean", consumes=True)
-    drafter = LanguageModelDrafter(CachedModel(decoder, CACHE_TOKENS, StaticSteps), CACHE_TOKENS)
+    drafter = LanguageModelDrafter(CachedModel(decoder, CACHE_TOKENS, True), CACHE_TOKENS)
     prompt = random_ids(plan.prompt_tokens, shape.vocab_size, 0)
     sequence = drafter.open(prompt, ALONE)
     request = DraftRequest(BLOCK_LENGTH, SamplingParams(), DrawKey(bytes(KEY_BYTES), 0, 0), shape.vocab_size)

@@ -11,10 +11,10 @@ from benchmarks.gpu_sections.pair import Pair
 from benchmarks.gpu_sections.plan import Plan
 from benchmarks.gpu_sections.section import Budget, Findings, Row
 from benchmarks.gpu_sections.timer import WARM_UPS, Timer
+from benchmarks.planned_trees import shape_of_widths
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.sequence_model import Reading
 from draftwire.models.static_steps import MOST_QUERIES
-from draftwire.options.trees.tree_shapes import shape_of_widths
 from draftwire.requests.parameters import SamplingParams
 
 VERIFY_RATIO, VERIFY_AIM = 1.4, 1.25

@@ -100,13 +100,7 @@ class Drawer:
     """Samples a batch of blocks, position by position. The host does not wait for the device before all are drawn."""
 
     def __init__(self, blocks: Sequence[BlockStart], quantization: Quantization, device: torch.device) -> None:
-        """Prepares a batch; all methods run on the torch thread.
-
-        Args:
-            blocks: the blocks to draw.
-            quantization: applied to distributions before drawing.
-            device: device of the distributions.
-        """
+        """Prepares a batch; all methods run on the torch thread."""
         self.blocks = blocks
         self._quantization = quantization
         self._device = device

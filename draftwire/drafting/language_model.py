@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwire.drafting.drawing import BlockStart, Drawer, PlaceGuesses
-from draftwire.drafting.kept_edits import KeptEdits
-from draftwire.drafting.places import span_of_next
+from draftwire.drafting.places import KeptEdits, span_of_next
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.method.devices import upload
@@ -309,14 +308,7 @@ class LanguageModelDrafter:
     def _extend(
         self, members: list[BatchMember], tokens: Tensor, drawer: Drawer, indices: list[int]
     ) -> tuple[Tensor, bool]:
-        """Returns the logits after drawn tokens, `[members, vocab]`, and whether that took a forward pass.
-
-        Args:
-            members: those that draw another token.
-            tokens: the last that each has drawn.
-            drawer: has drawn them.
-            indices: of the members in the drawer.
-        """
+        """Returns the logits after drawn tokens, `[members, vocab]`, and whether that took a forward pass."""
         if not self.model.extends_exactly or all(member.request.continuation is None for member in members):
             return self.model.extend([member.sequence.cached for member in members], tokens), True
         rows: list[Tensor | None] = []

@@ -1,6 +1,7 @@
 """Applies the target's sampling parameters to the next place of a block that is being drafted."""
 
 from collections.abc import Callable, Sequence
+from operator import is_
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,22 @@ from draftwire.drafting.drawing import Drawer
 from draftwire.drafting.strategy import DraftRequest
 from draftwire.errors import InvalidRequestError
 from draftwire.method.sampling import Span, TokenEdits, first_penalized
+from draftwire.requests.parameters import SamplingParams
+
+
+class KeptEdits:
+    """The edits of the latest request. Those of a session share their parameters."""
+
+    def __init__(self) -> None:
+        self._parameters: tuple[SamplingParams, frozenset[int]] | None = None
+        self._edits = TokenEdits(SamplingParams())
+
+    def of(self, request: DraftRequest) -> TokenEdits:
+        """Returns the edits of a request."""
+        parameters = request.sampling, request.stop_token_ids
+        if self._parameters is None or not all(map(is_, self._parameters, parameters)):  # which may be long to compare
+            self._parameters, self._edits = parameters, TokenEdits(*parameters)
+        return self._edits
 
 
 def span_of_next(

@@ -84,18 +84,12 @@ class StrategyContext(Protocol):
     def require_no_weights(self, what: str) -> None:
         """Refuses settings that would have no effect without weights.
 
-        Args:
-            what: the strategy without weights, for the message.
-
         Raises:
             InvalidRequestError: such a setting is present.
         """
 
     def refuse_texts_but(self, *names: str) -> None:
-        """Refuses settings of strategies that guess from texts.
-
-        Args:
-            names: of those that there are to be; their settings are accepted.
+        """Refuses settings of strategies that guess from texts, but for those of `names`.
 
         Raises:
             InvalidRequestError: a setting of another one is present.

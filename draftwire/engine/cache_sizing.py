@@ -83,13 +83,7 @@ class CacheFitter:
     """Finds the size of one process's KV cache. Made before the weights are loaded; used on the torch thread."""
 
     def __init__(self, settings: EngineSettings, device: str, num_ranks: int = 1) -> None:
-        """Notes how much memory is free.
-
-        Args:
-            settings: of the engine.
-            device: of the model; prepared.
-            num_ranks: processes that share the model.
-        """
+        """Notes how much memory is free."""
         self._settings = settings
         is_gpu = torch.device(device).type == "cuda"
         self._meter: MemoryMeter = GpuMeter(device, settings.gpu_memory_utilization) if is_gpu else CpuMeter(num_ranks)

@@ -48,12 +48,7 @@ class EngineMetrics(ServiceMetrics):
         self._step_sessions.observe(num_sessions)
 
     def watch(self, scheduler: SessionBook[Any, Any], model_name: str) -> None:
-        """Exports the counters and gauges that a scheduler keeps itself, read at each scrape.
-
-        Args:
-            scheduler: source of the values.
-            model_name: of the loaded model; value of the label `model_name`.
-        """
+        """Exports the counters and gauges that a scheduler keeps itself, read at each scrape."""
         self.of_model.model_name = model_name
         self.registry.register(_SchedulerCollector(scheduler))
         self.of_model.registry.register(_CacheCollector(scheduler))

@@ -71,14 +71,8 @@ class EngineService(ABC, Generic[Step, Result, Event]):
         followers: Followers | None,
         make_forms: Callable[[ModelCard], FormCompilation],
     ) -> None:
-        """Prepares; `start` loads the model.
-
-        Args:
-            config: of the service.
-            metrics: of the service.
-            make_forms: returns what compiles the forms of a model's texts; called on a thread.
-            place: see `GroupGuard`.
-            followers: see `GroupGuard`.
+        """Prepares; `start` loads the model. `make_forms` returns what compiles the forms of a model's texts, and is
+        called on a thread; for `place` and `followers` see `GroupGuard`.
         """
         self.config = config
         self.kv_cache_tokens = 0

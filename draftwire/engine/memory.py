@@ -43,12 +43,7 @@ class CpuMeter:
     """Memory of this machine, or of the container."""
 
     def __init__(self, num_sharers: int = 1, root: Path = Path("/")) -> None:
-        """Reads nothing yet.
-
-        Args:
-            num_sharers: ranks of the service, which share the machine's memory.
-            root: of the files of Linux.
-        """
+        """Reads nothing yet. So many ranks share the machine's memory; the files of Linux are below `root`."""
         self._num_sharers = num_sharers
         self._root = root
 

@@ -23,7 +23,6 @@ from draftwire.models.parallel.layer_groups import LayerParallelism, written
 from draftwire.models.script import Script, is_scripted
 from draftwire.models.scripted import ScriptedTarget
 from draftwire.models.sequence_model import SequenceModel
-from draftwire.models.static_steps import static_if
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 
 log = structlog.get_logger()
@@ -50,13 +49,7 @@ MakeHead = Callable[[ModelCard, Decoder], FeatureUser]
 def load_target(
     settings: ModelSettings, engine: EngineSettings, make_head: MakeHead | None = None
 ) -> FittedModel[SequenceModel]:
-    """Loads a verifier's model; see `load_model`.
-
-    Args:
-        settings: of the model.
-        engine: of the KV cache.
-        make_head: loads the head that drafts beside it; None if nothing does.
-    """
+    """Loads a verifier's model; see `load_model`."""
     if is_scripted(settings.model):
         refuse_settings_of_weights(settings, "a scripted model")
         torch.set_num_threads(settings.threads)  # verification rules still run on torch
@@ -101,7 +94,7 @@ def _load(
     if layers is not None and layers.is_parallel:
         drafting = _layer_parallel(decoder, layers.parallelism, reason)
     features = None if head is None else head.source
-    model = CachedModel(decoder, size_while_loading(engine), static_if(is_static), drafting, features)
+    model = CachedModel(decoder, size_while_loading(engine), is_static, drafting, features)
     count = count_of(fitter, loaded.card, head)
     return FittedModel(loaded.card, model, None if count is None else partial(model.fit, count))
 

@@ -44,10 +44,6 @@ def size_without_memory(settings: EngineSettings, context_length: int) -> int:
 def refuse_settings_of_weights(settings: ModelSettings, what: str) -> None:
     """Refuses settings that have no effect without weights.
 
-    Args:
-        settings: of the model.
-        what: the kind of model without weights, for the message.
-
     Raises:
         InvalidRequestError: such a setting is not at its default.
     """

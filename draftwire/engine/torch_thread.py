@@ -20,11 +20,7 @@ class TorchThread:
     """Runs functions one after another on a dedicated thread, so that the event loop never blocks on a model."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Starts the thread, which does not keep the process alive.
-
-        Args:
-            clock: returns seconds; used by `busy_s`.
-        """
+        """Starts the thread, which does not keep the process alive."""
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._stopped = False
         self._clock = clock

@@ -31,11 +31,7 @@ class BlockShape(Protocol):
         """Decider of such blocks: a `ShapeDecider` of `draftwire.verification.deciding`."""
 
     def texts(self, token_ids: Sequence[int]) -> list[list[int]]:
-        """Returns the draft tokens before each row of the block: none, then those up to each draft token.
-
-        Args:
-            token_ids: the draft tokens.
-        """
+        """Returns the draft tokens before each row of the block: none, then those up to each draft token."""
 
     def distributions_along(self, path: Sequence[int]) -> list[int]:
         """Returns which distributions stand before each token of a path and, if one does, after its last.

@@ -13,9 +13,6 @@ from draftwire.errors import InvalidRequestError
 def prepare(name: str) -> None:
     """Checks that a device is usable, and sets process-wide torch options for it.
 
-    Args:
-        name: a torch device.
-
     Raises:
         InvalidRequestError: torch cannot compute there; the message says why.
     """

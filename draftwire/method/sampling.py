@@ -185,11 +185,8 @@ def is_distribution(probs: Tensor) -> Tensor:
 
 
 def _edit(logits: Tensor, span: Span) -> None:
-    """Applies bias, masks and penalties, in place. Masks are added, so that they hide no NaN and no +inf.
-
-    Args:
-        logits: `[num_rows, vocab]`.
-        span: the positions of the rows.
+    """Applies bias, masks and penalties to `[num_rows, vocab]` logits, in place. Masks are added, so that they hide no
+    NaN and no +inf.
     """
     params = span.params
     edits = span.edits if span.edits is not None else TokenEdits(params, span.stop_token_ids)

@@ -5,7 +5,6 @@ Everything here uses tensors and must run on the process's one torch thread.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,22 +17,10 @@ from draftwire.models.kv_cache import CachedSequence, KvCache, slots_between
 from draftwire.models.kv_storage import KvStorage, StoredFeatures
 from draftwire.models.packing import pack
 from draftwire.models.sequence_model import FeatureSpan, Reading, Segment
+from draftwire.models.static_steps import StaticSteps
 
 IdRows = Sequence[int] | Tensor
 """Token ids of a step: on the host, or `[num_tokens] int64` on the model's device."""
-
-
-class PreparedSteps(Protocol):
-    """Runs those steps that fit it, over one KV cache."""
-
-    def fit(self, segments: Sequence[Segment]) -> bool:
-        """Whether a step of these segments, whose blocks are allocated, can be run."""
-
-    def logits(self, segments: Sequence[Segment], token_ids: Tensor, kept: Sequence[int]) -> Tensor:
-        """Returns the logits of the kept tokens, as `Decoder.logits`; `kept` indexes the tokens of all segments."""
-
-
-MakeSteps = Callable[[Decoder, KvStorage], PreparedSteps]
 
 
 class CachedModel:
@@ -43,7 +30,7 @@ class CachedModel:
         self,
         decoder: Decoder,
         cache_tokens: int,
-        make_steps: MakeSteps | None = None,
+        is_static: bool = False,
         drafting: DraftingDecoder | None = None,
         features: Callable[[int], StoredFeatures] | None = None,
     ) -> None:
@@ -52,8 +39,7 @@ class CachedModel:
         Args:
             decoder: computes the forward passes.
             cache_tokens: capacity of the KV cache, tokens of all sequences together.
-            make_steps: returns what runs some of the steps of a decoder faster, as `StaticSteps` does; by default all
-                are run alike.
+            is_static: whether some of the steps are run faster, by `StaticSteps`; by default all are run alike.
             drafting: computes `extend` with the same weights, approximately; by default `decoder` does.
             features: returns room for what is kept of the hidden states of so many tokens, as `FeatureSource` does;
                 None keeps nothing. Not with `drafting`, which has no exact ones.
@@ -62,9 +48,9 @@ class CachedModel:
         self.vocab_size = decoder.vocab_size
         self.device = decoder.device
         self.extends_exactly = drafting is None or not drafting.is_approximate
-        self.is_static = make_steps is not None
+        self.is_static = is_static
         self._decoder, self._drafting = decoder, drafting
-        self._make_steps, self._make_features = make_steps, features
+        self._make_features = features
         self.resize(cache_tokens)
 
     @property
@@ -74,23 +60,17 @@ class CachedModel:
         return sum(of_layers), max(of_layers, default=0)
 
     def resize(self, cache_tokens: int) -> None:
-        """Replaces the KV cache with an empty one.
-
-        Args:
-            cache_tokens: its capacity, tokens of all sequences together. No sequence is open.
-        """
+        """Replaces the KV cache with an empty one of so many tokens, of all sequences together. No sequence is open."""
         drafting = self._drafting
         self.cache = KvCache(cache_tokens)
         features = self._make_features(self.cache.num_slots) if self._make_features else None
         self._storage = KvStorage(self.cache.num_slots, drafting.stacks if drafting else (), features=features)
-        self._exact = _Runner(self._decoder, self._storage, self._make_steps)
-        self._fuzzy = _Runner(drafting, self._storage, self._make_steps) if drafting else self._exact
+        self._exact = _Runner(self._decoder, self._storage, self.is_static)
+        self._fuzzy = _Runner(drafting, self._storage, self.is_static) if drafting else self._exact
 
     def fit(self, count: Callable[["CachedModel"], int]) -> int:
-        """Gives the KV cache the size that fits, and returns it, tokens.
-
-        Args:
-            count: returns how many tokens fit; called when the largest step has been run.
+        """Gives the KV cache the size that fits, and returns it, tokens: `count` of this, once the largest step was
+        run.
         """
         num_tokens = count(self)
         self.resize(num_tokens)
@@ -156,22 +136,17 @@ class CachedModel:
 
 
 class _Runner:
-    """A decoder over a KV cache, with prepared steps if there are any."""
+    """A decoder over a KV cache, with static steps if they are wanted."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        storage: KvStorage,
-        make_steps: MakeSteps | None,
-    ) -> None:
+    def __init__(self, decoder: Decoder, storage: KvStorage, is_static: bool) -> None:
         self._decoder = decoder
         self._storage = storage
-        self._prepared = make_steps(decoder, storage) if make_steps is not None else None
+        self._static = StaticSteps(decoder, storage) if is_static else None
 
     def logits(self, segments: list[Segment], token_ids: Tensor, kept: Sequence[int]) -> Tensor:
         """Returns `[len(kept), vocab]` logits for token ids on the device."""
-        if self._prepared is not None and self._prepared.fit(segments):
-            return self._prepared.logits(segments, token_ids, kept)
+        if self._static is not None and self._static.fit(segments):
+            return self._static.logits(segments, token_ids, kept)
         device = self._decoder.device
         step = pack(segments, self._storage, device)
         return self._decoder.logits(token_ids, step, upload(kept, device, torch.int64))

@@ -33,11 +33,7 @@ class ModelCard:
 
 
 def load_card(name: str, revision: str | None = None) -> ModelCard:
-    """Loads what is known of a model without its weights: tokenizer and configuration.
-
-    Args:
-        name: folder, or name on the model hub.
-        revision: commit or branch on the hub.
+    """Loads what is known of a model, a folder or one of the hub, without its weights: tokenizer and configuration.
 
     Raises:
         InvalidRequestError: the folder is missing, or the configuration states no context length.
@@ -75,10 +71,6 @@ def path_of(name: str, dtype: str, *, needs_weights: bool = True) -> str:
 
 def context_length_of(whole: PretrainedConfig, name: str) -> int:
     """Returns the number of positions that a model can attend to.
-
-    Args:
-        whole: its configuration.
-        name: of the model, for the message.
 
     Raises:
         InvalidRequestError: the model's configuration does not have it.

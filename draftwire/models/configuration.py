@@ -12,11 +12,7 @@ DRAFTING_WEIGHTS = "model.mtp_layers."
 
 
 def config_of(path: str | Path, revision: str | None = None) -> PretrainedConfig:
-    """Returns the configuration of a model. No code of its repository is run.
-
-    Args:
-        path: folder, or name on the model hub.
-        revision: commit or branch on the hub.
+    """Returns the configuration of a model, a folder or one of the hub. No code of its repository is run.
 
     Raises:
         OSError: it cannot be read.

@@ -94,11 +94,6 @@ def can_take_over(first: ModelDescription, second: ModelDescription) -> bool:
 def check_protocol(name: str, oldest: int, latest: int) -> None:
     """Checks that there is a protocol version which both this release and a peer support.
 
-    Args:
-        name: of the peer's model, for the message.
-        oldest: version that the peer supports.
-        latest: version that the peer supports.
-
     Raises:
         ModelMismatchError: there is no common version.
     """

@@ -35,11 +35,8 @@ def check_model(name: str, *, needs_weights: bool = True) -> None:
 
 
 def check_folder(folder: Path, *, needs_weights: bool = True) -> None:
-    """Checks that a folder has what a model is loaded from, as far as that shows without reading all of it.
-
-    Args:
-        folder: of the model.
-        needs_weights: whether its weights are read too, and not its tokenizer alone.
+    """Checks that a folder has what a model is loaded from, or without weights what its tokenizer is, as far as that
+    shows without reading all of it.
 
     Raises:
         InvalidRequestError: a file is missing, a git-lfs pointer, cut short or no JSON, or cannot be read; the message

@@ -72,11 +72,7 @@ def use_huge_pages() -> int:
 
 
 def own_mappings(smaps: str) -> Iterator[Mapping]:
-    """Yields the private, writable mappings that belong to no file.
-
-    Args:
-        smaps: text of /proc/PID/smaps.
-    """
+    """Yields the private, writable mappings of a /proc/PID/smaps that belong to no file."""
     wanted: tuple[int, int] | None = None
     for line in smaps.splitlines():
         name, _, rest = line.partition(" ")

@@ -63,11 +63,7 @@ class KvCache:
     """Allocator of the blocks of one model's KV cache."""
 
     def __init__(self, num_tokens: int) -> None:
-        """Starts with an empty cache.
-
-        Args:
-            num_tokens: capacity, at least 1; rounded up to whole blocks.
-        """
+        """Starts with an empty cache of at least one token; the capacity is rounded up to whole blocks."""
         self.num_blocks = blocks_for(num_tokens)
         self.sequences: set[CachedSequence] = set()
         self._free = FreeBlocks(self.num_blocks)
@@ -274,12 +270,8 @@ def slots_of(sequences: Sequence[CachedSequence], width: int) -> NDArray[np.int6
 
 
 def slots_between(sequence: CachedSequence, start: int, stop: int) -> NDArray[np.int64]:
-    """Returns the slots of the tokens from `start` to `stop` of a sequence, `[stop - start]`; looks at no other blocks.
-
-    Args:
-        sequence: has all of these tokens.
-        start: the first one.
-        stop: behind the last one.
+    """Returns the slots of the tokens from `start` to before `stop` of a sequence that has them all, `[stop - start]`;
+    looks at no other blocks.
     """
     first = start // BLOCK_SIZE
     blocks = np.array(sequence.blocks[first : blocks_for(stop)], dtype=np.int64)

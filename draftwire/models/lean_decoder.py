@@ -202,11 +202,8 @@ class LeanDecoder:
         return self.head(hidden, kept)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
-        """Returns the input of the first layer, `[tokens, hidden]`, and the rotary embedding for all layers.
-
-        Args:
-            token_ids: `[tokens] int64`.
-            positions: `[tokens] int64`, in their sequences.
+        """Returns the input of the first layer, `[tokens, hidden]`, and the rotary embedding for all layers, of
+        `[tokens] int64` ids and positions in their sequences.
         """
         hidden = embedding(token_ids, self._embedding)
         angles = positions.unsqueeze(-1) * self._frequencies

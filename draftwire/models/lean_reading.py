@@ -32,11 +32,8 @@ def why_not_read(config: Any) -> str:
 
 
 def read_weights(folder: Path, config: Any) -> LeanModel | None:
-    """Returns the model in a folder, with weights of the file's types; None if the files hold others than it needs.
-
-    Args:
-        folder: of a model that `check_folder` takes.
-        config: its configuration; see `why_not_read`.
+    """Returns the model in a folder that `check_folder` takes, with weights of the file's types; None if the files hold
+    others than it needs. For its configuration see `why_not_read`.
 
     Raises:
         OSError: a file cannot be read.

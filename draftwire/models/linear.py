@@ -56,13 +56,7 @@ class Linear:
     """A linear layer, or several with the same input, fused in this order."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, streamed: bool) -> None:
-        """Wraps `[outputs, inputs]` weights, copied only if they are packed, and `[outputs]` biases.
-
-        Args:
-            weight: of the layer.
-            bias: of the layer.
-            streamed: whether the model `is_streamed`.
-        """
+        """Wraps `[outputs, inputs]` weights, copied only if they are packed, and `[outputs]` biases."""
         self.bias, self.streamed = bias, streamed
         self._is_packed = _can_pack(weight) and (streamed or weight.nbytes >= LEAST_PACKED_BYTES)
         self.least_rows = LEAST_ROWS if self._is_packed and streamed else 1

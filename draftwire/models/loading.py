@@ -63,16 +63,13 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
     prepare(device)
     disable_progress_bar()  # would write into the log
     loaded: Any = _load_weights(name, path, dtype, device, revision)
-    return _described(loaded.eval(), name, path, revision)
+    loaded.eval()
+    return LoadedModel(loaded, card_of(loaded, name, path, revision, weights_fingerprint(loaded)))
 
 
 def load_lean_model(name: str, dtype: str = "auto", device: str = "cpu") -> LoadedModel | None:
-    """Loads a model of the Llama family for the lean decoder, without transformers' modelling code.
-
-    Args:
-        name: as for `load_model`.
-        dtype: as for `load_model`.
-        device: a torch device.
+    """Loads a model of the Llama family for the lean decoder, without transformers' modelling code; arguments as for
+    `load_model`.
 
     Returns:
         The model that `load_model` would load, as far as the lean decoder can tell; None if that is left to it: for
@@ -98,12 +95,13 @@ def load_lean_model(name: str, dtype: str = "auto", device: str = "cpu") -> Load
         model.generation_config = GenerationConfig.from_model_config(config)
     num_parameters = sum(weight.numel() for weight in model.parameters())
     model.to(_dtype_on_cpu(config, num_parameters) if dtype == "auto" else getattr(torch, dtype))
-    return _described(model, name, path, None)
+    return LoadedModel(model, card_of(model, name, path, None, weights_fingerprint(model)))
 
 
-def _described(model: Any, name: str, path: str, revision: str | None) -> LoadedModel:
+def card_of(model: Any, name: str, path: str, revision: str | None, fingerprint: bytes) -> ModelCard:
+    """Returns the card of a model from a folder or the hub, whose weights may be on the meta device."""
     tokenizer = tokenizer_of(path, model.config, revision)
-    card = ModelCard.of(
+    return ModelCard.of(
         tokenizer,
         name=Path(path).name if Path(path).is_dir() else name,
         revision=getattr(model.config, "_commit_hash", None) or "",
@@ -111,9 +109,8 @@ def _described(model: Any, name: str, path: str, revision: str | None) -> Loaded
         vocab_size=model.get_output_embeddings().weight.shape[0],
         context_length=context_length_of(model.config, name),
         stop_token_ids=stop_token_ids_of(getattr(model.generation_config, "eos_token_id", None), tokenizer),
-        weights_fingerprint=weights_fingerprint(model),
+        weights_fingerprint=fingerprint,
     )
-    return LoadedModel(model, card)
 
 
 def _load_weights(name: str, path: str, dtype: str, device: str, revision: str | None) -> "PreTrainedModel":
@@ -141,23 +138,18 @@ def on_meta(config: Any) -> "PreTrainedModel":
 
 
 def dtype_on_cpu(network: "PreTrainedModel") -> torch.dtype:
-    """Returns the dtype of "auto" on a CPU: bfloat16 if a large model is stored so and this CPU multiplies it.
+    """Returns the dtype of "auto" on a CPU: bfloat16 if a large model, which may be on the meta device, is stored so
+    and this CPU multiplies it.
 
     Else float32: other CPUs convert bfloat16 in every product, and reading a small model takes no time.
-
-    Args:
-        network: may be on the meta device.
     """
     return _dtype_on_cpu(network.config, sum(weight.numel() for weight in network.parameters()))
 
 
 def _dtype_on_cpu(config: Any, num_parameters: int) -> torch.dtype:
-    return torch.bfloat16 if _may_be_bfloat16(config) and num_parameters >= LARGE_PARAMETERS else torch.float32
-
-
-def _may_be_bfloat16(config: Any) -> bool:
-    """Whether a checkpoint is stored in bfloat16, and this CPU multiplies it."""
-    return getattr(config, "dtype", None) is torch.bfloat16 and cpu_multiplies_bfloat16()
+    is_stored_so = getattr(config, "dtype", None) is torch.bfloat16
+    is_fast = is_stored_so and num_parameters >= LARGE_PARAMETERS and cpu_multiplies_bfloat16()
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def cpu_multiplies_bfloat16() -> bool:

@@ -108,12 +108,7 @@ class DraftModel(SequenceModel, Protocol):
         """Whether `extend` returns the logits and stores the keys and values that `read` would."""
 
     def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
-        """Reads like every `SequenceModel`, or approximately.
-
-        Args:
-            readings: as for `SequenceModel`.
-            fuzzily: whether to read approximately, like `extend`.
-        """
+        """Reads like every `SequenceModel` or, fuzzily, approximately like `extend`."""
 
     def extend(
         self, sequences: Sequence[CachedSequence], token_ids: Tensor, parents: Sequence[tuple[int, ...]] = ()

@@ -101,7 +101,6 @@ class Results:
     """Buffers of the logits, shared by all steps of similar size, because logits are only valid until the next step."""
 
     def __init__(self) -> None:
-        """Allocates nothing yet."""
         self._buffers: dict[int, Tensor] = {}
 
     def keep(self, logits: Tensor) -> Tensor:
@@ -191,7 +190,6 @@ class StaticSteps:
     """LRU cache of static steps by shape."""
 
     def __init__(self, decoder: Decoder, storage: KvStorage) -> None:
-        """Starts empty; steps are created on first use of their shape."""
         self._decoder = decoder
         self._storage = storage
         self._results = Results()
@@ -219,11 +217,6 @@ class StaticSteps:
             if len(kept) == len(logits):  # all rows: no index to upload
                 return logits.clone()
             return logits.index_select(0, upload(places[list(kept)], self._decoder.device))
-
-
-def static_if(is_static: bool) -> type[StaticSteps] | None:
-    """Returns what makes static steps of a `CachedModel`, if they are wanted."""
-    return StaticSteps if is_static else None
 
 
 def _power_of_two(number: int) -> int:

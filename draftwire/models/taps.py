@@ -34,12 +34,7 @@ class SlotFeatures:
     """A tap that keeps fused features by slot: one more layer of a KV cache."""
 
     def __init__(self, source: FeatureSource, num_slots: int) -> None:
-        """Allocates nothing yet: the first pass determines the shape.
-
-        Args:
-            source: what is kept.
-            num_slots: capacity in tokens.
-        """
+        """Allocates nothing yet: the first pass determines the shape."""
         self.layers = source.layers
         self._fuse = source.fuse
         self._num_slots = num_slots
@@ -72,10 +67,6 @@ def joined(states: Mapping[int, Tensor], layers: tuple[int, ...]) -> Tensor:
 
 def check_taps(layers: tuple[int, ...], num_layers: int) -> None:
     """Checks the ids of taps.
-
-    Args:
-        layers: the ids.
-        num_layers: decoder layers of the model.
 
     Raises:
         InvalidRequestError: there is none, one occurs twice, or one is out of range.

@@ -18,10 +18,6 @@ QUANTIZATIONS = ("quantization_config", "compression_config")
 def refuse_quantised(name: str, config: Any) -> None:
     """Refuses checkpoints whose weights are quantised.
 
-    Args:
-        name: of the model, for the message.
-        config: its configuration.
-
     Raises:
         InvalidRequestError: they are.
     """
@@ -44,13 +40,10 @@ def _method_of(quantization: Any) -> str:
 
 
 def check_layers(name: str, model: "PreTrainedModel") -> None:
-    """Refuses models with a state that cannot be rolled back, or a kind of attention that `paged_attention` lacks.
+    """Refuses models, perhaps on the meta device, with a state that cannot be rolled back, or a kind of attention that
+    `paged_attention` lacks.
 
     Mixtures of experts pass: transformers routes each token by itself, whatever shares its step.
-
-    Args:
-        name: of the model, for the message.
-        model: may be on the meta device, without weights.
 
     Raises:
         InvalidRequestError: the model is one of those; the message says why.

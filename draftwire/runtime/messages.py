@@ -227,7 +227,7 @@ def _claim_from_proto(
     if num_sizes > most:  # in memory a large one takes 18 times what it takes on the wire
         return BlockViolationError(Violation.ENCODING, f"{num_sizes} support sizes, the limit is {most}")
     try:
-        tree = _trees().shape_of(message.parent_indices, len(message.token_ids)) if is_tree else None
+        tree = _trees().TokenTree.of(message.parent_indices, len(message.token_ids)) if is_tree else None
     except BlockViolationError as violation:
         return violation
     return Claim(list(message.token_ids), _distributions_from_proto(stated), tree)

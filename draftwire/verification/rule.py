@@ -105,11 +105,7 @@ class Outcome:
     infinite beyond the emitted ones; None for rules that do not choose by weights."""
 
     def num_near_ties(self, bounds: Tensor | float) -> Tensor:
-        """Returns how many tokens of each block were ahead by less than a bound, `[batch] int64`.
-
-        Args:
-            bounds: a number, or `[batch, 1]`.
-        """
+        """Returns how many tokens of each block, `[batch] int64`, were ahead by less than a number or `[batch, 1]`."""
         if self.leads is None:
             return torch.zeros_like(self.num_accepted)
         return (self.leads < bounds).sum(dim=1)

@@ -49,9 +49,6 @@ def imported(name: str, known: Iterable[str]) -> object:
 def served_rules(own: Sequence[str]) -> dict[str, VerificationRule]:
     """Returns the rules that a server offers, by name: built-in rules, then custom ones.
 
-    Args:
-        own: import paths of the custom rules; see `load_rule`.
-
     Raises:
         InvalidRequestError: a rule cannot be loaded, or two rules have the same name.
     """

@@ -12,16 +12,11 @@ import torch
 from torch import Tensor
 
 from draftwire.errors import DraftwireError, UnavailableError
-from draftwire.method.block_shape import BlockShape
 from draftwire.method.devices import upload
-from draftwire.method.distributions import DraftRows
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.sampling import TokenEdits
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import Reading, SequenceModel
 from draftwire.requests.automaton import Automaton, BlockMasks
-from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart
-from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.logprobs import PromptPart
 from draftwire.verification.deciding import (
     NOT_FINITE,
     Case,
@@ -35,69 +30,30 @@ from draftwire.verification.deciding import (
     make_masks,
 )
 from draftwire.verification.reported_logprobs import PromptRows, of_prompt
-from draftwire.verification.rule import VerificationRule
 
 
-@dataclass(frozen=True, slots=True)
-class Judging:
-    """One sequence's part in a step: reads committed tokens that are not in the cache and decides the next round."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judging(Case):
+    """A case with its sequence, as a part of a step: reads committed tokens that are not in the cache and decides the
+    next round. The step makes the masks, and reports the prompt tokens that it reads.
+    """
 
     sequence: CachedSequence
     committed: list[int]
     """All committed ids, prompt included."""
-    draft_tokens: list[int]
-    """The draft block; empty for plain decoding."""
-    draft: DraftRows | None
-    """The distributions of the draft tokens; see `Case.draft`."""
-    sampling: SamplingParams
-    """Sampling parameters of the target's distribution at every position."""
-    rule: VerificationRule
-    key: DrawKey
-    """Key of the random numbers to decide with."""
-    prompt_len: int = 0
-    """How many of the committed ids are the prompt."""
-    stop_token_ids: frozenset[int] = frozenset()
-    """The tokens that `SamplingParams.min_tokens` masks."""
     max_read: int | None = None
     """Limit of committed tokens that the cache lacks: if there are more, only so many are read and nothing is
     decided."""
-    logprobs: LogprobsRequest = NO_LOGPROBS
-    """The log-probabilities to report. A step reports the prompt tokens that it reads."""
     automaton: Automaton | None = None
     """Automaton of the generated text, if `sampling` prescribes a form."""
     made_masks: MadeMasks | None = None
     """The masks of the block, if they were made before the step."""
-    edits: TokenEdits | None = None
-    """Those of `sampling` and `stop_token_ids`, kept with the session; None makes them for this step."""
-    tree: BlockShape | None = None
-    """The shape of the block, if it is no chain; see `Case.tree`."""
-    is_used: bool = True
-    """Whether its draft tokens may enter the text; see `Case.is_used`."""
 
-    def masks(self) -> MadeMasks | None:
+    def form_masks(self) -> MadeMasks | None:
         """Returns the form's masks after the committed tokens and after each draft token; None if there is no form."""
         if self.automaton is None or self.made_masks is not None:
             return self.made_masks
         return make_masks(self.automaton, self.committed[self.prompt_len :], self.draft_tokens, self.tree)
-
-    def case(self, masks: BlockMasks | None = None) -> Case:
-        """Returns what is decided about the block."""
-        return Case(
-            draft_tokens=self.draft_tokens,
-            draft=self.draft,
-            sampling=self.sampling,
-            rule=self.rule,
-            key=self.key,
-            num_committed=len(self.committed),
-            committed=self.committed,
-            prompt_len=self.prompt_len,
-            stop_token_ids=self.stop_token_ids,
-            logprobs=self.logprobs,
-            masks=masks,
-            edits=self.edits,
-            tree=self.tree,
-            is_used=self.is_used,
-        )
 
     def prompt_rows(self, num_read: int) -> PromptRows | None:
         """Returns the prompt tokens to report if the next `num_read` committed tokens are read, or None."""
@@ -191,7 +147,7 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
         logits = logits[: len(plan.rows)]
     else:
         logits = logits.index_select(0, upload(plan.rows, logits.device, torch.int64))
-    cases = [judgings[index].case(masks.get(index)) for index in plan.scored]
+    cases = [replace(judgings[index], masks=masks.get(index)) for index in plan.scored]
     decisions = decide(cases, logits, [place for place, index in enumerate(plan.scored) if index in failures])
     outcomes: list[JudgingOutcome] = [StillReading(prompts.get(index)) for index in range(len(judgings))]
     for index, decision in zip(plan.scored, decisions.outcomes, strict=True):
@@ -227,7 +183,7 @@ def _masks(judgings: Sequence[Judging], scored: list[int]) -> tuple[dict[int, Bl
     masks: dict[int, BlockMasks] = {}
     failures: dict[int, DraftwireError] = {}
     for index in scored:
-        own = judgings[index].masks()
+        own = judgings[index].form_masks()
         if isinstance(own, DraftwireError):
             failures[index] = own
         elif own is not None:

@@ -311,7 +311,7 @@ class VirtualVerifier(_VirtualService, VerifierCore):
         scheduler = super()._make_scheduler(room, pacer)
         scheduler.waits.clock = lambda: time.perf_counter()
         if self.network.mask_us is not None and self.network.masks_are_apart:
-            scheduler.mask_maker = SlowMasks(self, self.network.mask_us)
+            scheduler.take_slow = SlowMasks(self, self.network.mask_us).take
         return scheduler
 
     async def begin(self) -> None:

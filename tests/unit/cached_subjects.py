@@ -16,7 +16,6 @@ from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, slots_of
 from draftwire.models.lean_model import FAMILY
 from draftwire.models.sequence_model import Reading
-from draftwire.models.static_steps import static_if
 
 torch.set_num_threads(1)
 
@@ -126,5 +125,5 @@ def make(subject: str, num_blocks: int = 60) -> Subject:
     if decoder.startswith("transformers"):
         return Subject(CachedModel(decoder_of(model, "transformers"), num_blocks * BLOCK_SIZE), reference, TOLERANCE)
     exact = with_exact_norms(copy.deepcopy(reference))
-    make_steps = static_if(decoder.endswith("static shapes"))
+    make_steps = decoder.endswith("static shapes")
     return Subject(CachedModel(decoder_of(model, "lean"), num_blocks * BLOCK_SIZE, make_steps), exact, LEAN_TOLERANCE)

@@ -142,7 +142,7 @@ def play(subject: Subject, generator: random.Random, num_steps: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_any_schedule_gives_the_logits_of_a_fresh_pass(subject: Subject, seed: int) -> None:
-    subject.model = CachedModel(subject.model._exact._decoder, 18 * BLOCK_SIZE, subject.model._make_steps)
+    subject.model = CachedModel(subject.model._exact._decoder, 18 * BLOCK_SIZE, subject.model.is_static)
     play(subject, random.Random(seed), 25)
 
 

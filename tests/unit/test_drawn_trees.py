@@ -9,6 +9,7 @@ import torch
 from session_specs import salted
 from test_tree_drafts import DRAFTER, KEY, PROMPT, SAMPLINGS, SHAPES, STOPS, TARGET, VOCAB_SIZE, drafted, plain_text
 
+from benchmarks.planned_trees import shape_by_acceptance, shape_of_widths
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, Supports, decode_one
@@ -19,12 +20,13 @@ from draftwire.models.sequence_model import Reading
 from draftwire.options.trees.growth_plan import GrowthPlan, WantedTree
 from draftwire.options.trees.token_tree import ROOT, TokenTree
 from draftwire.options.trees.tree_model_drafter import TreeModelDrafter
-from draftwire.options.trees.tree_shapes import shape_by_acceptance, shape_by_rank, shape_of_widths
+from draftwire.options.trees.tree_shapes import shape_by_rank
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
-from draftwire.verification.target import Judging, judge
+from draftwire.verification.target import judge
+from tests.judged import judging_of
 
 torch.set_num_threads(1)
 
@@ -131,7 +133,7 @@ def test_text_with_trees_that_grow_is_the_text_without(name: str, *, is_own: boo
         tree = TokenTree.of(draft.parents, len(draft.token_ids))
         assert len(tree) <= PLAN.num_nodes
         key = DrawKey(KEY, 0, number)
-        one = Judging(
+        one = judging_of(
             sequence, ids, draft.token_ids, None, sampling, RULES["coupled"], key, len(PROMPT), STOPS, tree=tree
         )
         (outcome,) = judge(model, [one]).outcomes

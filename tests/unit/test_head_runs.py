@@ -25,7 +25,6 @@ from draftwire.method.token_source import TokenSource
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE
-from draftwire.models.static_steps import static_if
 from draftwire.models.taps import FeatureSource
 from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_drafts import HeadDrafts, HeadSource
@@ -59,7 +58,7 @@ class Verifier:
     def __post_init__(self) -> None:
         source = FeatureSource(self.head.config.taps, self.head.fuse)
         runs = decoder_of(tiny_network("llama", VOCAB_SIZE), self.decoder)
-        self.model = CachedModel(runs, CACHE_TOKENS, static_if(self.is_static), features=source)
+        self.model = CachedModel(runs, CACHE_TOKENS, self.is_static, features=source)
         self.engine = TargetEngine(
             self.model, CACHE_TOKENS, {HEAD: HeadDrafts(HeadDrafter(self.head, self.model), VOCAB_SIZE)}
         )

@@ -20,7 +20,6 @@ from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_loading import load_head
 from draftwire.options.heads.head_names import HeadKind
 from draftwire.options.heads.head_shape import HeadShape
-from draftwire.options.heads.head_strategy import HeadStrategy
 from draftwire.requests.parameters import SamplingParams
 from draftwire.training.batches import TrainingTexts
 from draftwire.training.distillation import head_loss
@@ -33,6 +32,7 @@ from draftwire.training.heads.mlp_trainee import MlpTrainee
 from draftwire.training.plan import Phase
 from draftwire.training.trainer import Trainer
 from tests.tiny_models import save_tiny_model
+from tools.embedded_pair.head_strategy import HeadStrategy
 
 VOCAB, STEPS = 23, 3
 

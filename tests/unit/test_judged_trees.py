@@ -28,6 +28,7 @@ from draftwire.verification.deciding import Judgement
 from draftwire.verification.rule import VerificationRule
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.auditing import audits_of
+from tests.judged import judging_of
 
 torch.set_num_threads(1)
 
@@ -98,7 +99,7 @@ class Session:
     def judging(self, tokens: list[int], tree: TokenTree | None) -> Judging:
         key = DrawKey(bytes(range(16)), 0, self.round)
         given: dict[str, Any] = {"prompt_len": len(PROMPT), "stop_token_ids": STOPS} | self.options
-        return Judging(self.sequence, self.ids, tokens, None, self.sampling, self.rule, key, tree=tree, **given)
+        return judging_of(self.sequence, self.ids, tokens, None, self.sampling, self.rule, key, tree=tree, **given)
 
     def commit(self, judgement: Judgement) -> None:
         self.ids = [*self.ids, *judgement.token_ids]
@@ -243,7 +244,7 @@ def test_tokens_of_the_walk_are_drawn_from_the_target() -> None:
     counts = dict.fromkeys(expected, 0)
     for start in range(0, 3000, 100):
         parts = [
-            Judging(
+            judging_of(
                 model.cache.open(),
                 PROMPT,
                 tokens,

@@ -21,6 +21,7 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, LawRule
 from draftwire.verification.deciding import Judgement, JudgingOutcome
 from draftwire.verification.target import Judging, judge
+from tests.judged import judging_of
 
 torch.set_num_threads(1)
 
@@ -105,7 +106,7 @@ def one_block(model: OverflowingModel, rule: str, tokens: list[int], committed: 
     rows = DenseRows(draft_rows(tuple(committed[len(PROMPT) :]), tuple(tokens)).float())
     wanted = LogprobsRequest(logprobs=0)
     key = DrawKey(bytes(16), seed, 0)
-    return Judging(sequence, committed, tokens, rows, SAMPLING, RULES[rule], key, len(PROMPT), logprobs=wanted)
+    return judging_of(sequence, committed, tokens, rows, SAMPLING, RULES[rule], key, len(PROMPT), logprobs=wanted)
 
 
 @every("rule", RULES)
@@ -120,7 +121,7 @@ def test_token_before_a_bad_row_is_committed_and_the_next_round_fails(rule: str)
         assert len(outcome.token_ids) == len(outcome.logprobs) == outcome.num_accepted + 1 <= 2
         assert judging.sequence.length == len(judging.committed) + outcome.num_accepted
         committed = [*judging.committed, *outcome.token_ids]
-        following = Judging(
+        following = judging_of(
             judging.sequence, committed, [], None, SAMPLING, judging.rule, DrawKey(bytes(16), seed, 1), len(PROMPT)
         )
         (after,) = judge(model, [following]).outcomes

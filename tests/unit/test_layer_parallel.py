@@ -44,7 +44,6 @@ from draftwire.models.parallel.layer_groups import (
 )
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.sequence_model import Reading
-from draftwire.models.static_steps import static_if
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
@@ -103,7 +102,7 @@ def by_definition(model: PreTrainedModel, groups: LayerGroups, ids: list[int]) -
 
 def cached(model: PreTrainedModel, groups: LayerGroups, is_static: bool = False) -> CachedModel:
     base = LeanDecoder(model)
-    return CachedModel(base, 4096, static_if(is_static), LayerParallelDecoder(base, groups))
+    return CachedModel(base, 4096, is_static, LayerParallelDecoder(base, groups))
 
 
 @pytest.mark.slow

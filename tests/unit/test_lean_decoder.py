@@ -29,7 +29,7 @@ from draftwire.models.decoders import TransformersDecoder, decoder_of
 from draftwire.models.lean_decoder import LeanDecoder, Norm, why_not_lean
 from draftwire.models.linear import Linear
 from draftwire.models.sequence_model import Reading
-from draftwire.models.static_steps import StaticSteps, StepShape, static_if
+from draftwire.models.static_steps import StaticSteps, StepShape
 
 torch.set_num_threads(1)
 
@@ -69,7 +69,7 @@ def test_logits_of_random_texts_are_those_of_transformers(
         monkeypatch.setattr(linear, "STREAMED_BYTES", 0)  # as a large model
         monkeypatch.setattr(linear, "LEAST_ROWS", 6)  # whatever this CPU is
     reference = make(name)
-    model = CachedModel(decoder_of(copy.deepcopy(reference), "lean"), 4096, static_if(manner == "static"))
+    model = CachedModel(decoder_of(copy.deepcopy(reference), "lean"), 4096, manner == "static")
     if manner.startswith("in"):
         read_in_place(monkeypatch)
     if manner == "in pieces":
@@ -206,8 +206,8 @@ def test_unknown_decoder_is_refused() -> None:
 
 
 def test_steps_of_similar_sizes_share_a_shape_and_prompts_have_none() -> None:
-    model = CachedModel(decoder_of(make("llama"), "lean"), 8192, StaticSteps)
-    steps = model._exact._prepared
+    model = CachedModel(decoder_of(make("llama"), "lean"), 8192, is_static=True)
+    steps = model._exact._static
     assert isinstance(steps, StaticSteps)
     sequences = [model.cache.open() for _ in range(7)]
     model.read([Reading(sequence, [1] * 200, 0) for sequence in sequences])
@@ -223,16 +223,16 @@ def test_steps_of_similar_sizes_share_a_shape_and_prompts_have_none() -> None:
 
 def test_shapes_that_were_not_used_for_longest_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftwire.models.static_steps.MOST_SHAPES", 2)
-    model = CachedModel(decoder_of(make("llama"), "lean"), 1024, StaticSteps)
+    model = CachedModel(decoder_of(make("llama"), "lean"), 1024, is_static=True)
     sequence = model.cache.open()
     for count in (1, 2, 1, 3):
         model.read([Reading(sequence, [1] * count, 1)])
-    assert model._exact._prepared is not None
-    assert [shape.queries for shape in model._exact._prepared._steps] == [1, 3]
+    assert model._exact._static is not None
+    assert [shape.queries for shape in model._exact._static._steps] == [1, 3]
 
 
 def test_static_steps_write_nothing_but_their_own_tokens() -> None:
-    model = CachedModel(decoder_of(make("llama"), "lean"), 1024, StaticSteps)
+    model = CachedModel(decoder_of(make("llama"), "lean"), 1024, is_static=True)
     sequences = [model.cache.open() for _ in range(3)]
     model.read([Reading(sequence, [1, 2, 3], 1) for sequence in sequences])
     before = [tensor.clone() for layer in model._storage._layers.values() for tensor in layer]
@@ -248,20 +248,20 @@ def test_static_steps_write_nothing_but_their_own_tokens() -> None:
 
 def test_long_text_among_short_ones_is_not_padded_to() -> None:
     """Padded, each of the short ones would read as many keys as the long one."""
-    model = CachedModel(decoder_of(make("llama"), "lean"), 16_384, StaticSteps)
-    assert model._exact._prepared is not None
+    model = CachedModel(decoder_of(make("llama"), "lean"), 16_384, is_static=True)
+    assert model._exact._static is not None
     sequences = [model.cache.open() for _ in range(16)]
     model.read([Reading(sequence, [1] * 40, 0) for sequence in sequences])
     model.read([Reading(sequences[0], [1] * 900, 0)])
     model.read([Reading(sequence, [1], 1) for sequence in sequences])
-    assert list(model._exact._prepared._steps) == []
+    assert list(model._exact._static._steps) == []
     model.read([Reading(sequence, [1], 1) for sequence in sequences[:2]])
     model.read([Reading(sequence, [1], 1) for sequence in sequences[1:]])
-    assert [(shape.rows, shape.keys) for shape in model._exact._prepared._steps] == [(2, 1024), (16, 256)]
+    assert [(shape.rows, shape.keys) for shape in model._exact._static._steps] == [(2, 1024), (16, 256)]
 
 
 def test_logits_of_a_step_are_not_overwritten_by_the_next() -> None:
-    model = CachedModel(decoder_of(make("llama"), "lean"), 1024, StaticSteps)
+    model = CachedModel(decoder_of(make("llama"), "lean"), 1024, is_static=True)
     sequence = model.cache.open()
     first = model.read([Reading(sequence, [1, 2], 2)])
     before = first.clone()

@@ -46,6 +46,7 @@ from draftwire.verification.deciding import Judgement, StillReading
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.scheduler import Scheduler
+from tests.judged import judging_of
 
 RAW, PROCESSED = LogprobsMode.RAW, LogprobsMode.PROCESSED
 TOLERANCE = 1e-4
@@ -130,7 +131,7 @@ def make(
     key = DrawKey(KEY, generator.randrange(10**6), 0)
     rule = given.pop("rule", RULES["block"])
     sampling = given.pop("sampling", SamplingParams())
-    return Judging(sequence, committed, tokens, certain(tokens) if tokens else None, sampling, rule, key, **given)
+    return judging_of(sequence, committed, tokens, certain(tokens) if tokens else None, sampling, rule, key, **given)
 
 
 @every("name", SAMPLINGS)

@@ -29,9 +29,8 @@ from draftwire_gateway.http.app import make_app
 from draftwire_gateway.metrics import PARTS, GatewayMetrics
 from draftwire_gateway.request_record import Latencies
 from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
-from draftwire_verifier.draft_waits import DraftWaits
+from draftwire_verifier.draft_waits import DraftWaits, IdleWatch
 from draftwire_verifier.drafters import Drafters, Greeting
-from draftwire_verifier.idle import IdleWatch
 from draftwire_verifier.metrics import VerifierMetrics
 from tests.metric_families import IDLE, OF_PROCESS, PROCESS_SERIES
 

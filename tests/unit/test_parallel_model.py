@@ -42,17 +42,14 @@ from draftwire.models.parallel.spread_decoder import HEAD, SpreadTransformersDec
 from draftwire.models.parallel.step_plan import (
     PLAN_SIZE,
     CopyPlan,
-    Fit,
-    Heartbeat,
     ReadPlan,
+    Signal,
     StepPlan,
-    Stop,
     decode,
     encode,
 )
 from draftwire.models.parallel.tensor_parallel import ParallelModel, check_divides, follow
 from draftwire.models.sequence_model import FeatureSpan, Reading, Segment
-from draftwire.models.static_steps import static_if
 from draftwire.models.taps import FeatureSource
 
 torch.set_num_threads(1)
@@ -154,7 +151,7 @@ def logits(group: ProcessGroup, path: str, dtype: str = "float32") -> list[Tenso
     decoder = load_parallel_target(ModelSource(path, dtype), group).decoder
     results: list[Tensor] = []
     for is_static in (False, True):
-        model = ParallelModel(decoder, CACHE_TOKENS, static_if(is_static), group=group)
+        model = ParallelModel(decoder, CACHE_TOKENS, is_static, group=group)
         if group.rank:
             follow(model)
         else:
@@ -167,9 +164,7 @@ def logits(group: ProcessGroup, path: str, dtype: str = "float32") -> list[Tenso
 def expected(path: str, dtype: str = "float32") -> list[Tensor]:
     """Returns what rank 0 is to return."""
     decoder = decoder_of(load_model(path, dtype).model)
-    return [
-        row for is_static in (False, True) for row in driven(CachedModel(decoder, CACHE_TOKENS, static_if(is_static)))
-    ]
+    return [row for is_static in (False, True) for row in driven(CachedModel(decoder, CACHE_TOKENS, is_static))]
 
 
 QUICK = [("llama 3.1, tied, one key", 2)]
@@ -527,9 +522,7 @@ PLANS: list[StepPlan] = [
     with_trees(plan(1, 1)),
     CopyPlan(np.array([5, 6]), np.array([1, 2])),
     CopyPlan(np.array([], dtype=np.int64), np.array([], dtype=np.int64)),
-    Heartbeat(),
-    Stop(),
-    Fit(),
+    *Signal,
 ]
 
 

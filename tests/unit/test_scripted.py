@@ -33,7 +33,8 @@ from draftwire.requests.session_parameters import ALONE
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
-from draftwire.verification.target import Judging, judge
+from draftwire.verification.target import judge
+from tests.judged import judging_of
 
 torch.set_num_threads(1)
 
@@ -213,7 +214,7 @@ def test_each_depth_of_a_tree_is_reached_as_often_as_the_script_says() -> None:
             shape = TokenTree.of(draft.parents, len(draft.token_ids))
             assert (len(shape), shape.depth, draft.distributions.encoding) == (num_nodes, depth, Encoding.NONE)
             block = cached[index], texts[index], draft.token_ids, None, SamplingParams(), RULES["coupled"], keys[index]
-            judgings.append(Judging(*block, tree=shape))
+            judgings.append(judging_of(*block, tree=shape))
         for index, judged in enumerate(judge(target, judgings).outcomes):
             assert isinstance(judged, Judgement)
             reached.update(range(1, len(judged.token_ids)))

@@ -27,7 +27,8 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire.verification import RULES, LawRule
 from draftwire.verification.deciding import Judgement
-from draftwire.verification.target import Judging, judge
+from draftwire.verification.target import judge
+from tests.judged import judging_of
 
 torch.set_num_threads(1)
 
@@ -172,7 +173,7 @@ def test_every_rule_sees_masked_rows_as_far_as_a_block_has_the_form(small: Seen,
     sequence = model.cache.open(PROMPT)
     draft, key = DenseRows(draft_rows((), tuple(tokens), is_masked=False)), DrawKey(bytes(16), 0, 0)
     place = sequence, PROMPT, tokens, draft
-    judging = Judging(*place, PROCESSED, RULES[rule], key, len(PROMPT), automaton=compiled())
+    judging = judging_of(*place, PROCESSED, RULES[rule], key, len(PROMPT), automaton=compiled())
     (decided,) = judge(model, [judging]).decided
     model.cache.close(sequence)
     rows = decided.blocks.padded_target_probs()[0]
@@ -238,7 +239,8 @@ def test_text_fails_where_its_form_cannot_go_on_as_in_plain_decoding(small: Seen
     for number in range(count):
         key = DrawKey(bytes(16), 0, number) if rule != "coupled" else DrawKey(bytes(16), number, 0)
         place = model.cache.open(PROMPT), PROMPT, [0], draft
-        judgings.append(Judging(*place, PLAIN, RULES[rule], key, len(PROMPT), frozenset({STOP}), automaton=automaton))
+        stops = frozenset({STOP})
+        judgings.append(judging_of(*place, PLAIN, RULES[rule], key, len(PROMPT), stops, automaton=automaton))
     failed = 0
     for judging, outcome in zip(judgings, judge(model, judgings).outcomes, strict=True):
         assert outcome.token_ids == [1] if isinstance(outcome, Judgement) else isinstance(outcome, InvalidRequestError)

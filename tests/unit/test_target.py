@@ -29,6 +29,7 @@ from draftwire.verification import RULES, BlockBatch, KeyedNoise, TypicalRule, v
 from draftwire.verification.deciding import NEAR_TIE, Decided, Judgement, StillReading
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.auditing import audits_of
+from tests.judged import judging_of
 
 torch.set_num_threads(1)
 
@@ -124,7 +125,7 @@ def judging(
     if not rule.needs_draft_probs:
         encodings.append(Encoding.NONE)
     tokens, draft = block(generator, length, encoding or generator.choice(encodings))
-    return Judging(
+    return judging_of(
         model.cache.open(committed, f"alone {next(salts)}") if sequence is None else sequence,
         committed,
         tokens,
@@ -318,7 +319,7 @@ def test_text_before_the_block_and_in_it_is_penalized_row_by_row(model: WatchedM
     """By hand, from the logits of the model: each row sees the draft tokens before it, and no other."""
     committed, tokens = [1, 2, 3, 2], [5, 2, 5]
     params = SamplingParams(2.0, repetition_penalty=1.5, presence_penalty=0.6, frequency_penalty=0.4, min_tokens=4)
-    one = Judging(
+    one = judging_of(
         model.cache.open(committed, f"alone {next(salts)}"),
         committed,
         tokens,
@@ -448,14 +449,14 @@ def test_draft_tokens_are_never_offered_before_they_are_committed(rule: str) -> 
         with torch.inference_mode():
             logits = REFERENCE(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0, -1]
         tokens.append(int(logits.argmax()))
-    one = Judging(sequence, prompt, tokens, certain(tokens), greedy, RULES[rule], DrawKey(KEY, 0, 0))
+    one = judging_of(sequence, prompt, tokens, certain(tokens), greedy, RULES[rule], DrawKey(KEY, 0, 0))
     (outcome,) = judge(model, [one]).outcomes
     assert isinstance(outcome, Judgement)
     assert outcome.num_accepted == 6
     committed = prompt + outcome.token_ids
     assert sequence.length == len(committed) - 1
     assert model.cache.open(committed).num_reused == 0
-    plain = replace(one, committed=committed, draft_tokens=[], draft=None)
+    plain = replace(one, committed=committed, num_committed=len(committed), draft_tokens=[], draft=None)
     assert judge(model, [plain]).num_tokens == 1, "accepted tokens are not read again"
     assert model.cache.open(committed).num_reused == BLOCK_SIZE
 

@@ -10,22 +10,22 @@ import torch
 from session_specs import salted
 from tiny_models import tiny_network
 
+from benchmarks.planned_trees import shape_by_acceptance, shape_of_widths
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.errors import UnavailableError
 from draftwire.method.block_shape import CHAIN
 from draftwire.method.draw_key import DrawKey
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
-from draftwire.models.static_steps import static_if
 from draftwire.options.trees.growth_plan import WantedTree
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.options.trees.tree_model_drafter import TreeModelDrafter, TreeSequence
-from draftwire.options.trees.tree_shapes import shape_by_acceptance, shape_of_widths
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
-from draftwire.verification.target import Judging, judge
+from draftwire.verification.target import judge
+from tests.judged import judging_of
 
 torch.set_num_threads(1)
 
@@ -50,7 +50,7 @@ SAMPLINGS = {
 
 
 def drafter_of(decoder: Any, is_static: bool = False) -> TreeModelDrafter:
-    return TreeModelDrafter(CachedModel(decoder, 2048, static_if(is_static)), 512)
+    return TreeModelDrafter(CachedModel(decoder, 2048, is_static), 512)
 
 
 def request(sampling: SamplingParams, shape: TokenTree | None, num_tokens: int = 0, **options: Any) -> DraftRequest:
@@ -70,7 +70,7 @@ def plain_text(sampling: SamplingParams, length: int) -> list[int]:
     sequence, ids = model.cache.open(PROMPT), list(PROMPT)
     for number in range(length):
         key = DrawKey(KEY, 0, number)
-        one = Judging(sequence, ids, [], None, sampling, RULES["coupled"], key, len(PROMPT), STOPS)
+        one = judging_of(sequence, ids, [], None, sampling, RULES["coupled"], key, len(PROMPT), STOPS)
         (outcome,) = judge(model, [one]).outcomes
         assert isinstance(outcome, Judgement)
         ids = ids + outcome.token_ids
@@ -101,7 +101,7 @@ def test_text_with_drafted_trees_is_the_text_without(name: str, shape: str, is_o
         assert (draft.token_ids, draft.parents) == (other.token_ids, other.parents)
         own = TokenTree.of(draft.parents, len(draft.token_ids))
         key = DrawKey(KEY, 0, number)
-        one = Judging(
+        one = judging_of(
             sequence, ids, draft.token_ids, None, sampling, RULES["coupled"], key, len(PROMPT), STOPS, tree=own
         )
         (outcome,) = judge(model, [one]).outcomes

@@ -7,6 +7,7 @@ import torch
 from cases import every
 from tiny_models import tiny_network
 
+from benchmarks.planned_trees import shape_of_widths
 from benchmarks.tree_efficiency import Arm, Setting, Text, arms_of, calibrate, opt_tree, spec_exec
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import Role, derive_key
@@ -17,7 +18,6 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.options.trees.growth_plan import GrowthPlan
 from draftwire.options.trees.token_tree import TokenTree
-from draftwire.options.trees.tree_shapes import shape_of_widths
 from draftwire.requests.parameters import SamplingParams
 
 torch.set_num_threads(1)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from cases import every
 
+from benchmarks.planned_trees import ShapedGrowth, shape_by_acceptance, shape_of_widths
 from benchmarks.tree_efficiency import growth_of, opt_tree, spec_exec
 from draftwire.method.distributions import QuantizedRows, race
 from draftwire.options.trees.growth_plan import GrowthPlan
 from draftwire.options.trees.token_tree import ROOT, TokenTree
-from draftwire.options.trees.tree_growth import ShapedGrowth, log_race_chances
-from draftwire.options.trees.tree_shapes import shape_by_acceptance, shape_of_widths
+from draftwire.options.trees.tree_growth import log_race_chances
 
 torch.set_num_threads(1)
 

@@ -18,9 +18,10 @@ from draftwire.requests.logprobs import LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement, StillReading
-from draftwire.verification.target import Judging, judge
+from draftwire.verification.target import judge
 from draftwire_verifier.vllm.items import PromptToReport, RoundItem, StepItems, StepReport
 from draftwire_verifier.vllm.rank_decisions import RankDecisions, agreed
+from tests.judged import judging_of
 
 SAMPLINGS = [
     SamplingParams(0.0),
@@ -55,7 +56,7 @@ def judged(items: dict[str, RoundItem]) -> dict[str, Any]:
     """Returns what our own engine decides about them, each in its sequence."""
     model = fresh_model()
     judgings = [
-        Judging(
+        judging_of(
             model.cache.open(),
             list(item.committed),
             item.draft_tokens,

@@ -1,6 +1,7 @@
 """The engine on vLLM over a core that does as little as vLLM must: failures and what they leave. Without vLLM."""
 
 from collections.abc import Callable
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from draftwire_verifier.draft_waits import DraftWaits
 from draftwire_verifier.scheduler import Scheduler
 from draftwire_verifier.vllm.cache_bytes import cache_bytes, most_bytes
 from draftwire_verifier.vllm.items import StepReport
-from draftwire_verifier.vllm.vllm_engine import CUT, Fault, VllmEngine
+from draftwire_verifier.vllm.vllm_engine import CUT, VllmEngine
 
 
 class Core:
@@ -67,7 +68,7 @@ class Served:
 
     def __init__(self, num_ranks: int = 1) -> None:
         self.core = Core(num_ranks)
-        self.engine = VllmEngine(self.core, EngineSettings(), Fault(), self.core.open)
+        self.engine = VllmEngine(self.core, EngineSettings(), Event(), self.core.open)
         self.scheduler = Scheduler(
             context_length=512,
             vocab_size=320,

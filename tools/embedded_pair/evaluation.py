@@ -17,8 +17,8 @@ from draftwire.models.decoders import decoder_of
 from draftwire.models.taps import FeatureSource
 from draftwire.options.heads.draft_head import DraftHead
 from draftwire.options.heads.head_drafter import HeadDrafter
-from draftwire.options.heads.head_strategy import HeadStrategy
 from draftwire.requests.parameters import SamplingParams
+from tools.embedded_pair.head_strategy import HeadStrategy
 
 
 @torch.inference_mode()

@@ -170,12 +170,8 @@ class GroupModel:
 def load_target_rank(
     config: RankConfig, on_progress: Progress | None = None, make_head: MakeHead | None = None
 ) -> LoadedRank:
-    """Joins the group and loads this rank's share of the weights.
-
-    Args:
-        config: of the rank.
-        on_progress: called while weights are read.
-        make_head: loads the head that drafts beside the model; on rank 0 alone.
+    """Joins the group and loads this rank's share of the weights; on rank 0 alone also the head that drafts beside the
+    model.
 
     Raises:
         InvalidRequestError: the model cannot be shared by so many ranks, or not at all; or the head is not for it.

@@ -87,9 +87,6 @@ class GroupGuard:
     async def start(self, loading: Coroutine[Any, Any, None]) -> None:
         """Loads the model.
 
-        Args:
-            loading: loads it.
-
         Raises:
             GroupLostError: another rank exited.
         """

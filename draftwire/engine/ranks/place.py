@@ -52,9 +52,6 @@ class Place:
     def device(self, given: str) -> str:
         """Returns the device of this process.
 
-        Args:
-            given: the setting `device`.
-
         Raises:
             InvalidRequestError: `given` names one device for several processes.
         """

@@ -26,10 +26,7 @@ MakeService = Callable[..., "Service"]
 
 def launch(config: ServiceConfig, import_server: Callable[[], MakeService]) -> int:
     """Runs a service and returns the process's exit status. In a group of several ranks, exits instead of returning.
-
-    Args:
-        config: of the service.
-        import_server: imports and returns the function that makes the service; called by rank 0 only.
+    Rank 0 alone calls `import_server`.
     """
     place = find_place(config.wanted_group, os.environ)
     if place.size > 1:

@@ -158,7 +158,6 @@ class Ranks:
     """Distribution of the layers' attention over the ranks of a process group. Every rank computes all MLPs."""
 
     def __init__(self, group: ProcessGroup, groups: LayerGroups) -> None:
-        """Distributes the layers of each group."""
         self.group = group
         self.holders = holders_of(groups, group.size)
 

@@ -28,18 +28,11 @@ class LoadedLayers:
 def load_layer_parallel(
     name: str, dtype: str, device: str, revision: str | None, layers: LayerParallelism, group: ProcessGroup
 ) -> LoadedLayers:
-    """Loads this rank's part of a drafter. Called on all ranks with the same arguments except for the device.
+    """Loads this rank's part of a drafter; arguments as for `load_model`. Called on all ranks with the same ones except
+    for the device.
 
     Every rank reads the whole model, keeps all MLPs and drops the attention of layers that other ranks hold. Returns
     when all ranks have loaded their parts. A rank that fails leaves the group, so that no other rank waits for it.
-
-    Args:
-        name: folder, or name on the model hub.
-        dtype: as for `load_model`.
-        device: the group's.
-        revision: commit or branch on the hub.
-        layers: the layers that run in parallel.
-        group: the ranks that share the model.
 
     Raises:
         InvalidRequestError: as `load_model`; or the architecture is not supported, or `layers` does not fit the model.

@@ -179,10 +179,7 @@ class ProcessGroup:
             return parts.transpose(0, 1).flatten(1)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Gathers the tensors of all ranks on every rank.
-
-        Args:
-            tensor: contiguous, of any shape that is the same on every rank.
+        """Gathers the contiguous tensors of all ranks, of the same shape, on every rank.
 
         Returns:
             `[size, ...]` in the order of ranks.
@@ -196,11 +193,7 @@ class ProcessGroup:
         return parts
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrites a contiguous tensor with the source rank's.
-
-        Args:
-            tensor: of the same shape on all ranks.
-            source: the sending rank.
+        """Overwrites a contiguous tensor, of the same shape on all ranks, with the source rank's.
 
         Raises:
             UnavailableError: as `all_reduce`.

@@ -24,12 +24,12 @@ from transformers.utils.hub import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from draftwire.errors import InvalidRequestError
-from draftwire.models.card import ModelCard, context_length_of, path_of, stop_token_ids_of
+from draftwire.models.card import ModelCard, path_of
 from draftwire.models.configuration import config_of
 from draftwire.models.decoder import Decoder
 from draftwire.models.decoders import check_decoder
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
-from draftwire.models.loading import FINGERPRINT_ENTRIES, dtype_on_cpu, on_meta
+from draftwire.models.loading import FINGERPRINT_ENTRIES, card_of, dtype_on_cpu, on_meta
 from draftwire.models.parallel.process_group import ProcessGroup
 from draftwire.models.parallel.spread_decoder import (
     BY_INNER,
@@ -42,7 +42,6 @@ from draftwire.models.parallel.spread_decoder import (
     why_not_spread,
 )
 from draftwire.models.parallel.tensor_parallel import check_divides
-from draftwire.models.tokenizer import tokenizer_of
 from draftwire.models.unsupported import check_layers, refuse_quantised
 
 LOADING_SECONDS = 3600.0
@@ -195,14 +194,9 @@ def load_parallel_target(
     source: ModelSource, group: ProcessGroup, decoder: str = "auto", on_progress: Progress | None = None
 ) -> LoadedShard:
     """Loads this rank's shard of a model onto the group's device. Called on all ranks with the same arguments.
+    `on_progress` is called on this thread while weights are read.
 
     Returns when all ranks have loaded their shards. A rank that fails leaves the group, so that no other rank waits.
-
-    Args:
-        source: the model.
-        group: the ranks that share the model.
-        decoder: one of `DECODERS`.
-        on_progress: called while weights are read, on this thread.
 
     Raises:
         InvalidRequestError: as `load_model`; or the model cannot be sharded over this many processes, or not at all.
@@ -329,19 +323,10 @@ def _read(
 
 def _card(source: ModelSource, whole: Any, checkpoint: Checkpoint, rank: int) -> ModelCard:
     """Returns the card that `load_model` would return for the whole model."""
-    tokenizer = tokenizer_of(source.name, whole.config, source.revision)
     with suppress(OSError):  # without the file, the model's own default stays
         whole.generation_config = GenerationConfig.from_pretrained(source.name, revision=source.revision or "main")
-    return ModelCard.of(
-        tokenizer,
-        name=Path(source.name).name if Path(source.name).is_dir() else source.name,
-        revision=getattr(whole.config, "_commit_hash", None) or "",
-        dtype=str(whole.dtype).removeprefix("torch."),
-        vocab_size=whole.get_output_embeddings().weight.shape[0],
-        context_length=context_length_of(whole.config, source.name),
-        stop_token_ids=stop_token_ids_of(getattr(whole.generation_config, "eos_token_id", None), tokenizer),
-        weights_fingerprint=_fingerprint(whole, checkpoint) if rank == 0 else b"",
-    )
+    fingerprint = _fingerprint(whole, checkpoint) if rank == 0 else b""
+    return card_of(whole, source.name, source.name, source.revision, fingerprint)
 
 
 def _fingerprint(whole: Any, checkpoint: Checkpoint) -> bytes:

@@ -27,15 +27,19 @@ MARK = 0x64726166
 Numbers: TypeAlias = NDArray[np.int64]
 
 
-class PlanKind(IntEnum):
-    """Kinds of plans."""
+READ, READ_FUZZILY, COPY = 1, 2, 3
+"""Kinds of plans that have contents; the others are signals."""
 
-    READ = 1
-    READ_FUZZILY = 2
-    COPY = 3
+
+class Signal(IntEnum):
+    """A plan without contents."""
+
     HEARTBEAT = 4
+    """Checks that all ranks are there."""
     STOP = 5
+    """Ends the sequence of plans."""
     FIT = 6
+    """Gives the KV cache the size that fits on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +68,7 @@ class CopyPlan:
     targets: Numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """Liveness check: carries no work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Ends the sequence of plans."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Gives the KV cache the size that fits on all ranks."""
-
-
-StepPlan = ReadPlan | CopyPlan | Heartbeat | Stop | Fit
+StepPlan = ReadPlan | CopyPlan | Signal
 
 
 class PlanChannel:
@@ -126,48 +115,38 @@ def encode(plan: StepPlan) -> Numbers:
     """Encodes a plan as numbers: the mark, the number of numbers, the kind, three counts, and the counted items."""
     match plan:
         case ReadPlan(segments, token_ids, kept, fuzzily):
-            kind = PlanKind.READ_FUZZILY if fuzzily else PlanKind.READ
+            kind = READ_FUZZILY if fuzzily else READ
             blocks = [block for segment in segments for block in segment.sequence.blocks]
             parents = [parent for segment in segments for parent in segment.sequence.parents]
             shapes = [size for one in segments for size in (one.num_tokens, one.sequence.length, one.num_nodes)]
             ids = np.empty(0, dtype=np.int64) if token_ids is None else token_ids
             return _numbers(kind, (len(segments), len(ids), len(kept)), [*shapes, *blocks, *parents], ids, kept)
         case CopyPlan(sources, targets):
-            return _numbers(PlanKind.COPY, (len(sources), 0, 0), sources, targets)
-        case Heartbeat():
-            return _numbers(PlanKind.HEARTBEAT, (0, 0, 0))
-        case Stop():
-            return _numbers(PlanKind.STOP, (0, 0, 0))
-        case Fit():
-            return _numbers(PlanKind.FIT, (0, 0, 0))
+            return _numbers(COPY, (len(sources), 0, 0), sources, targets)
+        case Signal():
+            return _numbers(plan, (0, 0, 0))
 
 
 def decode(numbers: Numbers) -> StepPlan:
     """Decodes a plan. Its sequences have only their blocks, lengths and trees."""
-    kind, (count, num_ids, num_kept), body = PlanKind(int(numbers[2])), numbers[3:6].tolist(), numbers[6:]
-    match kind:
-        case PlanKind.READ | PlanKind.READ_FUZZILY:
-            shapes, body = body[: 3 * count].reshape(count, 3).tolist(), body[3 * count :]
-            blocks, body = _split(body, [blocks_for(length) for _, length, _ in shapes])
-            trees, body = _split(body, [num_nodes for _, _, num_nodes in shapes])
-            segments = [
-                Segment(CachedSequence(b"", own, length, tuple(parents)), num_tokens)
-                for (num_tokens, length, _), own, parents in zip(shapes, blocks, trees, strict=True)
-            ]
-            ids, kept = body[:num_ids], body[num_ids:]
-            assert len(kept) == num_kept
-            return ReadPlan(segments, ids if num_ids else None, kept.tolist(), kind is PlanKind.READ_FUZZILY)
-        case PlanKind.COPY:
-            return CopyPlan(body[:count], body[count:])
-        case PlanKind.HEARTBEAT:
-            return Heartbeat()
-        case PlanKind.STOP:
-            return Stop()
-        case PlanKind.FIT:
-            return Fit()
+    (kind, count, num_ids, num_kept), body = numbers[2:6].tolist(), numbers[6:]
+    if kind == COPY:
+        return CopyPlan(body[:count], body[count:])
+    if kind not in (READ, READ_FUZZILY):
+        return Signal(kind)
+    shapes, body = body[: 3 * count].reshape(count, 3).tolist(), body[3 * count :]
+    blocks, body = _split(body, [blocks_for(length) for _, length, _ in shapes])
+    trees, body = _split(body, [num_nodes for _, _, num_nodes in shapes])
+    segments = [
+        Segment(CachedSequence(b"", own, length, tuple(parents)), num_tokens)
+        for (num_tokens, length, _), own, parents in zip(shapes, blocks, trees, strict=True)
+    ]
+    ids, kept = body[:num_ids], body[num_ids:]
+    assert len(kept) == num_kept
+    return ReadPlan(segments, ids if num_ids else None, kept.tolist(), kind == READ_FUZZILY)
 
 
-def _numbers(kind: PlanKind, counts: tuple[int, int, int], *body: Sequence[int] | Numbers) -> Numbers:
+def _numbers(kind: int, counts: tuple[int, int, int], *body: Sequence[int] | Numbers) -> Numbers:
     size = 6 + sum(map(len, body))
     return np.concatenate([np.array(part, dtype=np.int64) for part in ((MARK, size, kind, *counts), *body)])
 

@@ -16,18 +16,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from draftwire.errors import InvalidRequestError
-from draftwire.models.cached_model import CachedModel, IdRows, MakeSteps
+from draftwire.models.cached_model import CachedModel, IdRows
 from draftwire.models.decoder import Decoder
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.parallel.process_group import ProcessGroup
 from draftwire.models.parallel.step_plan import (
     CopyPlan,
-    Fit,
-    Heartbeat,
     PlanChannel,
     ReadPlan,
+    Signal,
     StepPlan,
-    Stop,
     host_ids,
 )
 from draftwire.models.sequence_model import Segment
@@ -35,14 +33,10 @@ from draftwire.models.taps import FeatureSource
 
 
 def check_divides(config: Any, size: int) -> None:
-    """Checks that a model's heads and MLPs can be divided among ranks.
+    """Checks that the heads and MLPs of a model, by the configuration of its text part, can be divided among ranks.
 
     Query heads and the MLPs' inner dimension are divided. Key heads are divided too, or, if there are fewer than ranks,
     replicated on the ranks that need them. The vocabulary need not be divisible.
-
-    Args:
-        config: transformers' configuration of the model's text part.
-        size: number of ranks.
 
     Raises:
         InvalidRequestError: they cannot be divided; the message names the possible sizes.
@@ -73,25 +67,18 @@ class ParallelModel(CachedModel):
         self,
         decoder: Decoder,
         cache_tokens: int,
-        make_steps: MakeSteps | None = None,
+        is_static: bool = False,
         drafting: LayerParallelDecoder | None = None,
         features: FeatureSource | None = None,
         *,
         group: ProcessGroup,
         count: Callable[[CachedModel], int] | None = None,
     ) -> None:
-        """Starts with an empty cache, of the same size on all ranks.
-
-        Args:
-            decoder: this rank's shard of the model.
-            cache_tokens: as for `CachedModel`.
-            make_steps: as for `CachedModel`.
-            drafting: as for `CachedModel`, this rank's shard.
-            features: as for `CachedModel`, on rank 0 alone: hidden states are whole on every rank.
-            group: the process group of the decoders.
-            count: as for `fit`, on this rank; None if the size of the cache is not to be found.
+        """Starts with an empty cache, of the same size on all ranks; arguments as for `CachedModel`, of this rank's
+        shard. Features are kept on rank 0 alone: hidden states are whole on every rank. `count` is that of `fit`, on
+        this rank; None if the size of the cache is not to be found.
         """
-        super().__init__(decoder, cache_tokens, make_steps, drafting, features)
+        super().__init__(decoder, cache_tokens, is_static, drafting, features)
         self.group = group
         self._count = count
         self._plans = PlanChannel(group)
@@ -102,7 +89,7 @@ class ParallelModel(CachedModel):
         Raises:
             UnavailableError: another rank is lost or late.
         """
-        self._plans.announce(Heartbeat())
+        self._plans.announce(Signal.HEARTBEAT)
         self.group.meet()
 
     def stop(self) -> None:
@@ -111,12 +98,12 @@ class ParallelModel(CachedModel):
         Raises:
             UnavailableError: as `heartbeat`.
         """
-        self._plans.announce(Stop())
+        self._plans.announce(Signal.STOP)
 
     @override
     def fit(self, count: Callable[[CachedModel], int]) -> int:
         """Gives the KV cache the size that fits on all ranks, the smallest that any of them counts."""
-        self._plans.announce(Fit())
+        self._plans.announce(Signal.FIT)
         return self._fit_together(count)
 
     def _fit_together(self, count: Callable[[CachedModel], int]) -> int:
@@ -155,12 +142,12 @@ class ParallelModel(CachedModel):
                 self._together(segments, ids if token_ids is None else token_ids.tolist(), kept, fuzzily)
             case CopyPlan(sources, targets):
                 super()._copy(sources, targets)
-            case Heartbeat():
+            case Signal.HEARTBEAT:
                 self.group.meet()
-            case Fit():
+            case Signal.FIT:
                 assert self._count is not None, "ranks have the same settings"
                 self._fit_together(self._count)
-            case Stop():
+            case Signal.STOP:
                 return False
             case _:
                 assert_never(plan)

@@ -50,14 +50,8 @@ class AheadDrafting(DraftOption):
         post: Callable[..., object],
         count: Count,
     ) -> None:
-        """Starts without texts.
-
-        Args:
-            strategy: can fork.
-            sequences: see `BranchDrafter`.
-            queue: of the sessions.
-            post: has the torch thread call a function with some arguments.
-            count: called with what became of branches.
+        """Starts without texts. For `sequences` see `BranchDrafter`; `post` has the torch thread call a function with
+        some arguments.
         """
         self.drafter = BranchDrafter(strategy, sequences, lambda: queue.has_requests)
         take_over, free = partial(post, self.drafter.take_over), partial(post, self.drafter.free)

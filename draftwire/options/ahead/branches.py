@@ -142,13 +142,9 @@ class Endings:
         reached = 1.0
         for num_kept, guesses in enumerate(branch.guesses):
             ends = reached * (1.0 - self.acceptance)
-            endings += [
-                GuessedEnding(num_kept, token, ends * right) for right, token in self._paired(guesses, bonus=False)
-            ]
+            recovered = zip(self.recovered_right, guesses, strict=False)
+            endings += [GuessedEnding(num_kept, token, ends * right) for right, token in recovered]
             reached *= self.acceptance
-        bonus = self._paired(branch.next_guesses or [], bonus=True)
+        bonus = zip(self.bonus_right, branch.next_guesses or [], strict=False)
         endings += [GuessedEnding(len(branch.block), token, reached * right) for right, token in bonus]
         return sorted(endings, key=lambda ending: -ending.chance)[:most]
-
-    def _paired(self, guesses: Sequence[int], *, bonus: bool) -> list[tuple[float, int]]:
-        return list(zip(self.bonus_right if bonus else self.recovered_right, guesses, strict=False))

@@ -35,7 +35,6 @@ class PassTimes:
     """Learns the time of a pass with one row, and by what share of that each further row makes one longer."""
 
     def __init__(self) -> None:
-        """Knows nothing yet."""
         self._first_s: float | None = None
         self._row_share: float | None = None
 

@@ -52,12 +52,6 @@ class HeldBlocks(PushedBlocks):
     """
 
     def __init__(self, tally: HeldTally, most: int) -> None:
-        """Starts without blocks.
-
-        Args:
-            tally: counts them, beside those of other sessions.
-            most: blocks that are held at most.
-        """
         self._tally = tally
         self._most = most
         self._blocks: dict[RoundPlace, ReceivedBlock] = {}

@@ -103,11 +103,7 @@ class Lookahead:
 
     def abandon(self, texts: NextTexts | None, branch: Branch) -> None:
         """Drops a branch whose step has ended, and whose block is not sent, or was sent for a text that did not come
-        true.
-
-        Args:
-            texts: of its session; None if that was closed.
-            branch: to be dropped.
+        true. The texts are None if its session was closed.
         """
         self.free(branch)
         if branch.block is not None:  # it was counted, but for what was read since
@@ -118,12 +114,8 @@ class Lookahead:
             texts.num_ahead[branch.fence.round] -= 1
 
     def expand(self, texts: NextTexts, node: Branch, num_beside: int) -> None:
-        """Chooses the texts that a text may become, those that are worthwhile.
-
-        Args:
-            texts: of its session.
-            node: the text, whose block was drafted.
-            num_beside: other sessions, which have a row or more in each pass.
+        """Chooses the worthwhile ones of the texts that a text may become, whose block was drafted. So many other
+        sessions have a row or more in each pass.
         """
         session, block = texts.session, node.block or []
         stops = session.spec.parameters.stop_token_ids

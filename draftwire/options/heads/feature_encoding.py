@@ -16,11 +16,8 @@ _TYPES = {
 
 
 def encode_rows(rows: Tensor, encoding: FeatureEncoding) -> tuple[bytes, bytes]:
-    """Returns rows and their scales as bytes; no scales but for `FLOAT8`.
-
-    Args:
-        rows: `[count, size]`, floating point, on any device.
-        encoding: of the result.
+    """Returns `[count, size]` rows, floating point on any device, and their scales as bytes; no scales but for
+    `FLOAT8`.
     """
     if encoding is not FeatureEncoding.FLOAT8:
         return _bytes_of(rows.to(_TYPES[encoding])), b""

@@ -20,12 +20,8 @@ class FedStrategy(DraftingStrategy, Protocol):
         """The features that it reads, and how they come."""
 
     def feed(self, sequence: Any, features: SessionFeatures) -> None:
-        """Adds features to a sequence of this strategy, in the order of the text. It drafts once those of all committed
-        tokens but the last are there.
-
-        Args:
-            sequence: is changed.
-            features: of the sizes that `need` states.
+        """Adds features, of the sizes that `need` states, to a sequence of this strategy, in the order of the text. It
+        drafts once those of all committed tokens but the last are there.
         """
 
     def rehearse(self, sequence: Any) -> None:

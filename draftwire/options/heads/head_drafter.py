@@ -7,8 +7,7 @@ from typing import Generic
 import torch
 
 from draftwire.drafting.drawing import BlockStart, Drawer
-from draftwire.drafting.kept_edits import KeptEdits
-from draftwire.drafting.places import span_of_next
+from draftwire.drafting.places import KeptEdits, span_of_next
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.errors import DraftwireError, NoRoomError
 from draftwire.method.devices import upload

@@ -69,12 +69,6 @@ class HeadDrafts:
     """A `StepDrafter`: a head with one sequence per session that it has drafted for."""
 
     def __init__(self, drafter: HeadDrafter[CachedSequence], vocab_size: int) -> None:
-        """Starts without sessions.
-
-        Args:
-            drafter: the head beside the target's features.
-            vocab_size: of the target.
-        """
         self._drafter = drafter
         self._vocab_size = vocab_size
         self._sequences: dict[SessionKey, HeadSequence] = {}

@@ -79,11 +79,6 @@ class TargetFacts:
 def shape_of(name: str, config: Mapping[str, Any], target: TargetFacts) -> HeadShape:
     """Returns the shape of a head.
 
-    Args:
-        name: of the head, for messages.
-        config: its `config.json`.
-        target: that it is to draft for.
-
     Raises:
         InvalidRequestError: the head is of a kind or form that is not supported, or for another target; the message
             names it.

@@ -44,10 +44,6 @@ PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.lan
 def read_shape(folder: Path, target: Path) -> HeadShape:
     """Reads the shape of a head, and checks that it fits its target. Reads no weights.
 
-    Args:
-        folder: of the head.
-        target: folder of the target model.
-
     Raises:
         InvalidRequestError: a file is missing or cannot be read, the head is of a kind or form that is not supported,
             or it is for another hidden size, other layers or another vocabulary; the message names it.
@@ -112,12 +108,6 @@ def load_fusion(
     folder: Path, target: Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> LoadedFusion:
     """Loads the fusion of a head's features, and nothing else of it.
-
-    Args:
-        folder: of the head.
-        target: folder of the target model.
-        dtype: as of `load_head`.
-        device: as of `load_head`.
 
     Raises:
         InvalidRequestError: as for `load_head`, of these tensors.

@@ -32,13 +32,8 @@ class TargetHead:
     """
 
     def __init__(self, folder: str, target: ModelSettings, engine: EngineSettings, *, drafts: bool) -> None:
-        """Refuses a head that does not fit before the target's weights are loaded, which may take minutes.
-
-        Args:
-            folder: of the head.
-            target: settings of the target.
-            engine: settings of the KV cache.
-            drafts: whether it drafts inside the verifier.
+        """Refuses a head that does not fit before the target's weights are loaded, which may take minutes. `drafts`
+        says whether it drafts inside the verifier.
 
         Raises:
             InvalidRequestError: see `read_shape`; or the target has no weights.

@@ -101,7 +101,6 @@ class CascadeDrafter:
     """A language model and a text drafter, as one strategy."""
 
     def __init__(self, model: LanguageModelDrafter, texts: TextDrafter) -> None:
-        """Wraps both."""
         self.context_length = model.context_length
         self._model, self._texts = model, texts
 
@@ -150,11 +149,8 @@ class CascadeDrafter:
 
 
 def with_certain(distributions: DraftDistributions, token_ids: Sequence[int]) -> DraftDistributions:
-    """Returns the distributions of a block with rows added behind, in each of which one token is certain.
-
-    Args:
-        distributions: of the tokens before.
-        token_ids: the certain ones, below the vocabulary's size.
+    """Returns the distributions of a block with rows added behind, in each of which one token, below the vocabulary's
+    size, is certain.
     """
     size = distributions.vocab_size
     match distributions.encoding:

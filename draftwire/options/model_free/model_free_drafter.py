@@ -83,13 +83,7 @@ class ModelFreeDrafter:
     """A drafting strategy without a model. A draft is one-hot: it depends on committed tokens only, and is no draw."""
 
     def __init__(self, drafter: TextDrafter, vocab_size: int, context_length: int) -> None:
-        """Wraps what guesses.
-
-        Args:
-            drafter: guesses tokens.
-            vocab_size: of the tokenizer; guesses are of ids below it.
-            context_length: tokens that a text can have.
-        """
+        """Wraps what guesses. Guesses are of ids below `vocab_size`, the tokenizer's."""
         self.context_length = context_length
         self._drafter, self._vocab_size = drafter, vocab_size
 

@@ -32,11 +32,6 @@ class TextDrafters:
     def load(cls, retrieval_store: Path | None, max_shared_tokens: int, fingerprint: bytes) -> "TextDrafters":
         """Opens a store, if there is one.
 
-        Args:
-            retrieval_store: folder of the store.
-            max_shared_tokens: see above.
-            fingerprint: of the vocabulary that tokens are of.
-
         Raises:
             InvalidRequestError: the store cannot be opened, or is of another vocabulary.
         """

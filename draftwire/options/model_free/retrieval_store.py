@@ -118,10 +118,6 @@ class RetrievalStore:
     def open(cls, folder: Path, vocabulary_fingerprint: bytes) -> "RetrievalStore":
         """Opens a store. It stays usable if its folder is replaced or removed.
 
-        Args:
-            folder: what `build_store` made.
-            vocabulary_fingerprint: of the target's tokenizer, which the store has to be built with.
-
         Raises:
             InvalidRequestError: there is no store, or it is incomplete, of a later format, or of another tokenizer.
         """

@@ -22,7 +22,6 @@ class SaltedTexts:
     """Texts of one salt. The older half is forgotten at once, since an index cannot forget single ones."""
 
     def __init__(self) -> None:
-        """Knows no text."""
         self.indexes: tuple[SuffixIndex, ...] = (SuffixIndex(),)
         """The one that grows, then the full one if there is one."""
 
@@ -44,11 +43,7 @@ class SharedTexts:
     """Texts by salt. Of salts, those are forgotten that were used longest ago."""
 
     def __init__(self, max_tokens: int) -> None:
-        """Knows no text.
-
-        Args:
-            max_tokens: that are kept, of all texts together, at least 2; each takes some 500 bytes.
-        """
+        """Knows no text, and will keep so many tokens of all together, at least 2; each takes some 500 bytes."""
         self._max_tokens = max_tokens
         self._by_salt: OrderedDict[str, SaltedTexts] = OrderedDict()
         self._waiting: deque[tuple[str, deque[int]]] = deque()

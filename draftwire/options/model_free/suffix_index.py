@@ -17,7 +17,6 @@ class SuffixIndex:
     """
 
     def __init__(self) -> None:
-        """Indexes an empty text."""
         self.text = array("l")
         self.match_len = 0
         """Length of the longest suffix that ends at an earlier place too."""
@@ -102,7 +101,6 @@ class SuffixMatch:
     """Longest suffix of some text that an index has. The index may grow meanwhile."""
 
     def __init__(self, index: SuffixIndex) -> None:
-        """Matches an empty text."""
         self._index = index
         self._state = 0
         self.length = 0

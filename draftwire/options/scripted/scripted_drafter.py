@@ -36,12 +36,6 @@ class ScriptedSequence:
         self.num_committed = base_len + len(token_ids)
         self.num_read = min(self.num_read, self.num_committed - 1)
 
-    def fork(self, base_len: int, num_tokens: int) -> "ScriptedSequence":
-        """Returns a sequence that has read the first `base_len` tokens, and has more to read."""
-        fork = ScriptedSequence(base_len + num_tokens)
-        fork.num_read = base_len
-        return fork
-
     def close(self) -> None:
         """Does nothing: no resources are held."""
 
@@ -52,8 +46,10 @@ class ScriptedDrafter:
     where the rule walks them alone: its distributions have one token.
     """
 
+    can_fork = True
+    draws_trees = False
+
     def __init__(self, script: Script) -> None:
-        """Wraps a script."""
         self.context_length = script.context_length
         self._script = script
 
@@ -61,19 +57,11 @@ class ScriptedDrafter:
         """Opens a sequence whose committed tokens are `token_ids`."""
         return ScriptedSequence(len(token_ids))
 
-    @property
-    def can_fork(self) -> bool:
-        """Whether sequences can be forked: always."""
-        return True
-
-    @property
-    def draws_trees(self) -> bool:
-        """Whether it can draft trees with distributions: not."""
-        return False
-
     def fork(self, sequence: ScriptedSequence, base_len: int, token_ids: list[int]) -> ScriptedSequence:
         """Returns another sequence; see `ForkingStrategy.fork`."""
-        return sequence.fork(base_len, len(token_ids))
+        fork = ScriptedSequence(base_len + len(token_ids))
+        fork.num_read = base_len
+        return fork
 
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
         """Waits as long as the script says, and proposes the alphabet for each sequence that has read its tokens."""

@@ -22,11 +22,6 @@ class FormBudget:
     """Budgets of callers, by name. Used on one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """All budgets are full.
-
-        Args:
-            clock: returns seconds.
-        """
         self._clock = clock
         self._full_at: dict[str, float] = {}
         """Times at which the budgets are full again that were not when they were last charged."""

@@ -81,15 +81,10 @@ class FormSandbox:
     A caller has one form compiled at a time, and callers take turns. All methods run on the event loop.
     """
 
-    def __init__(self, vocabulary: Callable[[], FormVocabulary], budget: FormBudget | None = None) -> None:
-        """Starts nothing.
-
-        Args:
-            vocabulary: returns the vocabulary; called on a thread.
-            budget: of the callers; by default new.
-        """
+    def __init__(self, vocabulary: Callable[[], FormVocabulary]) -> None:
+        """Starts nothing. `vocabulary` is called on a thread."""
         self._vocabulary = vocabulary
-        self._budget = FormBudget() if budget is None else budget
+        self._budget = FormBudget()
         self._known = OrderedDict[bytes, FormCost]()
         self._jobs: dict[tuple[str, bytes], _Job] = {}  # by caller and hash of the form
         self._queues: dict[str, deque[_Job]] = {}  # by caller, in the order of their turns
@@ -119,14 +114,17 @@ class FormSandbox:
             cost = await self._wait(key, wanted, caller)
         else:
             self._known.move_to_end(key)
-            self._charge(caller, max(0.0, cost.cpu_s - CHEAP_S))  # services compile it for each request
+            self.charge(caller, max(0.0, cost.cpu_s - CHEAP_S))  # services compile it for each request
         if cost.reason:
             raise InvalidRequestError(cost.reason)
         return cost
 
     def charge(self, caller: str, cpu_s: float) -> None:
-        """Makes a caller pay for CPU time that a form of its has taken elsewhere; nothing if it is not positive."""
-        self._charge(caller, cpu_s)
+        """Makes a caller pay for CPU time that a form of its has taken, here or elsewhere; nothing if it is not
+        positive. Peers have no budget.
+        """
+        if caller:
+            self._budget.charge(caller, cpu_s)
 
     def stop(self) -> None:
         """Ends the process, with all that it compiles. Forms that wait are refused, and all that follow."""
@@ -176,7 +174,7 @@ class FormSandbox:
             self._known[key] = cost
             if len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
-            self._charge(job.caller, cost.cpu_s + cost.trial_s)
+            self.charge(job.caller, cost.cpu_s + cost.trial_s)
         self._next()
 
     def _give_up(self, job: _Job) -> None:
@@ -185,7 +183,7 @@ class FormSandbox:
             return
         if job.number in self._running:
             self._send({"kill": job.number})
-            self._charge(job.caller, CPU_SECONDS)
+            self.charge(job.caller, CPU_SECONDS)
         else:
             self._queues[job.caller].remove(job)
         _fail(job, NoRoomError("other forms are being compiled"))
@@ -267,10 +265,6 @@ class FormSandbox:
     def _check(self, caller: str) -> None:
         if caller:
             self._budget.check(caller)
-
-    def _charge(self, caller: str, cpu_s: float) -> None:
-        if caller:
-            self._budget.charge(caller, cpu_s)
 
 
 def _start_process(end: socket.socket) -> subprocess.Popen[bytes]:

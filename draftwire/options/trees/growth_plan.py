@@ -29,11 +29,6 @@ class GrowthPlan:
         """
         return cls(num_nodes, depth, per_pass, per_pass, depth)
 
-    @property
-    def most_read(self) -> int:
-        """Nodes that the drafter reads in all, at most."""
-        return self.per_pass * max(0, self.num_passes - 1)
-
 
 @dataclass(frozen=True, slots=True)
 class WantedTree:

@@ -143,11 +143,7 @@ class TokenTree:
         return tuple(node for node in range(len(self.parents)) if node not in lost)
 
     def cut(self, kept: Sequence[int]) -> "TokenTree":
-        """Returns the tree of some of the nodes, renumbered.
-
-        Args:
-            kept: ascending, with the parent of each.
-        """
+        """Returns the tree of some of the nodes, ascending and with the parent of each, renumbered."""
         number = {ROOT: ROOT} | {node: index for index, node in enumerate(kept)}
         return TokenTree(tuple(number[self.parents[node]] for node in kept))
 

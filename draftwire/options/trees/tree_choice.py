@@ -31,10 +31,6 @@ def tree_rule_named(name: str) -> TreeRule:
 def tree_rule_for(rule: VerificationRule, sampling: SamplingParams) -> TreeRule:
     """Returns the rule that decides about the trees of a session: a walk, or `traversal` in the place of `block`.
 
-    Args:
-        rule: of the session.
-        sampling: of the target.
-
     Raises:
         InvalidRequestError: the rule is for chains alone.
     """

@@ -1,9 +1,8 @@
-"""Token trees that grow by one forward pass of the drafter after the other.
+"""Token trees that grow by one forward pass of the drafter after the other, found from the drafter's distributions.
 
-Both kinds here are driven alike: `frontier` names the nodes that the drafter reads next, `ROOT` first; `expand` takes
-what follows them; an empty frontier ends the tree, and `grown` is the result. A `ShapedGrowth` has its shape in
-advance, which is right for drawn children under rules that read their distributions. A `BestFirstGrowth` finds it from
-the drafter's distributions: only for the walk (greedy, `target_only`, `coupled`), which is exact for any tree.
+Only for the walk (greedy, `target_only`, `coupled`), which is exact for any tree. `frontier` names the nodes that the
+drafter reads next, `ROOT` first; `expand` takes what follows them; an empty frontier ends the tree, and `grown` is the
+result.
 """
 
 import math
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwire.options.trees.growth_plan import GrowthPlan
-from draftwire.options.trees.token_tree import ROOT, TokenTree
+from draftwire.options.trees.token_tree import ROOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,57 +28,10 @@ class GrownTree:
     """Numbers of the nodes in the growth."""
 
 
-class ShapedGrowth:
-    """Fills a shape with tokens, depth by depth."""
-
-    def __init__(self, shape: TokenTree) -> None:
-        """Starts at the root."""
-        self._shape = shape
-        self._tokens: dict[int, int] = {}
-        self._level = [ROOT]
-
-    def frontier(self) -> list[int]:
-        """Returns the nodes that get children next."""
-        return [node for node in self._level if self._shape.children(node)]
-
-    def width(self, node: int) -> int:
-        """Returns how many children a node gets at most."""
-        return len(self._shape.children(node))
-
-    def token(self, node: int) -> int:
-        """Returns the token of a node."""
-        return self._tokens[node]
-
-    def parent(self, node: int) -> int:
-        """Returns the parent of a node."""
-        return self._shape.parents[node]
-
-    def expand(self, nodes: Sequence[int], children: Sequence[Sequence[int]]) -> None:
-        """Gives the nodes of the frontier their children.
-
-        Args:
-            nodes: the frontier.
-            children: tokens in draft order, at most `width` for each. Where there are fewer, the last children are
-                missing, and all behind them.
-        """
-        self._level = []
-        for node, tokens in zip(nodes, children, strict=True):
-            own = self._shape.children(node)[: len(tokens)]
-            assert len(own) == len(tokens), "more children than the shape has"
-            self._tokens.update(zip(own, tokens, strict=True))
-            self._level += own
-
-    def grown(self) -> GrownTree:
-        """Returns the tree."""
-        numbers = tuple(sorted(self._tokens))
-        return GrownTree([self._tokens[node] for node in numbers], self._shape.cut(numbers).parents, numbers)
-
-
 class BestFirstGrowth:
     """Grows the tree of the best chances."""
 
     def __init__(self, plan: GrowthPlan) -> None:
-        """Starts at the root."""
         self._plan = plan
         self._tokens: list[int] = []
         self._parents: list[int] = []

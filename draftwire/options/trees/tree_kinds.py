@@ -46,13 +46,8 @@ class ShapedTree(GrowingTree):
 
     @abstractmethod
     def chosen(self, nodes: Sequence[int], probs: Tensor, depth: int, most: int) -> tuple[Tensor, Tensor]:
-        """Returns what the children of nodes may be, `[nodes, most] int64`, and whether they can be that.
-
-        Args:
-            nodes: as in `expand`.
-            probs: as in `expand`.
-            depth: as in `expand`.
-            most: of the children of any of them.
+        """Returns what the children of nodes may be, `[nodes, most] int64`, `most` of any of them, and whether they can
+        be that. Other arguments are as in `expand`.
         """
 
     @override

@@ -1,6 +1,5 @@
 """Encoding of token trees."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from draftwire.errors import BlockViolationError, InvalidRequestError
@@ -8,15 +7,6 @@ from draftwire.method.rounds import DraftTree
 from draftwire.method.tree_limits import MAX_TREE_NODES
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.v1 import drafter_pb2
-
-
-def shape_of(parents: Sequence[int], num_nodes: int) -> TokenTree:
-    """Returns the shape of a block.
-
-    Raises:
-        BlockViolationError: the parents do not fit the tokens, or do not come before them.
-    """
-    return TokenTree.of(parents, num_nodes)
 
 
 def fields_of(tree: DraftTree) -> dict[str, Any]:
@@ -36,7 +26,7 @@ def tree_from_proto(message: drafter_pb2.DraftTree) -> DraftTree:
     if not parents:
         return DraftTree(num_nodes)
     try:
-        shape = shape_of(parents, num_nodes)
+        shape = TokenTree.of(parents, num_nodes)
     except BlockViolationError as violation:
         raise InvalidRequestError(f"a tree to draft: {violation}") from None
     if list(parents) != sorted(parents):

@@ -5,52 +5,35 @@ kept; one that is fixed in advance never does.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush
 
+from draftwire.method.rounds import DraftTree
 from draftwire.options.trees.token_tree import ROOT, TokenTree
 
-
-def shape_of_widths(widths: Sequence[int]) -> TokenTree:
-    """Returns the tree in which all tokens of a depth have equally many children.
-
-    Args:
-        widths: of the last committed token, of those that follow it, and so on.
-    """
-    parents: list[int] = []
-    level = [ROOT]
-    for width in widths:
-        first = len(parents)
-        parents += [node for node in level for _ in range(width)]
-        level = list(range(first, len(parents)))
-    return TokenTree(tuple(parents))
+CHANCES = (0.71, 0.11, 0.04, 0.021, 0.016, 0.014, 0.007, 0.005)
+"""How often the child of a rank is accepted, of children that are drawn without replacement: on the embedded pair at
+temperature 1, by `calibrate` of benchmarks/tree_efficiency.py."""
 
 
-def shape_by_acceptance(acceptance: Sequence[Sequence[float]], num_nodes: int) -> TokenTree:
-    """Returns the tree of at most so many nodes with the most accepted tokens on average, by dynamic programming.
-
-    If the chance of a node depends on its depth and its rank among its siblings alone, as measured, the mean number of
-    accepted tokens is the sum over nodes of the product of the chances on their paths.
+def tree_to_draft(num_nodes: int, depth: int, *, has_shape: bool) -> DraftTree:
+    """Returns the tree to ask a drafter for in a round.
 
     Args:
-        acceptance: for each depth, from the children of the last committed token on, the chance that the child of a
-            rank is accepted, given that its parent is: how often it was, over all rounds that came so far. As many
-            depths and ranks as the tree may have.
         num_nodes: draft tokens.
-
-    Source: Chen et al. 2024, Sequoia (arXiv 2402.12374), section 3.1.
+        depth: draft tokens on a path.
+        has_shape: whether the shape is given, as it must be where distributions are sent: it depends on these numbers
+            alone, never on drafted tokens. Else the drafter finds the best nodes.
     """
-    planned = _below(acceptance, num_nodes, 0)
-    parents: list[int] = []
-    level = [(ROOT, planned[num_nodes])]
-    while level:
-        following: list[tuple[int, _Subtree]] = []
-        for parent, subtree in level:
-            for child in subtree.children:
-                following.append((len(parents), child))
-                parents.append(parent)
-        level = following
-    return TokenTree(tuple(parents))
+    if not has_shape:
+        return DraftTree(num_nodes)
+    shape = _drawn_shape(num_nodes, depth)
+    return DraftTree(len(shape), shape)
+
+
+@cache
+def _drawn_shape(num_nodes: int, depth: int) -> TokenTree:
+    return shape_by_rank(CHANCES, num_nodes, depth)
 
 
 def shape_by_rank(chances: Sequence[float], num_nodes: int, depth: int) -> TokenTree:
@@ -103,37 +86,3 @@ def survival_of(shape: TokenTree, chances: Sequence[Sequence[float]]) -> list[fl
             reached[child] = reached[node] * chance
             survival[depth] += reached[child]
     return survival
-
-
-@dataclass(frozen=True, slots=True)
-class _Subtree:
-    """The best way to spend nodes below one."""
-
-    value: float
-    """Accepted tokens below it, on average, if it is accepted."""
-    children: "tuple[_Subtree, ...]"
-
-
-def _below(acceptance: Sequence[Sequence[float]], num_nodes: int, depth: int) -> list[_Subtree]:
-    """Returns the best subtrees below a node of a depth, of up to 0, 1, ... `num_nodes` nodes."""
-    nothing = _Subtree(0.0, ())
-    if depth == len(acceptance) or num_nodes == 0:
-        return [nothing] * (num_nodes + 1)
-    deeper = _below(acceptance, num_nodes - 1, depth + 1)
-    best = [nothing] * (num_nodes + 1)  # with the children from a rank on
-    for chance in reversed(acceptance[depth]):
-        best = [
-            max(
-                (
-                    _Subtree(
-                        chance * (1.0 + deeper[size - 1].value) + best[left - size].value,
-                        (deeper[size - 1], *best[left - size].children),
-                    )
-                    for size in range(1, left + 1)
-                ),
-                key=lambda subtree: subtree.value,
-                default=nothing,
-            )
-            for left in range(num_nodes + 1)
-        ]
-    return best

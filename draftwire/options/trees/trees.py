@@ -196,11 +196,7 @@ class TreeBatch:
         )
 
     def cut(self, kept: Sequence[Sequence[int]]) -> "TreeBatch":
-        """Returns the trees of some of their nodes, renumbered.
-
-        Args:
-            kept: nodes of each tree, ascending, with the parent of each.
-        """
+        """Returns the trees of some nodes of each, ascending and with the parent of each, renumbered."""
         shapes = tuple(shape.cut(own) for shape, own in zip(self.shapes, kept, strict=True))
         nodes = self._padded([tuple(own) for own in kept], 0)[:, : max(map(len, kept), default=0)]
         after = torch.cat([torch.zeros_like(self.target_rows[:, :1]), nodes + 1], dim=1)

@@ -105,14 +105,6 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
     def __init__(
         self, config: DrafterConfig, connect: Connect, place: Place | None = None, followers: Followers | None = None
     ) -> None:
-        """Prepares; `start` loads the model.
-
-        Args:
-            config: of the drafter.
-            connect: opens links to verifiers.
-            place: see `GroupGuard`.
-            followers: see `GroupGuard`.
-        """
         super().__init__(config, DrafterMetrics(), place, followers, FormCompilerPool.of)
         self._connect = connect
         self._links: dict[str, BlockLink] = {}

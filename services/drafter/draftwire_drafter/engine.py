@@ -39,12 +39,7 @@ class DraftEngine(StepEngine[Step, StepResult]):
         return done.num_read, done.calibration_s
 
     def run_largest(self, num_sessions: int, num_draft_tokens: int) -> None:
-        """Runs a step as large as any: a block for every session, beside a prompt.
-
-        Args:
-            num_sessions: most sessions.
-            num_draft_tokens: of each block.
-        """
+        """Runs a step as large as any: a block for every session, beside a prompt."""
         context_length, open_one = self.strategy.context_length, self.strategy.open
         sampling = SamplingParams(temperature=1.0, top_p=0.95)
         request = DraftRequest(min(num_draft_tokens, context_length - 1), sampling, KEY, vocab_size=2**31)

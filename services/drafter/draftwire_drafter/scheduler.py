@@ -63,11 +63,6 @@ class Scheduler(SessionBook[DraftSession, Step]):
     def open(self, spec: DraftSessionSpec, lease_id: int, automaton: Automaton | None = None) -> DraftSession:
         """Admits a session and schedules its prefill.
 
-        Args:
-            spec: the session.
-            lease_id: lease that the session belongs to.
-            automaton: of its structured output, if there is one that this model supports.
-
         Raises:
             InvalidRequestError: ids or parameters are out of range.
             ProtocolViolationError: the session was closed before it was opened.

@@ -107,13 +107,7 @@ def _event_to_proto(event: BlockSent | SessionFailed) -> drafter_pb2.DraftEvent:
 
 
 def make_service(config: DrafterConfig, place: Place | None = None, followers: Followers | None = None) -> Service:
-    """Makes a drafter, to be started. Call in a running event loop.
-
-    Args:
-        config: of the drafter.
-        place: see `GroupGuard`.
-        followers: see `GroupGuard`.
-    """
+    """Makes a drafter, to be started. Call in a running event loop."""
     tls = watch_tls(config.tls)
     dialler = Dialler(config.connections, config.tls, tls)
     identities: dict[str, DrafterIdentity] = {}  # those that verifiers gave, by address, the latest last

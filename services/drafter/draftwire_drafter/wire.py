@@ -227,10 +227,6 @@ async def _refusal(error: grpc.aio.AioRpcError, peer: ModelPeer, card: ModelCard
 def check_block_fits(most_block_bytes: int, max_message_bytes: int) -> None:
     """Checks that every block fits into one message.
 
-    Args:
-        most_block_bytes: largest size of the distributions of one block.
-        max_message_bytes: limit of a message.
-
     Raises:
         InvalidRequestError: the limit is too small.
     """

@@ -23,11 +23,6 @@ def check_sampling(spec: TargetSessionSpec, vocab_size: int) -> None:
 def check_block(block: ReceivedBlock, spec: TargetSessionSpec, rule: VerificationRule) -> None:
     """Checks a block for a session.
 
-    Args:
-        block: to be judged.
-        spec: of the session.
-        rule: of the session.
-
     Raises:
         BlockViolationError: it violates the protocol.
     """

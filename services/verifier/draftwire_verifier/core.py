@@ -62,13 +62,6 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     _local: list[OpenSource]
 
     def __init__(self, config: VerifierConfig, place: Place | None = None, followers: Followers | None = None) -> None:
-        """Prepares; `start` loads the model.
-
-        Args:
-            config: of the verifier.
-            place: see `GroupGuard`.
-            followers: see `GroupGuard`.
-        """
         self.drafters = Drafters()
         self.trust = Trust(self.drafters)
         super().__init__(config, VerifierMetrics(self.drafters), place, followers, FormCompilerPool.of)
@@ -122,7 +115,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             hold=partial(HeldBlocks, self._held),
             max_draft_tokens=self.config.engine.max_draft_tokens,
             max_tree_nodes=self.description.max_tree_nodes,
-            mask_maker=self._slow_masks,
+            take_slow=self._slow_masks.take,
             room=room,
             pacer=pacer,
         )
@@ -159,11 +152,6 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
 
     def open_session(self, spec: TargetSessionSpec, lease_id: int, automaton: Automaton | None = None) -> None:
         """Opens a session; its verdicts go to the lease's outbox.
-
-        Args:
-            spec: the session.
-            lease_id: lease that the session belongs to.
-            automaton: from `automaton_of`.
 
         Raises:
             ProtocolViolationError: the lease is unknown, or the session was closed before it was opened.

@@ -72,15 +72,6 @@ class DrafterPeers:
         description: ModelDescription,
         refuse: Callable[[int, BlockRefused], None],
     ) -> None:
-        """Starts without streams.
-
-        Args:
-            scheduler: has the sessions.
-            trust: says whose blocks may be used.
-            metrics: of the verifier.
-            description: of the target.
-            refuse: tells the gateway that has a lease.
-        """
         self.streams: dict[int | None, DrafterStream] = {}
         self.features_of: bytes | None = None
         self._scheduler = scheduler

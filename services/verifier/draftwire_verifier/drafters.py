@@ -166,12 +166,7 @@ class Drafters:
         new_id: Callable[[], int] = lambda: secrets.randbits(64),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts without records.
-
-        Args:
-            new_id: makes identities, which nobody can guess or repeat.
-            clock: seconds.
-        """
+        """Starts without records. `new_id` makes identities that nobody can guess or repeat; `clock` counts seconds."""
         self._new_id = new_id
         self._clock = clock
         self._by_id: dict[int, Drafter] = {}

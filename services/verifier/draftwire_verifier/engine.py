@@ -35,13 +35,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
     def __init__(
         self, model: SequenceModel, context_length: int, drafters: Mapping[str, StepDrafter] | None = None
     ) -> None:
-        """Starts without sessions.
-
-        Args:
-            model: loaded.
-            context_length: in tokens.
-            drafters: what drafts beside the model, by the strategy that orders name.
-        """
+        """Starts without sessions. The drafters draft beside the model, each by the strategy that orders name."""
         self.model = model
         self.sequences: dict[SessionKey, CachedSequence] = {}
         self._drafters = dict(drafters or {})
@@ -53,7 +47,8 @@ class TargetEngine(StepEngine[Step, StepResult]):
         started = time.perf_counter()
         sequence = self.model.cache.open()
         num_tokens = min(num_tokens, self._context_length - 1)
-        judge(self.model, [Judging(sequence, [0] * num_tokens, [], None, SamplingParams(), rule, key)])
+        sampling, prompt = SamplingParams(), [0] * num_tokens
+        judge(self.model, [Judging([], None, sampling, rule, key, num_tokens, sequence=sequence, committed=prompt)])
         seconds = time.perf_counter() - started
         for drafter in self._drafters.values():
             drafter.rehearse([sequence], 1, self._context_length)
@@ -61,20 +56,16 @@ class TargetEngine(StepEngine[Step, StepResult]):
         return num_tokens, seconds
 
     def run_largest(self, num_sessions: int, num_draft_tokens: int) -> None:
-        """Runs a step as large as any: a block of every session, judged by what takes the most memory, beside a prompt.
-
-        Args:
-            num_sessions: most sessions.
-            num_draft_tokens: of each block.
-        """
+        """Runs a step as large as any: a block of every session, judged by what takes most memory, beside a prompt."""
         model, rule, key = self.model, rule_named("block"), DrawKey(bytes(KEY_BYTES), 0, 0)
         drafted = [0] * min(num_draft_tokens, self._context_length - 1)
         prompt = [0] * min(LARGEST_CHUNK, self._context_length)
         rows = DenseRows(torch.full((len(drafted), model.vocab_size), 1.0 / model.vocab_size))
         sampling = SamplingParams(temperature=1.0, top_p=0.95)
         sequences = [model.cache.open() for _ in range(num_sessions + 1)]
-        blocks = [Judging(one, [0], drafted, rows, sampling, rule, key) for one in sequences[:-1]]
-        judge(model, [*blocks, Judging(sequences[-1], prompt, [], None, sampling, rule, key)])
+        blocks = [Judging(drafted, rows, sampling, rule, key, 1, sequence=one, committed=[0]) for one in sequences[:-1]]
+        prefill = Judging([], None, sampling, rule, key, len(prompt), sequence=sequences[-1], committed=prompt)
+        judge(model, [*blocks, prefill])
         for drafter in self._drafters.values():
             drafter.rehearse(sequences, len(drafted), self._context_length)
         for sequence in sequences:
@@ -136,12 +127,13 @@ class TargetEngine(StepEngine[Step, StepResult]):
             self._edits[session.key] = TokenEdits(parameters.sampling, parameters.stop_token_ids)
         return Judging(
             sequence=sequence,
-            committed=session.committed.ids,
             draft_tokens=block.token_ids if block else [],
             draft=_rows_of(block) if block else None,
             sampling=parameters.sampling,
             rule=session.rule,
             key=DrawKey(spec.verifying_key, parameters.choice, session.round),
+            num_committed=len(session.committed),
+            committed=session.committed.ids,
             prompt_len=parameters.prompt_len,
             stop_token_ids=parameters.stop_token_ids,
             max_read=item.max_read,

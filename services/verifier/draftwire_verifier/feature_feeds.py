@@ -50,14 +50,6 @@ class FeatureFeeds:
     """The feeds of all sessions. Used on the event loop."""
 
     def __init__(self, loaded: LoadedEngine, thread: TorchThread, scheduler: Scheduler, peers: DrafterPeers) -> None:
-        """Starts without feeds.
-
-        Args:
-            loaded: an engine that was loaded with a head.
-            thread: of the engine.
-            scheduler: has the sessions.
-            peers: have the streams.
-        """
         assert loaded.head is not None, "whose features are kept"
         peers.features_of = loaded.head.fingerprint
         self._size = loaded.head.feature_size

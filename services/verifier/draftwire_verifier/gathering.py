@@ -158,12 +158,8 @@ class Gathering:
         return min(1.0, self.undisturbed.seconds / max(self.usual.seconds, 1e-9))
 
     def holds(self, ready: Ready, left_s: Iterable[float], now: float) -> bool:
-        """Returns whether the next step is to wait, until `until` at most. If not, it begins now.
-
-        Args:
-            ready: who is.
-            left_s: after how long each of the others is expected.
-            now: the time.
+        """Returns whether the next step is to wait, until `until` at most; arguments as of `worthwhile_wait_s`. If not,
+        it begins now.
         """
         if self._held_since is None:
             self._num_asked += 1

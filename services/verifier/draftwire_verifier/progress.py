@@ -18,11 +18,8 @@ class LoadProgress:
     """Callback that reports how much of the weights was read. For one thread."""
 
     def __init__(self, log_format: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Shows nothing yet.
-
-        Args:
-            log_format: "console" draws a bar where standard error is a terminal; everything else gives lines.
-            clock: seconds.
+        """Shows nothing yet. A `log_format` of "console" draws a bar where standard error is a terminal; all else gives
+        lines.
         """
         self._clock = clock
         self._reported_at = clock()

@@ -7,7 +7,6 @@ as the latency target of decoding sessions allows.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from typing_extensions import override
 
@@ -52,15 +51,6 @@ MAX_FIRST_ROUND = 2**31
 """Largest `first_round`; leaves room to count rounds in uint32."""
 
 
-class MaskMaker(Protocol):
-    """Makes masks outside of steps."""
-
-    def take(self, session: TargetSession) -> bool:
-        """Takes a session that is queued, if its masks are slow: `Scheduler.masks_made` is called with it later. Only
-        this session waits for them.
-        """
-
-
 Completed = tuple[TargetSession, Verdict | PromptRead | DraftwireError]
 """A session and its event; an error fails the session."""
 
@@ -80,8 +70,9 @@ class Scheduler(SessionBook[TargetSession, Step]):
     """Kinds of sources that draft runs without a drafter, in the order in which they are asked."""
     hold: Callable[[int], PushedBlocks] | None = None
     """Makes the source of a session that holds so many blocks of coming rounds; None if no session may."""
-    mask_maker: MaskMaker | None = None
-    """Makes masks before the step, for the sessions whose masks are slow. None: all masks are made in the step."""
+    take_slow: Callable[[TargetSession], bool] | None = None
+    """Takes a session that is queued if its masks are slow, makes them before the step, and calls `masks_made`: only
+    this session waits for them. None: all masks are made in the step."""
     num_kept: int = 0
     """Blocks of coming rounds that were kept at some time."""
     waits: DraftWaits = field(default_factory=DraftWaits)
@@ -89,11 +80,6 @@ class Scheduler(SessionBook[TargetSession, Step]):
 
     def open(self, spec: TargetSessionSpec, lease_id: int, automaton: Automaton | None = None) -> TargetSession:
         """Admits a session.
-
-        Args:
-            spec: the session.
-            lease_id: lease that the session belongs to.
-            automaton: of its structured output, if it has one.
 
         Raises:
             InvalidRequestError: ids or parameters are out of range.
@@ -336,11 +322,11 @@ class Scheduler(SessionBook[TargetSession, Step]):
     def _enqueue(self, session: TargetSession) -> None:
         session.queued = True
         session.queued_at = self.waits.clock()
-        if self.mask_maker is None or not self.mask_maker.take(session):
+        if self.take_slow is None or not self.take_slow(session):
             self._ready.append(session)
 
     def masks_made(self, session: TargetSession, masks: MadeMasks) -> None:
-        """Lets a session take part in steps whose masks were made before; see `MaskMaker`."""
+        """Lets a session take part in steps whose masks were made before; see `take_slow`."""
         if self.is_open(session):
             session.masks = masks
             self._ready.append(session)

@@ -221,13 +221,7 @@ def _event_to_proto(event: TargetEvent) -> verifier_pb2.TargetEvent:
 
 
 def make_service(config: VerifierConfig, place: Place | None = None, followers: Followers | None = None) -> Service:
-    """Makes a verifier, to be started. Call in a running event loop.
-
-    Args:
-        config: of the verifier.
-        place: see `GroupGuard`.
-        followers: see `GroupGuard`.
-    """
+    """Makes a verifier, to be started. Call in a running event loop."""
     tls = watch_tls(config.tls)
     core = VerifierCore(config, place, followers)
     core.metrics.watch_certificates(partial(expiries_of, tls))

@@ -9,12 +9,10 @@ from contextlib import suppress
 from functools import partial
 
 import structlog
-from typing_extensions import override
 
 from draftwire.engine.target_session import TargetSession
 from draftwire.errors import UnavailableError
 from draftwire.verification.deciding import MadeMasks, make_masks
-from draftwire_verifier.scheduler import MaskMaker
 
 log = structlog.get_logger()
 
@@ -23,23 +21,19 @@ NICENESS = 10
 FAILED = "the masks of the text's form could not be made"
 
 
-class SlowMasks(MaskMaker):
+class SlowMasks:
     """One thread for the masks of all sessions whose masks are slow, first come, first served. Used on the event loop.
 
     A session's automaton is its own: while the thread uses it, the session is in no step.
     """
 
     def __init__(self, deliver: Callable[[TargetSession, MadeMasks], None]) -> None:
-        """Prepares; the thread starts with the first session.
-
-        Args:
-            deliver: receives what was made, on the event loop.
-        """
+        """Prepares; the thread starts with the first session. `deliver` is called on the event loop."""
         self._deliver = deliver
         self._thread = ThreadPoolExecutor(1, "slow-masks", initializer=_be_nice)
 
-    @override
     def take(self, session: TargetSession) -> bool:
+        """Takes a session if its masks are slow; see `Scheduler.take_slow`."""
         automaton = session.automaton
         if automaton is None or not automaton.has_slow_masks or session.is_reading:
             return False

@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from draftwire.method.rounds import DraftSessionSpec, TargetSessionSpec, Verdict
 from draftwire.models.description import ModelDescription
-from draftwire.options.trees.tree_request import tree_to_draft
+from draftwire.options.trees.tree_shapes import tree_to_draft
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.policy import Arm, DraftSource
 from draftwire_gateway.session.session_option import BlockRequest, SessionOption

@@ -3,8 +3,7 @@
 from itertools import accumulate
 from operator import mul
 
-from draftwire.options.trees.tree_request import CHANCES
-from draftwire.options.trees.tree_shapes import shape_by_chances, survival_of
+from draftwire.options.trees.tree_shapes import CHANCES, shape_by_chances, survival_of
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
 
 SIBLINGS = tuple(chance / (1.0 - CHANCES[0]) for chance in CHANCES[1:])

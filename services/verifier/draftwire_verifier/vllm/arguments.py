@@ -121,10 +121,6 @@ def check_device(device: str, found: str) -> None:
 def engine_arguments(config: VerifierConfig, context_length: int) -> dict[str, Any]:
     """Returns the arguments of vLLM's `EngineArgs`.
 
-    Args:
-        config: of the verifier.
-        context_length: positions that the model can attend to.
-
     Raises:
         InvalidRequestError: `vllm_args` has one that is refused.
     """
@@ -167,9 +163,6 @@ def engine_arguments(config: VerifierConfig, context_length: int) -> dict[str, A
 
 def law_of(given: Mapping[str, Any]) -> bytes:
     """Returns what the fingerprint of the weights has of `vllm_args`: those that change what the same weights mean.
-
-    Args:
-        given: `vllm_args`.
 
     Returns:
         The same for the same values, however they were written; empty if there are none.

@@ -7,11 +7,8 @@ LARGEST_BLOCK = 256
 
 
 def cache_bytes(settings: Any, num_tokens: int) -> int:
-    """Returns the memory of so many tokens in a rank's KV cache, in whole blocks, or a little more, bytes.
-
-    Args:
-        settings: a VllmConfig.
-        num_tokens: of all sessions together.
+    """Returns the memory of so many tokens, of all sessions together, in a rank's KV cache by a VllmConfig, in whole
+    blocks, or a little more, bytes.
     """
     model, parallel = settings.model_config, settings.parallel_config
     block_size = settings.cache_config.block_size or LARGEST_BLOCK
@@ -21,11 +18,7 @@ def cache_bytes(settings: Any, num_tokens: int) -> int:
 
 
 def most_bytes(settings: Any) -> int:
-    """Returns the memory of a rank's KV cache in which all sessions are as long as any may be, bytes.
-
-    Args:
-        settings: a VllmConfig.
-    """
+    """Returns the memory of a rank's KV cache in which all sessions are as long as a VllmConfig lets any be, bytes."""
     block_size = settings.cache_config.block_size or LARGEST_BLOCK
     of_a_session = settings.model_config.max_model_len + settings.num_speculative_tokens + 1
     num_blocks = -(-of_a_session // block_size)

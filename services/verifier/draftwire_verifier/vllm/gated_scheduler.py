@@ -36,7 +36,6 @@ class GatedScheduler(SessionGate, Scheduler):  # type: ignore[misc]
     """`scheduler_cls` of the engine."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Takes vLLM's arguments."""
         super().__init__(*arguments, **options)
         self.open_gate()
         # Without it, vLLM pads requests of one unread token with placeholders that nobody drafted.

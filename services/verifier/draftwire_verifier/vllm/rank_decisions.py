@@ -108,12 +108,8 @@ Share = Callable[[StepReport | None], StepReport]
 
 
 def agreed(decide_here: Callable[[], StepReport], share: Share, rank: int) -> StepReport:
-    """Returns what rank 0 decided, on every rank. An error of rank 0 is shared too, so that no rank waits for ever.
-
-    Args:
-        decide_here: decides; called by rank 0 alone.
-        share: see `Share`.
-        rank: of this process.
+    """Returns on every rank what rank 0, which alone calls `decide_here`, decided. An error of rank 0 is shared too, so
+    that no rank waits for ever.
     """
     if rank:
         return share(None)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
+from threading import Event
 from typing import Any
 
 import structlog
@@ -94,7 +95,7 @@ def load_vllm(config: VerifierConfig) -> LoadedVllm:
     require(settings.kv_transfer_config is None, "a session's keys and values stay where they are: no KV transfer")
     if isinstance(size := config.engine.kv_cache_tokens, int):
         settings.cache_config.kv_cache_memory_bytes = cache_bytes(settings, size + _spare(config.engine))
-    fault = Fault()
+    fault = Event()  # set by a thread of vLLM when a rank has exited
     core = _start_core(settings, fault)
     num_groups = len(core.scheduler.kv_cache_config.kv_cache_groups)
     require(num_groups == 1, f"{config.loading.model} has {num_groups} kinds of KV cache, which is not supported")
@@ -111,7 +112,7 @@ def load_vllm(config: VerifierConfig) -> LoadedVllm:
     return LoadedVllm(replace(card, description=description), VllmEngine(core, config.engine, fault, GatedRequest.open))
 
 
-def _start_core(settings: Any, fault: "Fault") -> Any:
+def _start_core(settings: Any, fault: Event) -> Any:
     """Starts vLLM's EngineCore.
 
     Raises:
@@ -130,16 +131,6 @@ def _start_core(settings: Any, fault: "Fault") -> Any:
     return core
 
 
-class Fault:
-    """Whether a rank has exited. Set by a thread of vLLM."""
-
-    is_set = False
-
-    def set(self) -> None:
-        """A rank has exited."""
-        self.is_set = True
-
-
 OpenRequest = Callable[[Any, str, Sequence[int], str, bool], None]
 """Adds a session to an EngineCore: its name, tokens, salt of the prefix cache, and whether it may take over blocks."""
 
@@ -152,14 +143,9 @@ class VllmEngine(StepEngine[Step, StepResult]):
         spoke_at: time of the last step or check, by `time.monotonic`. Any thread may read it.
     """
 
-    def __init__(self, core: Any, settings: EngineSettings, fault: Fault, open_request: OpenRequest) -> None:
-        """Starts without sessions.
-
-        Args:
-            core: an EngineCore whose ranks have our extension installed.
-            settings: of the verifier.
-            fault: of its executor.
-            open_request: adds a session to vLLM.
+    def __init__(self, core: Any, settings: EngineSettings, fault: Event, open_request: OpenRequest) -> None:
+        """Starts without sessions. The ranks of `core`, an EngineCore, have our extension installed; `fault` is its
+        executor's.
         """
         self.core = core
         self.spoke_at = -math.inf
@@ -295,7 +281,7 @@ class VllmEngine(StepEngine[Step, StepResult]):
             raise GroupLostError(f"the verifier's group is lost: {type(error).__name__} in vLLM") from error
 
     def _check_ranks(self) -> None:
-        if self._fault.is_set:
+        if self._fault.is_set():
             raise GroupLostError("the verifier's group is lost: a rank of vLLM has exited")
 
     def _name_of(self, session: TargetSession) -> str:

@@ -34,13 +34,7 @@ class HeadStrategy:
     """Drafts with a head for the one text that its target reads, as of the second round: then the prompt is read."""
 
     def __init__(self, drafter: HeadDrafter[CachedSequence], target: FeatureModel, context_length: int) -> None:
-        """Wraps a head beside its target.
-
-        Args:
-            drafter: reads the features of `target`.
-            target: keeps them.
-            context_length: of the target, tokens.
-        """
+        """Wraps a head beside its target."""
         self.context_length = context_length
         self._drafter = drafter
         self._target = target
