@@ -38,7 +38,7 @@ class BodyReader:
     """Reads and parses the bodies of all requests of a gateway. Runs on the event loop."""
 
     def __init__(self, most_bytes: int, budget: BodyBudget | None = None, *, ignores_unknown: bool = False) -> None:
-        """With `ignores_unknown`, unknown parameters are ignored, each with a line in the log the first time."""
+        """Refuses unknown parameters or, with `ignores_unknown`, logs each of them once."""
         self._ignores_unknown = ignores_unknown
         self._ignored: set[str] = set()
         self.budget = BodyBudget() if budget is None else budget
