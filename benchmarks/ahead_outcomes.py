@@ -24,8 +24,7 @@ from benchmarks.report import progress, write_report
 from draftwire.cli.up_command import stack_options
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, LoopRound, speculate
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.keys import Role, derive_key
+from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.method.randomness import exponentials
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of

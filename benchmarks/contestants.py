@@ -22,8 +22,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from draftwire.client import Client
 from draftwire.engine.model_loading import load_target
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.keys import Role, derive_key
+from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.logging import configure_logging
 from draftwire.runtime.settings import EngineSettings, ModelSettings

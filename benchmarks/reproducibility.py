@@ -25,8 +25,7 @@ from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import embedded_model, stack_options
 from draftwire.client import Client, Completion
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.keys import Role, derive_key
+from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.method.randomness import exponentials
 from draftwire.method.sampling import probabilities
 from draftwire.requests.parameters import SamplingParams

@@ -23,8 +23,7 @@ from torch import Tensor
 from benchmarks.paired import ratio_of
 from benchmarks.report import write_report
 from draftwire.method.distributions import DraftRows, SparseRows
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.keys import KEY_BYTES
+from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.method.sampling import Span, is_distribution, probabilities_of_spans
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, BlockBatch, KeyedNoise, verify

@@ -20,9 +20,8 @@ from typing_extensions import override
 from benchmarks.planned_trees import ShapedGrowth, shape_by_acceptance
 from benchmarks.report import progress
 from draftwire.method.distributions import DraftRows, SparseRows, no_rows, quantize
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import TOTAL_WEIGHT
-from draftwire.method.keys import Role, derive_key
+from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.method.quantization import Quantization
 from draftwire.method.randomness import exponentials, uniforms
 from draftwire.method.sampling import probabilities

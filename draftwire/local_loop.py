@@ -15,9 +15,8 @@ from typing import TypeVar
 from draftwire.drafting.strategy import Drafting, DraftingStrategy, DraftRequest
 from draftwire.errors import DraftwireError
 from draftwire.method.distributions import rows_of
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode_one
-from draftwire.method.keys import Role, derive_key
+from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.method.sampling import TokenEdits
 from draftwire.models.sequence_model import SequenceModel
 from draftwire.requests.parameters import SamplingParams

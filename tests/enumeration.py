@@ -10,7 +10,7 @@ from torch import Tensor
 from draftwire.checking.toy_models import Pair
 from draftwire.errors import UnavailableError
 from draftwire.method.distributions import DenseRows
-from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import DrawKey
 from draftwire.models.sequence_model import SequenceModel
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import BlockBatch, LawRule

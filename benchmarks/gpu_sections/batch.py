@@ -8,9 +8,8 @@ import torch
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.method.distributions import DraftRows, rows_of
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode_one
-from draftwire.method.keys import Role, derive_key
+from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.method.quantization import Quantization
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import CachedSequence

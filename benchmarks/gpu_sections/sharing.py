@@ -16,8 +16,7 @@ from benchmarks.gpu_sections.steps import CACHE_TOKENS, VERIFIED_TOKENS
 from benchmarks.gpu_sections.timer import WARM_UPS, Timer
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Drafting, DraftRequest
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.keys import KEY_BYTES
+from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.sequence_model import Reading

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from draftwire.errors import DraftwireError
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import DraftDistributions
+from draftwire.method.keys import DrawKey
 from draftwire.requests.automaton import Automaton
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import SessionParameters

@@ -7,7 +7,7 @@ from typing import Protocol
 from draftwire.drafting.strategy import DraftRequest, DraftSequence
 from draftwire.engine.session_book import EngineSession
 from draftwire.errors import DraftwireError
-from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import DrawKey
 from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, Permit
 
 

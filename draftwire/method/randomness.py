@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import DrawKey
 
 Words = TypeVar("Words", int, NDArray[np.int64], Tensor)
 """32-bit words. Plain integers for the few numbers of a round, numpy for many rounds, torch for a whole vocabulary.

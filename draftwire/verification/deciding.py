@@ -14,7 +14,7 @@ from draftwire.errors import DraftwireError, InvalidRequestError, UnavailableErr
 from draftwire.method.block_shape import BlockShape
 from draftwire.method.devices import upload
 from draftwire.method.distributions import DenseRows, DraftRows, no_rows
-from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import DrawKey
 from draftwire.method.sampling import (
     SMALLEST,
     Span,

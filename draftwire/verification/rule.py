@@ -19,7 +19,7 @@ from torch import Tensor
 from draftwire.method import randomness
 from draftwire.method.devices import upload
 from draftwire.method.distributions import draw
-from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import DrawKey
 from draftwire.requests.rules import RuleFacts
 from draftwire.verification.blocks import BlockBatch, cut_impossible
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draftwire.drafting import drawing
 from draftwire.method import distributions, randomness
-from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import DrawKey
 from draftwire.options.trees import tree_kinds, tree_rule, walk
 from draftwire.verification import coupled, rule
 

@@ -15,7 +15,6 @@ from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.target_session import Step, StepResult, TargetSession
 from draftwire.errors import BlockViolationError
 from draftwire.method.distributions import quantize, race
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import (
     Claim,
     Decoded,
@@ -25,7 +24,7 @@ from draftwire.method.encoding import (
     encode_dense,
     encode_sparse,
 )
-from draftwire.method.keys import KEY_BYTES
+from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import exponentials
 from draftwire.method.rounds import CommittedTokens, PlainRun, ReceivedBlock

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.keys import KEY_BYTES
+from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.method.quantization import Encoding
 from draftwire.method.randomness import exponentials
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest

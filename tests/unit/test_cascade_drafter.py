@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import (
     Claim,
     DraftDistributions,
@@ -22,7 +21,7 @@ from draftwire.method.encoding import (
     encode_sparse,
     log_probs,
 )
-from draftwire.method.keys import KEY_BYTES
+from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of

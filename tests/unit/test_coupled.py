@@ -14,9 +14,8 @@ from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftStep
 from draftwire.local_loop import LocalRun, LoopRound, speculate
 from draftwire.method.distributions import race
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import DraftDistributions
-from draftwire.method.keys import Role, derive_key
+from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.method.quantization import Encoding
 from draftwire.method.randomness import exponentials
 from draftwire.method.sampling import Span, probabilities_of_spans

@@ -23,8 +23,8 @@ from draftwire.drafting.drawing import Drawer
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.method.distributions import joined, rows_of
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode
+from draftwire.method.keys import DrawKey
 from draftwire.models.cached_model import appended
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, KvCache
 from draftwire.models.sequence_model import Reading

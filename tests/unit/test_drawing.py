@@ -14,7 +14,6 @@ from draftwire.drafting.drawing import NOISE_AT_ONCE, BlockStart, Drawer
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.distributions import WHOLE_ROW, draw, race
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import (
     DENSE_FORMATS,
     TOTAL_WEIGHT,
@@ -25,7 +24,7 @@ from draftwire.method.encoding import (
     Supports,
     decode_one,
 )
-from draftwire.method.keys import Role, derive_key
+from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import exponentials, uniforms
 from draftwire.requests.parameters import SamplingParams

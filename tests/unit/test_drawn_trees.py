@@ -11,8 +11,8 @@ from test_tree_drafts import DRAFTER, KEY, PROMPT, SAMPLINGS, SHAPES, STOPS, TAR
 
 from benchmarks.planned_trees import shape_by_acceptance, shape_of_widths
 from draftwire.drafting.strategy import Draft, DraftRequest
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, Supports, decode_one
+from draftwire.method.keys import DrawKey
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import uniforms
 from draftwire.models.cached_model import CachedModel

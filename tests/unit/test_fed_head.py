@@ -14,8 +14,7 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.engine.admission import Room
 from draftwire.engine.draft_session import DraftOption, DraftSession
 from draftwire.errors import ProtocolViolationError
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.keys import KEY_BYTES
+from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.method.rounds import Calibration, CommittedTokens, DraftBlock, Fence, Permit, SendDrafted
 from draftwire.options.heads.feature_feeding import FeatureFeeding
 from draftwire.options.heads.feature_format import FeatureEncoding

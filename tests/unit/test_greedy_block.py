@@ -11,8 +11,7 @@ from torch import Tensor
 
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.keys import Role, derive_key
+from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.sampling import probabilities
 from draftwire.models.cached_model import CachedModel

@@ -13,8 +13,8 @@ from toy_heads import ToyHead, without_rows
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.errors import NoRoomError, UnavailableError
 from draftwire.method.distributions import draw, race, rows_of
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode_one
+from draftwire.method.keys import DrawKey
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import exponentials, uniforms
 from draftwire.method.sampling import Span, probabilities_of_spans

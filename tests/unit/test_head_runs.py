@@ -16,8 +16,7 @@ from draftwire.engine.admission import Room
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.target_session import NO_DRAFTER, Step, StepResult, TargetSession
 from draftwire.errors import InvalidRequestError
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.keys import KEY_BYTES, Role, derive_key, local_drafting_key
+from draftwire.method.keys import KEY_BYTES, DrawKey, Role, derive_key, local_drafting_key
 from draftwire.method.randomness import uniforms
 from draftwire.method.round_parts import WatchedGuess
 from draftwire.method.rounds import LocalDraft, PlainRun, Verdict

@@ -144,7 +144,7 @@ status = launch.serve(config)
 from draftwire.drafting.strategies import load_strategy
 from draftwire.drafting.strategy import Drafting, DraftRequest
 from draftwire.engine.ranks.place import Place
-from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import DrawKey
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire_drafter.strategy_context import ConfiguredContext

@@ -12,7 +12,7 @@ from tiny_models import tiny_network
 
 from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.method.distributions import DenseRows
-from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import DrawKey
 from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of

@@ -19,8 +19,8 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.errors import UnavailableError
 from draftwire.method.distributions import QuantizedRows, draw, quantize, race
 from draftwire.method.distributions import rows_of as decoded_rows
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, decode_one
+from draftwire.method.keys import DrawKey
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import exponentials, uniforms
 from draftwire.method.sampling import Span, probabilities_of_spans

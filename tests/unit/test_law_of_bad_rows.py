@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftwire.errors import UnavailableError
 from draftwire.method.distributions import DenseRows
-from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import DrawKey
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import KvCache

@@ -26,9 +26,8 @@ from draftwire.drafting.language_model import LanguageModelDrafter, LanguageMode
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import rows_of as decoded_rows
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode_one
-from draftwire.method.keys import KEY_BYTES
+from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import CachedSequence, slots_of

@@ -16,9 +16,8 @@ from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.errors import InvalidRequestError
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.distributions import SparseRows, quantize, race
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import TOTAL_WEIGHT
-from draftwire.method.keys import Role, derive_key
+from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import exponentials
 from draftwire.method.sampling import Span, probabilities_of_spans

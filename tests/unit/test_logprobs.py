@@ -21,8 +21,8 @@ from draftwire.engine.admission import Room
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.target_session import REPORTED_CHUNK
 from draftwire.errors import InvalidRequestError, UnavailableError
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, DraftDistributions, decode_one
+from draftwire.method.keys import DrawKey
 from draftwire.method.quantization import Encoding
 from draftwire.method.round_parts import LogprobsPart
 from draftwire.method.rounds import (

@@ -25,9 +25,8 @@ from draftwire.engine.prefill import PrefillPacer
 from draftwire.errors import BlockViolationError, NoRoomError, Violation
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.distributions import draw, race, rows_of
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, DraftDistributions, decode, decode_one
-from draftwire.method.keys import Role, derive_key
+from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import exponentials, uniforms
 from draftwire.method.rounds import (

@@ -10,8 +10,7 @@ from strategy_loading import load_drafter
 
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest, DraftSequence
 from draftwire.errors import InvalidRequestError
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.keys import KEY_BYTES
+from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.method.quantization import Encoding
 from draftwire.models.loading import load_model
 from draftwire.options.model_free.cascade_drafter import CascadeDrafter

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from draftwire.drafting.places import span_of_next
 from draftwire.drafting.strategy import DraftRequest
 from draftwire.method import sampling
-from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import DrawKey
 from draftwire.method.sampling import Span, TokenEdits, first_penalized, probabilities_of_spans
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.options.trees.tree_drafting import GrowingTree

@@ -13,8 +13,7 @@ from scipy.stats import chisquare, kstest
 from torch import Tensor
 
 from draftwire.method import randomness
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.keys import KEY_BYTES, MAX_SEED, Role, derive_key, new_seed
+from draftwire.method.keys import KEY_BYTES, MAX_SEED, DrawKey, Role, derive_key, new_seed
 from draftwire.method.randomness import exponentials, philox, uniforms
 
 torch.set_num_threads(1)

@@ -17,8 +17,8 @@ from draftwire.engine.model_loading import load_target
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.local_loop import LocalRun, LoopRound, speculate
 from draftwire.method.distributions import rows_of
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode_one
+from draftwire.method.keys import DrawKey
 from draftwire.method.quantization import Encoding
 from draftwire.models.script import PREFIX, Script, expected_tokens, is_scripted
 from draftwire.models.scripted import ScriptedTarget

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import DenseRows
-from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import DrawKey
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.requests.automaton import Automaton, BlockMasks

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from draftwire.errors import NoRoomError, UnavailableError
 from draftwire.method.distributions import DenseRows, DraftRows, SparseRows, draw, no_rows, quantize, rows_of
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, decode_one
+from draftwire.method.keys import DrawKey
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.models.cached_model import CachedModel

@@ -9,8 +9,7 @@ from tiny_models import tiny_network
 
 from benchmarks.planned_trees import shape_of_widths
 from benchmarks.tree_efficiency import Arm, Setting, Text, arms_of, calibrate, opt_tree, spec_exec
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.keys import Role, derive_key
+from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.method.quantization import Quantization
 from draftwire.method.randomness import exponentials
 from draftwire.method.sampling import probabilities

@@ -18,7 +18,7 @@ from draftwire.checking.emissions import completed_law, largest_deviation, seque
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs, random_table
 from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import DenseRows
-from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import DrawKey
 from draftwire.method.randomness import exponentials
 from draftwire.options.trees import traversal
 from draftwire.options.trees.token_tree import ROOT, TokenTree

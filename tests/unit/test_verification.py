@@ -17,7 +17,7 @@ from draftwire.checking.rules_to_check import load_rules
 from draftwire.checking.toy_models import random_table
 from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import DenseRows, DraftRows, SparseRows
-from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import DrawKey
 from draftwire.method.sampling import probabilities
 from draftwire.options.trees.walk import CoupledWalkRule
 from draftwire.requests.parameters import SamplingParams

@@ -11,7 +11,7 @@ from test_target import KEY, VOCAB_SIZE, fresh_model, random_ids
 
 from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.method.distributions import DenseRows
-from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import DrawKey
 from draftwire.models.sequence_model import Reading
 from draftwire.requests.automaton import BlockMasks
 from draftwire.requests.logprobs import LogprobsRequest

@@ -15,9 +15,8 @@ from typing_extensions import override
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.target_session import NO_DRAFTER, DraftOrder, LocalSource, OrderedBlocks, TargetSession
-from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode_one
-from draftwire.method.keys import KEY_BYTES, local_drafting_key
+from draftwire.method.keys import KEY_BYTES, DrawKey, local_drafting_key
 from draftwire.method.round_parts import GuessPart, WatchedGuess
 from draftwire.method.rounds import DraftTimings, ReceivedBlock, TargetSessionSpec, Verdict
 from draftwire.models.kv_cache import CachedSequence

@@ -10,8 +10,7 @@ from draftwire.engine.leases import SessionKey
 from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.engine.step_engine import StepEngine
 from draftwire.errors import DraftwireError
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.keys import KEY_BYTES
+from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.method.rounds import DraftBlock, DraftTimings
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE

@@ -11,8 +11,7 @@ from draftwire.engine.step_engine import StepEngine
 from draftwire.engine.target_session import OrderedBlocks, Step, StepDrafter, StepItem, StepResult, mask_us_of
 from draftwire.errors import BlockViolationError
 from draftwire.method.distributions import DenseRows, DraftRows, rows_of
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.keys import KEY_BYTES
+from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.method.rounds import ReceivedBlock
 from draftwire.method.sampling import TokenEdits
 from draftwire.models.kv_cache import CachedSequence

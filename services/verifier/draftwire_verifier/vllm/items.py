@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from draftwire.audit import AuditSums
 from draftwire.errors import DraftwireError
 from draftwire.method.distributions import DraftRows
-from draftwire.method.draw_key import DrawKey
+from draftwire.method.keys import DrawKey
 from draftwire.requests.automaton import BlockMasks
 from draftwire.requests.logprobs import LogprobsRequest
 from draftwire.requests.parameters import SamplingParams

@@ -19,8 +19,7 @@ from draftwire.engine.step_engine import StepEngine
 from draftwire.engine.target_session import Step, StepItem, StepResult, TargetSession, mask_us_of
 from draftwire.errors import BlockViolationError, DraftwireError, GroupLostError, InvalidRequestError, UnavailableError
 from draftwire.method.distributions import rows_of
-from draftwire.method.draw_key import DrawKey
-from draftwire.method.keys import KEY_BYTES
+from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.models.card import ModelCard, load_card
 from draftwire.requests.logprobs import NO_LOGPROBS
 from draftwire.requests.parameters import SamplingParams
