@@ -8,6 +8,7 @@ import typer
 
 from draftwire.cli.colors import ColorWhen, visible
 
+OK = 0
 FAILED = 1
 """An error that the user can act on; one line on standard error describes it."""
 MISUSED = 2

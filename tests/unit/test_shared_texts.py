@@ -195,9 +195,9 @@ def completed(*drafter: str, **changes: Any) -> tuple[Any, tuple[str, ...]]:
 
 def test_request_says_what_may_draft() -> None:
     assert completed() == (None, ("suffix",))
-    assert completed("tiny") == ({"tiny"}, ())
+    assert completed("tiny") == ({"tiny"}, ("tiny",)), "a verifier drafts by what it has of these"
     assert completed("lookup", "suffix") == ({"lookup", "suffix"}, ("lookup", "suffix"))
     assert completed("suffix+lookup") == ({"lookup", "suffix"}, ("suffix", "lookup"))
-    assert completed("a+b", "suffix") == ({"a+b", "suffix"}, ("suffix",)), "a model may have such a name"
+    assert completed("a+b", "suffix") == ({"a+b", "suffix"}, ("a+b", "suffix")), "a model may have such a name"
     with pytest.raises(InvalidRequestError, match="drafter: nothing drafts by the name 'huge'; there are tiny, a"):
         completed("tiny", "huge")

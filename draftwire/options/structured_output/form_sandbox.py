@@ -81,10 +81,10 @@ class FormSandbox:
     A caller has one form compiled at a time, and callers take turns. All methods run on the event loop.
     """
 
-    def __init__(self, vocabulary: Callable[[], FormVocabulary]) -> None:
-        """Starts nothing. `vocabulary` is called on a thread."""
+    def __init__(self, vocabulary: Callable[[], FormVocabulary], budget: FormBudget | None = None) -> None:
+        """Starts nothing. `vocabulary` is called on a thread; `budget` is that of the callers, by default new."""
         self._vocabulary = vocabulary
-        self._budget = FormBudget()
+        self._budget = FormBudget() if budget is None else budget
         self._known = OrderedDict[bytes, FormCost]()
         self._jobs: dict[tuple[str, bytes], _Job] = {}  # by caller and hash of the form
         self._queues: dict[str, deque[_Job]] = {}  # by caller, in the order of their turns
