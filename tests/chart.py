@@ -18,7 +18,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from draftwire.cli.options import ENTRIES, serve_command
+from draftwire.cli.options import serve_command
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "k8s" / "chart"
@@ -161,8 +161,7 @@ def is_json(setting: str) -> bool:
 def configure(service: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Starts a service up to where it has its configuration, and returns that."""
     serve = Mock(return_value=0)
-    monkeypatch.setitem(sys.modules, "draftwire_taken", SimpleNamespace(serve=serve))
-    monkeypatch.setitem(ENTRIES, service, "draftwire_taken")
+    monkeypatch.setitem(sys.modules, f"draftwire_{service}.launch", SimpleNamespace(serve=serve))
     app = typer.Typer()
     app.command()(serve_command(service))
     done = CliRunner().invoke(app, env=environment)
