@@ -112,6 +112,8 @@ class Span:
     """By `time.perf_counter`, seconds."""
     about: list[int]
     """For a committed verdict: draft tokens, committed tokens, and the model time that the services report, in us."""
+    cpu_s: float
+    """CPU time of its thread within it."""
 
 
 @dataclass(slots=True)

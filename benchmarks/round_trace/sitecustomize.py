@@ -13,8 +13,9 @@ from typing import Any
 
 FOLDER = os.environ.get("ROUND_TRACE_FOLDER", "")
 
-spans: list[tuple[str, float, float, list[int]]] = []
-"""Name, beginning and end by `time.perf_counter` in seconds, and what the call was about, of every watched call."""
+spans: list[tuple[str, float, float, list[int], float]] = []
+"""Name, beginning and end by `time.perf_counter` in seconds, what the call was about, and its CPU time in seconds, of
+every watched call."""
 
 
 def watch(owner: Any, name: str, span: str, about: Callable[..., list[int]] | None = None) -> None:
@@ -29,9 +30,10 @@ def watch(owner: Any, name: str, span: str, about: Callable[..., list[int]] | No
     original: Callable[..., Any] = getattr(owner, name)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
+        began, cpu_s = time.perf_counter(), time.thread_time()
         result = original(*args, **kwargs)
-        spans.append((span, began, time.perf_counter(), about(*args) if about else []))
+        cpu_s, ended = time.thread_time() - cpu_s, time.perf_counter()
+        spans.append((span, began, ended, about(*args) if about else [], cpu_s))
         return result
 
     setattr(owner, name, noted)

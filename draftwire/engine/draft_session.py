@@ -8,7 +8,7 @@ from draftwire.drafting.strategy import DraftRequest, DraftSequence
 from draftwire.engine.session_book import EngineSession
 from draftwire.errors import DraftwireError
 from draftwire.method.keys import DrawKey
-from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, Permit
+from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, Permit, RoundOutcome
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -23,6 +23,8 @@ class DraftSession(EngineSession[DraftSessionSpec]):
     """The latest calibration."""
     last_asked: int = -1
     """Round of the block that was requested last."""
+    outcome: RoundOutcome | None = None
+    """That of the latest round, if it came before the calibration that lets the drafter go on."""
     calibration: Calibration | None = None
     """The calibration whose block is drafted next."""
     queued: bool = True

@@ -23,38 +23,16 @@ from draftwire_gateway.session.loop_settings import LoopSettings
 from draftwire_gateway.session.policy import DraftSource
 from draftwire_gateway.session.statistics import Statistics
 from draftwire_gateway.speculation.pairs import PairName, Pairs
-from tests.enumerated.network import Ids, Network, Times
-from tests.enumerated.scenes import PROMPT, Chosen, Scene, ahead
-from tests.enumerated.tables import POSITIONS, Speed, certain_at, random_rows
+from tests.enumerated.network import Ids, Network
+from tests.enumerated.outcomes import OUTCOME_CASES
+from tests.enumerated.scenes import PROMPT, VOCAB, Chosen, Scene, ahead, slow_after, tables
+from tests.enumerated.tables import random_rows
 
-VOCAB = 3
 LATE = 5
 """Position of the round that is late, of cases in which a drafter falls asleep or is lost."""
 FORM = StructuredOutput.regex("[ab]{2}c?")
 STOP = 3
 """The token that ends a text of the form."""
-
-
-def tables(
-    *positions: int, seed: int = 1, vocab_size: int = VOCAB, num_drafters: int = 1, wrong: Sequence[int] = ()
-) -> dict[str, Any]:
-    """Returns tables of a target and of drafters, random at these positions and certain at all others; the drafters'
-    are certain of another token at the `wrong` ones.
-    """
-    certain = [position for position in range(POSITIONS) if position not in positions]
-    target = certain_at(random_rows(vocab_size, seed, 1.5), certain)
-    drafts = []
-    for number in range(num_drafters):
-        rows = certain_at(random_rows(vocab_size, seed + 10 + number, 1.5), certain)
-        # The target's token is the drafter's next guess, too unlikely to be drawn: see `Quantization.mass`.
-        rows[list(wrong)] = 0.999 * rows[list(wrong)].roll(1, dims=2) + 0.001 * rows[list(wrong)]
-        drafts.append(rows)
-    return {"target": target, "drafts": tuple(drafts)}
-
-
-def slow_after(position: int, seconds: float = 0.050) -> Times:
-    """Times of a drafter whose pass takes longer after one of the tokens that it may draw at a position."""
-    return Times(drafter=Speed(0.001, frozenset({(position, 1)}), seconds))
 
 
 async def together(scene: Scene, network: Network) -> tuple[Ids, Statistics]:
@@ -392,4 +370,5 @@ CASES: list[Scene] = [
         chooser=partial(taught, 5, {None: 3.2, DraftSource.DRAFTER: 6.0, DraftSource.AHEAD: 5.0}),
         happens=frozenset({"asked as begun", "plain: does_not_pay", "rejection"}),
     ),
+    *OUTCOME_CASES,
 ]

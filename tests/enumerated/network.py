@@ -298,7 +298,7 @@ class VirtualVerifier(_VirtualService, VerifierCore):
             engine.step = partial(_step_with_masks, engine.step, network.mask_us)  # type: ignore[method-assign]
         described = describe("target", model.vocab_size)
         facts = {
-            "capabilities": frozenset({"held_blocks", "issued_identities"}),
+            "capabilities": verifier_core.CAPABILITIES,
             "rules": tuple(map(facts_of, RULES.values())),
             "local_strategies": (*drafters, *texts.names, *own),
             "max_tree_nodes": SETTINGS.max_tree_nodes,
@@ -400,7 +400,7 @@ class VirtualDrafter(_VirtualService, DrafterCore):
         model = PlacedTable(self.rows.float(), network.times.drafter, self._torch.wait, network.bad_drafts)
         strategy = network.strategy(model)
         engine = DraftEngine(strategy, self._options)
-        description = replace(describe("drafter", model.vocab_size), capabilities=self._add_options(engine))
+        description = replace(describe("drafter", model.vocab_size, network.draft_context), capabilities=self._add_options(engine))
         description = replace(description, max_tree_nodes=self.config.engine.max_tree_nodes)
         return SimpleNamespace(description=description), engine
 
@@ -558,6 +558,8 @@ class Network:
     """Makes what drafts inside the verifier, by name."""
     max_tree_nodes: int = SETTINGS.max_tree_nodes
     """Of the drafters."""
+    draft_context: int = POSITIONS - 1
+    """Of the drafters."""
     strategy: Callable[[PlacedTable], Any] = lambda model: TreeModelDrafter(model, POSITIONS - 1)
     compiler: FormCompiler | None = None
     """Of structured output."""
@@ -629,7 +631,7 @@ class Network:
 
     async def generate(self, generation: Generation) -> tuple[Ids, Statistics]:
         """Returns the tokens of a text, ended by `FAILED` if the target cannot go on, and the statistics."""
-        text = TextStream(TextTokenizer(), generation.prompt_ids, ())  # type: ignore[arg-type]
+        text = TextStream(TextTokenizer(), generation.prompt_ids, generation.stop)  # type: ignore[arg-type]
         plugs = plugs_of(generation, self.pairs, self.rounds.append)
         if self.mask_us is not None:
             plugs = replace(plugs, make_options=_options_with_masks)

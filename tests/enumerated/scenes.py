@@ -1,7 +1,7 @@
 """What is enumerated: a network, what happens in it, and the law that the texts must have."""
 
 import itertools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,10 +16,13 @@ from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.statistics import Statistics
 from tests.enumerated.intervals import all_runs
-from tests.enumerated.network import Ids, Network, run_virtually
+from tests.enumerated.network import LETTERS, Ids, Network, Times, run_virtually
+from tests.enumerated.tables import POSITIONS, Speed, certain_at, random_rows
 
 PROMPT = [0]
 BOUND = 1e-9
+
+VOCAB = 3
 
 Run = tuple[Ids, frozenset[str]]
 """A text, and what was seen to happen."""
@@ -125,10 +128,11 @@ class Scene:
         law: Law = {}
         growing: Law = {(): 1.0}
         bad = self.network.get("bad_targets", frozenset())
+        ending = self.stop_token_ids | {LETTERS.index(letter) for letter in self.fields.get("stop", ())}
         while growing:
             longer: Law = {}
             for text, mass in growing.items():
-                if len(text) == self.length or (text and text[-1] in self.stop_token_ids):
+                if len(text) == self.length or (text and text[-1] in ending):
                     law[text] = mass
                     continue
                 whole = [*PROMPT, *text]
@@ -220,3 +224,25 @@ class Chosen:
 
 def ahead(length: int) -> Arm:
     return Arm(DraftSource.AHEAD, length)
+
+
+def tables(
+    *positions: int, seed: int = 1, vocab_size: int = VOCAB, num_drafters: int = 1, wrong: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Returns tables of a target and of drafters, random at these positions and certain at all others; the drafters'
+    are certain of another token at the `wrong` ones.
+    """
+    certain = [position for position in range(POSITIONS) if position not in positions]
+    target = certain_at(random_rows(vocab_size, seed, 1.5), certain)
+    drafts = []
+    for number in range(num_drafters):
+        rows = certain_at(random_rows(vocab_size, seed + 10 + number, 1.5), certain)
+        # The target's token is the drafter's next guess, too unlikely to be drawn: see `Quantization.mass`.
+        rows[list(wrong)] = 0.999 * rows[list(wrong)].roll(1, dims=2) + 0.001 * rows[list(wrong)]
+        drafts.append(rows)
+    return {"target": target, "drafts": tuple(drafts)}
+
+
+def slow_after(position: int, seconds: float = 0.050) -> Times:
+    """Times of a drafter whose pass takes longer after one of the tokens that it may draw at a position."""
+    return Times(drafter=Speed(0.001, frozenset({(position, 1)}), seconds))

@@ -11,11 +11,11 @@ from draftwire.engine.admission import Room
 from draftwire.engine.draft_session import DraftOption, DraftSession, SpareWork, Step, StepResult
 from draftwire.engine.leases import SessionKey
 from draftwire.errors import UnavailableError
-from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, DraftTimings, Fence, RoundOutcome
+from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, DraftTimings, Fence
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
 from draftwire.options.ahead.branch_drafter import BranchDrafter, BranchItem, BranchWork, ForkingStrategy
 from draftwire.options.ahead.branches import Branch, WantedGuesses
-from draftwire.options.ahead.lookahead import Count, Lookahead, NextTexts, length_at
+from draftwire.options.ahead.lookahead import Count, Lookahead, NextTexts
 
 
 class DraftQueue(Protocol):
@@ -28,12 +28,6 @@ class DraftQueue(Protocol):
     @property
     def has_requests(self) -> bool:
         """Whether something that was requested waits for a step. Any thread may ask."""
-
-    def commit(self, session: DraftSession, fence: Fence, new_ids: list[int]) -> None:
-        """Commits tokens of a session before a round."""
-
-    def ask(self, session: DraftSession, calibration: Calibration) -> None:
-        """Schedules a session's next block, unless it was drafted ahead or is being drafted."""
 
     def enqueue(self, session: DraftSession) -> None:
         """Has a session take part in a step."""
@@ -68,29 +62,6 @@ class AheadDrafting(DraftOption):
         """Returns the request for a block, with guesses if it is drafted ahead after it."""
         goes_ahead = session.spec.max_branches and session.latest is not None and session.latest.max_rounds_ahead
         return replace(request, guesses=WantedGuesses()) if goes_ahead else request
-
-    def learn(self, outcome: RoundOutcome) -> None:
-        """Commits what a round has committed, before its calibration comes, and schedules the next block, unless that
-        was drafted ahead. An outcome that does not continue the committed tokens, or has more tokens than the session
-        allows, is dropped: the calibration decides.
-        """
-        fence = outcome.fence
-        key = (fence.session_id, fence.epoch)
-        session, texts = self._queue.sessions.get(key), self._texts.get(key)
-        if session is None or texts is None or fence.round <= texts.root.fence.round:
-            self._queue.dropped["unknown_session" if session is None else "stale"] += 1
-            return
-        base_len = fence.prefix_len - len(outcome.token_ids)
-        follows = base_len == len(session.committed) and bool(outcome.token_ids) and session.spec.max_branches > 0
-        most = session.spec.parameters.max_draft_tokens + 1
-        fits = fence.prefix_len <= session.spec.max_len and len(outcome.token_ids) <= most
-        if not (follows and fits) or fence.prefix_hash != session.committed.hash_with(outcome.token_ids):
-            self._queue.dropped["outcome"] += 1
-            return
-        self._queue.commit(session, fence, outcome.token_ids)
-        length = length_at(session, fence.prefix_len)
-        if length >= 1 and fence.round <= session.last_calibrated + texts.max_rounds_ahead:
-            self._queue.ask(session, Calibration(fence, base_len, outcome.token_ids, length))
 
     def committed(self, session: DraftSession, fence: Fence, new_ids: list[int]) -> None:
         """Keeps the branches that continue what was committed before a round."""

@@ -33,8 +33,9 @@ class NextTexts:
 
     @property
     def max_rounds_ahead(self) -> int:
-        """Rounds ahead of the latest calibration."""
-        return 0 if self.session.latest is None else self.session.latest.max_rounds_ahead
+        """Rounds ahead of the latest calibration; without branches a drafter begins rounds on their outcomes alone."""
+        latest = self.session.latest
+        return 0 if latest is None or not self.session.spec.max_branches else latest.max_rounds_ahead
 
     @property
     def num_left(self) -> int:

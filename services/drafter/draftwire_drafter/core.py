@@ -33,6 +33,7 @@ from draftwire.method.rounds import (
 from draftwire.models.card import ModelCard
 from draftwire.models.description import (
     DRAFT_AHEAD,
+    DRAFTS_ON_OUTCOMES,
     FLUSH_REPLIES,
     ISSUED_IDENTITIES,
     NEEDS_FEATURES,
@@ -130,7 +131,7 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         require(can_do, "max_tree_nodes: the drafter's strategy drafts no token trees")
         can_draw = isinstance(strategy, TreeStrategy) and strategy.draws_trees
         self._options.append(SessionTrees(max_tree_nodes, can_draw=can_draw))
-        capabilities = {FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS}
+        capabilities = {DRAFTS_ON_OUTCOMES, FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS}
         if getattr(strategy, "can_fork", False):
             capabilities.add(DRAFT_AHEAD)
         if isinstance(strategy, FedStrategy):
@@ -288,8 +289,10 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         """Takes note of how rounds ended, of sessions of the verifier at an address, which tells it."""
         for outcome in outcomes:
             session = self._scheduler.sessions.get((outcome.fence.session_id, outcome.fence.epoch))
-            if self._ahead is not None and (session is None or session.spec.verifier_address == address):
-                self._ahead.learn(outcome)
+            if session is None or session.spec.verifier_address == address:
+                self._scheduler.learn(outcome)
+            if session is not None:
+                self._request_features(session.key)
         self._work.set()
 
     def send_drafted(self, command: SendDrafted) -> None:

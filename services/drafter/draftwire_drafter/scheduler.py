@@ -15,7 +15,8 @@ from draftwire.engine.draft_session import (
 )
 from draftwire.engine.session_book import SessionBook
 from draftwire.errors import InvalidRequestError, ProtocolViolationError
-from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, Fence, SendDrafted
+from draftwire.method.ahead_limits import room_for_drafts
+from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, Fence, RoundOutcome, SendDrafted
 from draftwire.requests.automaton import Automaton
 
 
@@ -115,6 +116,41 @@ class Scheduler(SessionBook[DraftSession, Step]):
             self.commit(session, fence, new_ids)
         if not is_known:
             self.ask(session, calibration)
+        self._go_on(session)
+
+    def learn(self, outcome: RoundOutcome) -> None:
+        """Commits what a round has committed, before its calibration comes, and schedules the next block, if the latest
+        calibration allows it. An outcome that does not continue the committed tokens, or has more tokens than the
+        session allows, is dropped: the calibration decides.
+        """
+        fence = outcome.fence
+        session = self.sessions.get((fence.session_id, fence.epoch))
+        if session is None or session.latest is None or fence.prefix_len <= len(session.committed):
+            self.dropped["unknown_session" if session is None else "stale"] += 1
+            return
+        base_len = fence.prefix_len - len(outcome.token_ids)
+        most = session.spec.parameters.max_draft_tokens + 1
+        fits = fence.prefix_len <= session.spec.max_len and len(outcome.token_ids) <= most
+        follows = base_len == len(session.committed)
+        if not (follows and fits) or fence.prefix_hash != session.committed.hash_with(outcome.token_ids):
+            self.dropped["outcome"] += 1
+            return
+        self.commit(session, fence, outcome.token_ids)
+        session.outcome = outcome
+        self._go_on(session)
+
+    def _go_on(self, session: DraftSession) -> None:
+        """Schedules the block that follows an outcome, once a calibration lets the drafter go so far: that of the round
+        before may come later than the outcome.
+        """
+        outcome, latest = session.outcome, session.latest
+        if outcome is None or latest is None or outcome.fence.round > latest.fence.round + latest.max_rounds_ahead:
+            return
+        session.outcome = None
+        fence = outcome.fence
+        length = min(latest.num_draft_tokens, room_for_drafts(session.spec.max_len, fence.prefix_len))
+        if length >= 1 and fence.round > session.last_asked:
+            self.ask(session, Calibration(fence, len(session.committed), [], length))
 
     def commit(self, session: DraftSession, fence: Fence, new_ids: list[int]) -> None:
         """Commits tokens of a session before a round."""
@@ -219,7 +255,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
             ProtocolViolationError: it does not continue the committed tokens.
         """
         fence, base_len, num_known = calibration.fence, calibration.base_len, len(session.committed)
-        if base_len != num_known and not (session.spec.max_branches and base_len < num_known):
+        if base_len > num_known:
             raise ProtocolViolationError(f"calibration from {base_len} tokens, but {num_known} are known")
         repeated = session.committed.ids[base_len : fence.prefix_len]
         new_ids = calibration.token_ids[len(repeated) :]

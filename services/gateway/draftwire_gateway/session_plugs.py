@@ -35,6 +35,6 @@ def options_of(session: SessionState) -> tuple[SessionOption, ...]:
         (TreeDrafts, generation.num_draft_nodes > 0),
         (MaskAllowance, generation.sampling.structured_output is not None),
         (LocalDrafting, bool(generation.local_strategies)),
-        (DraftsAhead, generation.rounds_ahead > 0),  # the last: rounds that may have begun are requested as they were
+        (DraftsAhead, generation.num_speculative_tokens > 0),  # the last: begun rounds are requested as they were begun
     )
     return tuple(option(session) for option, is_asked_for in asked_for if is_asked_for)

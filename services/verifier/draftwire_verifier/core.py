@@ -18,7 +18,7 @@ from draftwire.engine.target_session import OpenSource, Step, StepResult, Target
 from draftwire.errors import DraftwireError, ProtocolViolationError
 from draftwire.method.rounds import FenceVerdict, PlainRun, PromptRead, ReceivedBlock, TargetSessionSpec, Verdict
 from draftwire.models.card import ModelCard
-from draftwire.models.description import FEATURES, HELD_BLOCKS, ISSUED_IDENTITIES
+from draftwire.models.description import DRAFTS_ON_OUTCOMES, FEATURES, HELD_BLOCKS, ISSUED_IDENTITIES
 from draftwire.options.ahead.held_blocks import HeldBlocks, HeldTally
 from draftwire.options.model_free.local_texts import LocalText
 from draftwire.options.model_free.registry import TextDrafters
@@ -39,6 +39,7 @@ from draftwire_verifier.trust import Trust
 if TYPE_CHECKING:
     from draftwire_verifier.feature_feeds import FeatureFeeds
 
+CAPABILITIES = frozenset({DRAFTS_ON_OUTCOMES, HELD_BLOCKS, ISSUED_IDENTITIES})
 TargetEvent = Verdict | PromptRead | BlockRefused | SessionFailed
 
 
@@ -98,7 +99,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         self._local[:0] = own.values()
         description = replace(
             description,
-            capabilities=frozenset({HELD_BLOCKS, ISSUED_IDENTITIES, *([FEATURES] if loaded.head else [])}),
+            capabilities=CAPABILITIES | ({FEATURES} if loaded.head else set()),
             rules=tuple(map(facts_of, self._rules.values())),
             local_strategies=(*loaded.drafts_by, *drafters.names, *own),
             max_tree_nodes=loaded.max_tree_nodes,

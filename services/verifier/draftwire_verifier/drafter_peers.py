@@ -10,7 +10,7 @@ from draftwire.engine.leases import SessionKey
 from draftwire.engine.target_session import Step, StepResult, TargetSession
 from draftwire.errors import BlockViolationError, ProtocolViolationError, UnavailableError, Violation
 from draftwire.method.rounds import ReceivedBlock, RoundOutcome, Verdict
-from draftwire.models.description import DRAFT_AHEAD, ModelDescription
+from draftwire.models.description import DRAFT_AHEAD, DRAFTS_ON_OUTCOMES, ModelDescription
 from draftwire.options.heads.feature_format import FeatureEncoding
 from draftwire.runtime.call_limits import StreamUse
 from draftwire.runtime.outbox import Outbox
@@ -46,7 +46,9 @@ class DrafterStream:
 
     drafter: Drafter
     takes_outcomes: bool = False
-    """Whether it is told how rounds ended."""
+    """Whether it is told how rounds of its blocks ended."""
+    drafts_ahead: bool = False
+    """Whether it is told of sessions that hold blocks."""
     encoding: FeatureEncoding | None = None
     """Encoding of features; None if it needs none."""
     use: StreamUse = StreamUse.NONE
@@ -114,7 +116,9 @@ class DrafterPeers:
         """Returns what a drafter is told: how rounds ended whose blocks it sent, and features, as far as it can do
         anything with them. A drafter with several streams is told on the latest.
         """
-        stream = DrafterStream(drafter, DRAFT_AHEAD in model.capabilities, encoding)
+        stream = DrafterStream(
+            drafter, DRAFTS_ON_OUTCOMES in model.capabilities, DRAFT_AHEAD in model.capabilities, encoding
+        )
         self.streams[drafter.id] = stream
         return stream
 
@@ -150,12 +154,13 @@ class DrafterPeers:
             self._set_aside(session)
 
     def tell(self, session: TargetSession, verdict: Verdict) -> None:
-        """Tells the drafter of a round's block how the round ended, if its session holds blocks. One that reads too
-        slowly hears of it from the gateway alone.
+        """Tells the drafter of a round's block how the round ended, if another one follows. One that reads too slowly
+        hears of it from the gateway alone.
         """
-        is_drafters = bool(verdict.num_draft_tokens) and not verdict.is_of_verifier
+        if session.is_over or not verdict.num_draft_tokens or verdict.is_of_verifier:
+            return
         stream = self.streams.get(session.drafter_id) if session.drafter_id is not None else None
-        if session.spec.max_held_blocks and is_drafters and stream is not None and stream.takes_outcomes:
+        if stream is not None and (stream.takes_outcomes or (session.spec.max_held_blocks and stream.drafts_ahead)):
             with suppress(UnavailableError):
                 stream.outbox.put(RoundOutcome(session.fence, verdict.token_ids))
 

@@ -1,4 +1,4 @@
-"""Drafting ahead of the verdict: which rounds a drafter may begin before they are requested, and what came of them."""
+"""Rounds that a drafter may begin before they are requested: on their outcome, or ahead of the verdict."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from typing_extensions import override
 from draftwire.method.ahead_limits import held_blocks
 from draftwire.method.round_parts import AheadPart
 from draftwire.method.rounds import DraftSessionSpec, TargetSessionSpec, Verdict
-from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ModelDescription
+from draftwire.models.description import DRAFT_AHEAD, DRAFTS_ON_OUTCOMES, HELD_BLOCKS, ModelDescription
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import WhyPlain
@@ -18,8 +18,8 @@ from draftwire_gateway.session.session_state import SessionState
 class BegunRounds:
     """How far the calibrations of one epoch have allowed a session's drafter to go.
 
-    A drafter that drafts ahead begins a later round when the verifier tells it the outcome of the one before, and
-    its block goes straight to the verifier. If that round were then requested without it, the block and the request
+    A drafter begins a later round when the verifier tells it the outcome of the one before, and its block goes
+    straight to the verifier: two hops in place of three. If that round were then requested without it, the block and the request
     would meet at the verifier, which takes what comes first. When a block comes may depend on its tokens: so some
     would be dropped by their values, which biases the text. A round that may have begun is therefore requested as
     it was begun. See docs/exactness.md.
@@ -52,15 +52,19 @@ class BegunRounds:
         """
         if not self.num_from(round_number):
             return wanted
-        if self.is_of_another(round_number, permit_number) or min(self._length, most) < 1:
+        length = min(self._length, most)
+        if self.is_of_another(round_number, permit_number) or length < 1:
             return PLAIN
-        begun = Arm(DraftSource.AHEAD, min(self._length, most))
-        return wanted if wanted == begun else begun._replace(source=DraftSource.DRAFTER)
+        is_chain = wanted.uses_drafter and not wanted.num_nodes
+        return wanted if is_chain and wanted.length == length else Arm(DraftSource.DRAFTER, length)
 
 
 class DraftsAhead(SessionOption):
     """Lets drafters begin rounds early, and requests a round that may have begun as it was begun. Comes after all
     options that change arms.
+
+    A drafter that takes outcomes begins the next round as soon as the verifier tells it how the one before ended. With
+    `rounds_ahead` it drafts for texts that rounds may come to, before they end.
     """
 
     def __init__(self, session: SessionState) -> None:
@@ -70,7 +74,11 @@ class DraftsAhead(SessionOption):
         self._drafter_number = -1
         """Identifies the drafter; each one has a higher number."""
         self._rounds_ahead = 0
-        """Rounds that it may begin early."""
+        """Rounds that it may draft for ahead of the verdict."""
+        self._takes_outcomes = False
+        """Whether it may begin the next round on the outcome of the one before."""
+        self._is_changing = False
+        """Whether the round that is requested now is not what was wanted: then no later one may begin early."""
         self._next_is_held = False
         """Whether the verifier has the block of the open round since before it began."""
         self._counts = False
@@ -87,6 +95,7 @@ class DraftsAhead(SessionOption):
     ) -> DraftSessionSpec:
         generation = self._session.generation
         self._drafter_number += 1
+        self._takes_outcomes = DRAFTS_ON_OUTCOMES in drafter.capabilities & target.capabilities
         self._rounds_ahead = generation.rounds_ahead if can_go_ahead(generation, drafter, target) else 0
         if not self._rounds_ahead:
             return spec
@@ -97,7 +106,9 @@ class DraftsAhead(SessionOption):
         is_chosen = self._session.generation.adapts_length  # then the policy says itself what is drafted ahead
         if self._rounds_ahead and wanted.source is DraftSource.DRAFTER and not is_chosen:
             wanted = wanted._replace(source=DraftSource.AHEAD)
-        return self._begun.arm(wanted, round_number, room, self._drafter_number)
+        arm = self._begun.arm(wanted, round_number, room, self._drafter_number)
+        self._is_changing = arm != wanted
+        return arm
 
     @override
     def why_plain(self, round_number: int, *, is_ready: bool) -> WhyPlain | None:
@@ -110,9 +121,9 @@ class DraftsAhead(SessionOption):
 
     @override
     def request(self, block: BlockRequest) -> None:
-        number = self._session.round
-        rounds_ahead = self._rounds_ahead if block.arm.source is DraftSource.AHEAD else 0
-        self._counts = rounds_ahead > 0 or self._next_is_held or self.num_begun(number) > 0
+        number, is_ahead = self._session.round, block.arm.source is DraftSource.AHEAD
+        self._counts = self._rounds_ahead > 0 and (is_ahead or self._next_is_held or self.num_begun(number) > 0)
+        rounds_ahead = self._rounds_ahead if is_ahead else int(self._goes_on(block.arm))
         self._begun.request(number, rounds_ahead, block.arm.length, self._drafter_number)
         block.is_held = self._next_is_held
         # Blocks that were drafted for later rounds may still be held when none is drafted ahead any more.
@@ -132,6 +143,10 @@ class DraftsAhead(SessionOption):
         statistics.num_ahead_hits += is_hit
         statistics.num_ahead_late += ahead.is_ahead and not is_hit
         statistics.num_ahead_misses += not ahead.is_ahead
+
+    def _goes_on(self, arm: Arm) -> bool:
+        """Whether the drafter may begin the round after one of this arm on its outcome."""
+        return self._takes_outcomes and arm.source is DraftSource.DRAFTER and not arm.num_nodes and not self._is_changing
 
     @property
     def _max_held_blocks(self) -> int:
