@@ -66,11 +66,6 @@ MISTAKES = (
         ((BegunRounds.arm, "if not self.num_from(round_number):", "if True:"),),
     ),
     Mistake(
-        "a round that may have begun on an outcome is asked for as plain",
-        "on outcomes, turning to plain",
-        ((BegunRounds.arm, "if not self.num_from(round_number):", "if True:"),),
-    ),
-    Mistake(
         "the last calibration alone says what may have begun",
         "2 ahead, 4 branches, turning to plain",
         ((BegunRounds.request, "max(self._last_round, round_number + rounds_ahead)", "round_number + rounds_ahead"),),

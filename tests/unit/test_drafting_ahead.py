@@ -121,7 +121,7 @@ class Rig:
         self.scheduler.calibrate(Calibration(text.fence, base_len, ids[base_len:], **given))
 
     def tell(self, text: "Text", token_ids: list[int]) -> None:
-        self.ahead.learn(RoundOutcome(text.fence, token_ids))
+        self.scheduler.learn(RoundOutcome(text.fence, token_ids))
 
     def blocks_of(self, number: int) -> list[DraftBlock]:
         return [block for block in self.sent if block.fence.round == number]
@@ -283,7 +283,7 @@ def test_false_outcome_is_left_to_the_calibration() -> None:
         *(RoundOutcome(text.copy().commit(*ids).fence, ids) for ids in ([5] * 6, [5] * 400)),
     ]
     for outcome in wrong:
-        rig.ahead.learn(outcome)
+        rig.scheduler.learn(outcome)
     assert rig.scheduler.sessions[1, 0].committed.ids == text.committed.ids
     assert rig.scheduler.dropped == {"outcome": 5, "unknown_session": 1, "stale": 1}
     rig.calibrate(longer, len(text.committed))
@@ -298,17 +298,50 @@ def test_calibration_that_contradicts_an_outcome_is_a_violation() -> None:
         rig.calibrate(text.copy().commit(6), len(text.committed))
 
 
-def test_session_that_is_not_drafted_for_ahead_takes_no_outcome() -> None:
-    rig, text = begun(max_branches=0)
-    assert not rig.blocks_of(2)
-    rig.tell(text.copy().commit(5), [5])
-    assert rig.scheduler.sessions[1, 0].committed.ids == text.committed.ids
+@pytest.mark.parametrize("rounds_ahead", [0, 1])
+def test_session_without_branches_goes_on_at_an_outcome_as_far_as_its_calibration_lets_it(rounds_ahead: int) -> None:
+    rig, text = Rig(max_branches=0), Text().commit(4)
+    rig.calibrate(text, len(PROMPT), max_rounds_ahead=rounds_ahead)
+    rig.run()
+    longer = text.copy().commit(5)
+    rig.tell(longer, [5])
+    rig.run()
+    assert len(rig.blocks_of(2)) == rounds_ahead, "nothing is drafted before the outcome"
+    rig.calibrate(longer, len(text.committed), max_rounds_ahead=0)
+    rig.run()
+    strict = Rig(max_branches=0)
+    strict.calibrate(text, len(PROMPT), max_rounds_ahead=0)
+    strict.run()
+    strict.calibrate(longer, len(text.committed), max_rounds_ahead=0)
+    strict.run()
+    (block,), (same,) = rig.blocks_of(2), strict.blocks_of(2)
+    assert replace(block, timings=same.timings) == same
+
+
+def test_outcome_that_comes_before_its_calibration_has_the_block_after_drafted_at_the_calibration() -> None:
+    rig, text = Rig(max_branches=0), Text().commit(4)
+    rig.calibrate(text, len(PROMPT))
+    rig.run()
+    second = text.copy().commit(5)
+    rig.tell(second, [5])
+    rig.run()
+    third = second.copy().commit(6)
+    rig.tell(third, [6])  # of the round that is asked for below
+    rig.run()
+    assert rig.blocks_of(2)
+    assert not rig.blocks_of(3), "no calibration lets it go so far"
+    rig.calibrate(second, len(text.committed))
+    rig.run()
+    assert len(rig.blocks_of(3)) == 1
+    rig.calibrate(third, len(second.committed), max_rounds_ahead=0)
+    rig.run()
+    assert [block.fence.round for block in rig.sent] == [1, 2, 3]
 
 
 def test_outcome_beyond_the_longest_text_is_left_to_the_calibration() -> None:
     rig, text = begun(max_len=8)
     for ids, is_dropped in (([5, 5, 5, 5, 5], True), ([5, 5, 5, 5], False)):
-        rig.ahead.learn(RoundOutcome(text.copy().commit(*ids).fence, ids))
+        rig.scheduler.learn(RoundOutcome(text.copy().commit(*ids).fence, ids))
         assert rig.scheduler.dropped["outcome"] == 1
         assert (rig.scheduler.sessions[1, 0].committed.ids == text.committed.ids) is is_dropped
 

@@ -255,8 +255,9 @@ class Scheduler(SessionBook[DraftSession, Step]):
             ProtocolViolationError: it does not continue the committed tokens.
         """
         fence, base_len, num_known = calibration.fence, calibration.base_len, len(session.committed)
-        if base_len > num_known:
-            raise ProtocolViolationError(f"calibration from {base_len} tokens, but {num_known} are known")
+        num_sent = len(session.spec.token_ids) if session.latest is None else session.latest.fence.prefix_len
+        if base_len != num_sent:  # outcomes may have brought more
+            raise ProtocolViolationError(f"calibration from {base_len} tokens, but {num_sent} were sent")
         repeated = session.committed.ids[base_len : fence.prefix_len]
         new_ids = calibration.token_ids[len(repeated) :]
         is_whole = fence.prefix_len == base_len + len(calibration.token_ids)
