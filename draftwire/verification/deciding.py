@@ -375,8 +375,11 @@ def _decide(members: list[ScoredBlock], blocks: BlockBatch, bound: float) -> dic
     judged = blocks if cases[0].is_used else blocks.cut(torch.zeros_like(blocks.lengths))
     noise = KeyedNoise([case.key for case in cases], [case.num_committed for case in cases], blocks.target_probs.device)
     verified = verify(cases[0].rule, judged, noise)
-    near_ties = verified.num_near_ties(near_tie_bounds(cases, bound, blocks.target_probs.device))
-    decisions = torch.stack([verified.num_accepted, verified.extra_tokens, near_ties]).tolist()  # one transfer
+    made = [verified.num_accepted, verified.extra_tokens]
+    if verified.leads is not None:
+        made.append(verified.num_near_ties(near_tie_bounds(cases, bound, blocks.target_probs.device)))
+    decisions = torch.stack(made).tolist()  # one transfer
+    decisions += [[0] * len(cases)] * (3 - len(made))
     judgements: dict[int, Judgement] = {}
     for one, num_accepted, extra, num_near_ties in zip(members, *decisions, strict=True):
         draft_tokens = one.case.draft_tokens
