@@ -138,19 +138,3 @@ class ForkingModel(DraftModel, Protocol):
         Raises:
             NoRoomError: the cache is full.
         """
-
-
-class FeatureReader(Protocol[Text]):
-    """A holder of the features of texts' tokens; see `draftwire.models.taps`."""
-
-    def features(self, spans: Sequence[FeatureSpan[Text]]) -> Tensor:
-        """Returns what is kept of some tokens' hidden states.
-
-        Returns:
-            `[sum of stop - start, kept]` on the device of who reads them, for each span in order.
-        """
-
-
-@runtime_checkable
-class FeatureModel(SequenceModel, FeatureReader[CachedSequence], Protocol):
-    """A model that keeps features of the tokens that it has read."""

@@ -24,9 +24,9 @@ from draftwire.method.token_source import TokenSource
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE
-from draftwire.models.taps import FeatureSource
 from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_drafts import HeadDrafts, HeadSource
+from draftwire.options.heads.taps import FeatureSource
 from draftwire.options.model_free.local_texts import LocalText
 from draftwire.options.model_free.registry import TextDrafters
 from draftwire.requests.automaton import Automaton

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from draftwire.drafting.strategy import Draft, Drafting, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.models.sequence_model import FeatureModel
 from draftwire.options.heads.head_drafter import HeadDrafter, HeadDrafting, HeadSequence
+from draftwire.options.heads.taps import FeatureModel
 from draftwire.requests.session_parameters import SessionParameters
 
 

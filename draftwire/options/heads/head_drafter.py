@@ -14,8 +14,9 @@ from draftwire.method.devices import upload
 from draftwire.method.quantization import Quantization
 from draftwire.method.sampling import probabilities_of_spans
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.models.sequence_model import FeatureReader, FeatureSpan, Text
+from draftwire.models.sequence_model import FeatureSpan, Text
 from draftwire.options.heads.draft_head import DraftHead, HeadState, PairReading
+from draftwire.options.heads.taps import FeatureReader
 
 READ_AT_ONCE = 512
 """Pairs that a head reads in a step, of all sequences together, and one more of each. A sequence for which that is not

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from draftwire.models.decoder import Decoder
-from draftwire.models.tapped_pass import features_and_logits
+from draftwire.options.heads.tapped_pass import features_and_logits
 from draftwire.training.batches import TrainingBatch
 
 

@@ -17,11 +17,11 @@ from draftwire.method.devices import prepare
 from draftwire.models.decoders import decoder_of
 from draftwire.models.lean_model import STEADY_ROTATIONS, LeanModel, head_size
 from draftwire.models.loading import load_lean_model
-from draftwire.models.taps import check_taps
 from draftwire.options.heads.draft_head import HeadConfig
 from draftwire.options.heads.head_formats import TargetFacts
 from draftwire.options.heads.head_names import HeadKind
 from draftwire.options.heads.head_shape import HeadShape
+from draftwire.options.heads.taps import check_taps
 from draftwire.training.batches import TrainingBatch, TrainingTexts, batches
 from draftwire.training.distillation import head_loss
 from draftwire.training.heads.eagle_trainee import EagleTrainee
