@@ -5,7 +5,7 @@ Everything here uses tensors and must run on the process's one torch thread.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -125,16 +125,4 @@ class DraftModel(SequenceModel, Protocol):
 
         Raises:
             NoRoomError: as `read`.
-        """
-
-
-@runtime_checkable
-class ForkingModel(DraftModel, Protocol):
-    """A model that can continue a text in several ways at once."""
-
-    def fork(self, sequence: CachedSequence, length: int) -> CachedSequence:
-        """Opens another sequence that has read the first `length` tokens of this one; see `KvCache.fork`.
-
-        Raises:
-            NoRoomError: the cache is full.
         """

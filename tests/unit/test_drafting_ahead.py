@@ -17,7 +17,6 @@ from scheduler_contract import FixedPacer
 from session_specs import draft_spec
 from test_cut_blocks import TableModel
 
-from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.engine.admission import Room
 from draftwire.engine.draft_session import DraftOption, Step
 from draftwire.errors import ProtocolViolationError
@@ -38,6 +37,7 @@ from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import Reading
 from draftwire.options.ahead.ahead_drafting import AheadDrafting
 from draftwire.options.ahead.branch_drafter import BranchItem, BranchWork
+from draftwire.options.ahead.forking_drafter import ForkingDrafter
 from draftwire.options.ahead.held_blocks import HeldBlocks, HeldFate, HeldTally
 from draftwire.requests.parameters import SamplingParams
 from draftwire_drafter.engine import DraftEngine
@@ -80,7 +80,7 @@ class Rig:
         seconds = itertools.count(0, 1000)  # so long takes a round that every branch is worthwhile
         self.model = make_table()
         options = list[DraftOption]()
-        drafter = LanguageModelDrafter(self.model, 4096)
+        drafter = ForkingDrafter(self.model, 4096)
         self.engine = DraftEngine(drafter, options)
         room, pacer = Room(8, 100_000), FixedPacer(tokens=1000)
         self.scheduler = Scheduler(context_length=4096, max_draft_tokens=8, room=room, pacer=pacer, options=options)
