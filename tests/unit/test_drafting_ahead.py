@@ -89,7 +89,6 @@ class Rig:
         self.ahead = AheadDrafting(drafter, self.engine.sequences, self.scheduler, post, count)
         self.ahead.lookahead.clock = lambda: next(seconds)
         self.branches = self.ahead.drafter.branches
-        self.scheduler.ahead = self.ahead
         options.append(self.ahead)
         self.sent: list[DraftBlock] = []
         given = {"token_ids": PROMPT, "drafting_key": KEY, "max_branches": BRANCHES, "max_len": 400}

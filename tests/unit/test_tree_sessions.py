@@ -248,7 +248,7 @@ def test_price_of_rows_is_not_learnt_from_trees(tree: DraftTree | None, is_learn
     scheduler = drafting()
     strategy, nothing = ScriptedDrafter(Script()), lambda *_: None
     ahead = AheadDrafting(strategy, {}, scheduler, post=nothing, count=nothing)
-    scheduler.ahead = ahead
+    scheduler.options.append(ahead)
     scheduler.calibrate(drafter.make_calibration(PROMPT, [7], tree=tree))
     step = scheduler.next_step()
     result = drafter.Engine()

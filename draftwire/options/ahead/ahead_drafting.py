@@ -125,7 +125,7 @@ class AheadDrafting(DraftOption):
             return True
         return False
 
-    def next_work(self) -> SpareWork | None:
+    def spare_work(self) -> SpareWork | None:
         """Returns what to draft for texts that sessions may have next."""
         items = [item for session in self._queue.sessions.values() for item in self._items(session)]
         items = items[: self._queue.room.max_sessions]  # rows; more were never tried. The others are next
@@ -133,7 +133,7 @@ class AheadDrafting(DraftOption):
             item.branch.in_step = True
         return BranchWork(items, self.drafter) if items else None
 
-    def complete(self, step: Step, result: StepResult) -> list[tuple[DraftSession, DraftBlock]]:
+    def completed(self, step: Step, result: StepResult) -> list[tuple[DraftSession, DraftBlock]]:
         """Takes note of a step; returns the blocks of branches that are to be sent."""
         items = step.spare.items if isinstance(step.spare, BranchWork) else ()
         num_rows = sum(item.calibration is not None for item in step.items) + sum(not item.reads_on for item in items)
@@ -153,10 +153,9 @@ class AheadDrafting(DraftOption):
             sent += self._end(item, timings)
         return sent
 
-    def abandon(self, work: SpareWork) -> None:
+    def abandoned(self, step: Step) -> None:
         """Forgets a step that failed. Its branches are not tried again: nobody who asked for them would be failed."""
-        assert isinstance(work, BranchWork), "all spare work is of branches"
-        for item in work.items:
+        for item in step.spare.items if isinstance(step.spare, BranchWork) else ():
             item.draft = UnavailableError("the step failed")
             self._end(item, DraftTimings())
 
