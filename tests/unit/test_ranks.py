@@ -95,14 +95,14 @@ def test_followers_command_line_says_what_rank_0_was_told() -> None:
     )
     rank = RankConfig.of(config, Place(1, 2, 1, "127.0.0.1:7"))
     assert RankConfig.parse(rank.text) == rank
-    assert (rank.service, rank.timeout_s, rank.loading.dtype) == ("verifier", 0.2, "bfloat16")
+    assert (rank.group.service, rank.group.timeout_s, rank.loading.dtype) == ("verifier", 0.2, "bfloat16")
     assert rank.engine == EngineSettings(kv_cache_tokens=32)
 
 
 def test_drafters_follower_is_told_of_its_layers() -> None:
     rank = RankConfig.of(DrafterConfig(ModelSettings("m"), layers=LAYERS), Place(1, 2, 1, "127.0.0.1:7"))
     assert RankConfig.parse(rank.text) == rank
-    assert (rank.service, rank.layers) == ("drafter", LAYERS)
+    assert (rank.group.service, rank.group.layers) == ("drafter", LAYERS)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING
 
 import structlog
 
@@ -18,9 +17,6 @@ from draftwire.engine.ranks.place import end_process
 from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.errors import DraftwireError, InvalidRequestError
 from draftwire.runtime.logging import configure_logging
-
-if TYPE_CHECKING:
-    from draftwire.engine.ranks.group_model import LoadedRank
 
 GOODBYE = b"stop"
 """Written by rank 0 before it closes the pipe in an orderly stop."""
@@ -37,36 +33,30 @@ def run_follower(config: RankConfig) -> int:
     Returns:
         The exit status: 0 if rank 0 stopped the group, 2 if the model is refused, 1 after any other failure.
     """
+    from draftwire.engine.ranks.group_model import load_draft_rank, load_target_rank
     from draftwire.models.parallel.tensor_parallel import follow
 
-    configure_logging(config.log_format, config.service)
+    service = config.group.service
+    configure_logging(config.log_format, service)
     structlog.contextvars.bind_contextvars(rank=config.place.rank)
     try:
-        loaded = _load(config)
+        loaded = load_draft_rank(config) if service == "drafter" else load_target_rank(config)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # torchrun signals all ranks: rank 0 drains, then stops the group
-        log.info(f"{config.service}.follower_ready")
+        log.info(f"{service}.follower_ready")
         follow(loaded.model)
         loaded.group.leave()
     except InvalidRequestError as error:
-        log.error(f"{config.service}.follower_refused", reason=str(error))
+        log.error(f"{service}.follower_refused", reason=str(error))
         return 2
     except DraftwireError as error:
-        log.error(f"{config.service}.follower_failed", reason=str(error))
+        log.error(f"{service}.follower_failed", reason=str(error))
         return 1
     except Exception as error:
-        log.exception(f"{config.service}.follower_failed", reason=type(error).__name__)
+        log.exception(f"{service}.follower_failed", reason=type(error).__name__)
         return 1
-    log.info(f"{config.service}.follower_stopped")
+    log.info(f"{service}.follower_stopped")
     return 0
-
-
-def _load(config: RankConfig) -> "LoadedRank":
-    from draftwire.engine.ranks.group_model import load_draft_rank, load_target_rank
-
-    if config.service == "drafter":
-        return load_draft_rank(config)
-    return load_target_rank(config)
 
 
 def _end_with_rank_0() -> None:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import structlog
 
@@ -20,24 +19,16 @@ GOODBYE_SECONDS = 3.0
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class Follower:
-    """One follower process."""
-
-    service: str
-    rank: int
-    process: subprocess.Popen[bytes]
-
-
 class Followers:
     """The followers that this process started: none in a group of one, none under torchrun, which manages all ranks."""
 
     def __init__(self, configs: Sequence[RankConfig] = ()) -> None:
         """Starts the processes. To be called before gRPC starts its threads, which are not safe to fork with."""
-        self._followers: list[Follower] = []
+        self._service = configs[0].group.service if configs else ""
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
         try:
             for config in configs:
-                self._followers.append(Follower(config.service, config.place.rank, _start(config)))
+                self._processes[config.place.rank] = _start(config)
         except BaseException:
             self.stop(1)
             raise
@@ -45,16 +36,16 @@ class Followers:
     @property
     def fault(self) -> str:
         """Rank and exit status of a follower that has exited; empty while all run."""
-        for follower in self._followers:
-            status = follower.process.poll()
+        for rank, process in self._processes.items():
+            status = process.poll()
             if status is not None:
-                return f"rank {follower.rank} ended with status {status}"
+                return f"rank {rank} ended with status {status}"
         return ""
 
     def log_started(self) -> None:
         """Logs rank and process id of each follower."""
-        for follower in self._followers:
-            log.info(f"{follower.service}.follower_started", rank=follower.rank, pid=follower.process.pid)
+        for rank, process in self._processes.items():
+            log.info(f"{self._service}.follower_started", rank=rank, pid=process.pid)
 
     def stop(self, status: int) -> int:
         """Ends all followers, within seconds.
@@ -69,29 +60,28 @@ class Followers:
         """
         if status == 0:
             self._wait(LEAVE_SECONDS)
-        for follower in self._followers:
-            pipe = follower.process.stdin
-            assert pipe is not None
+        for process in self._processes.values():
+            assert process.stdin is not None
             with contextlib.suppress(OSError):  # it has exited
                 if status == 0:
-                    pipe.write(GOODBYE)
-                pipe.close()
+                    process.stdin.write(GOODBYE)
+                process.stdin.close()
         if status == 0:
             self._wait(GOODBYE_SECONDS)
-        for follower in self._followers:
-            follower.process.kill()
-            ended = follower.process.wait()
+        for rank, process in self._processes.items():
+            process.kill()
+            ended = process.wait()
             if ended:
-                log.error(f"{follower.service}.follower_ended", rank=follower.rank, status=ended)
+                log.error(f"{self._service}.follower_ended", rank=rank, status=ended)
                 status = status or 1
         return status
 
     def _wait(self, seconds: float) -> None:
         """Waits until all have exited, for so many seconds at most."""
         deadline = time.monotonic() + seconds
-        for follower in self._followers:
+        for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                follower.process.wait(max(0.0, deadline - time.monotonic()))
+                process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _start(config: RankConfig) -> subprocess.Popen[bytes]:

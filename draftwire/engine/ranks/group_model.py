@@ -63,7 +63,7 @@ def join_group(config: RankConfig) -> ProcessGroup:
     check_decoder(loading.decoder)
     torch.set_num_threads(loading.threads)
     device = place.device(loading.device)
-    return ProcessGroup.join(GroupSettings(place.rank, place.size, place.address, device, config.timeout_s))
+    return ProcessGroup.join(GroupSettings(place.rank, place.size, place.address, device, config.group.timeout_s))
 
 
 class GroupModel:
@@ -210,7 +210,7 @@ def load_draft_rank(config: RankConfig) -> LoadedRank:
         UnavailableError: another rank did not join in time, or was lost.
     """
     loading, group = config.loading, join_group(config)
-    layers, device = config.layers.parallelism, str(group.device)
+    layers, device = config.group.layers.parallelism, str(group.device)
     fitter = fitter_of(config.engine, device, group.size)
     loaded = load_layer_parallel(loading.model, loading.dtype, device, loading.revision, layers, group)
     log.info("models.layers_grouped", groups=written(loaded.groups), rank=group.rank)

@@ -5,6 +5,7 @@ import faulthandler
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import structlog
@@ -35,9 +36,8 @@ HEARTBEATS_PER_TIMEOUT = 4
 class SharedModel(Protocol):
     """A model that several processes compute together. Its methods run on the torch thread."""
 
-    @property
-    def spoke_at(self) -> float:
-        """Time of the last step or heartbeat, by `time.monotonic`. Any thread may read it."""
+    spoke_at: float
+    """Time of the last step or heartbeat, by `time.monotonic`. Any thread may read it."""
 
     def heartbeat(self) -> None:
         """Checks that the other processes are there.
@@ -190,8 +190,6 @@ async def end_if_lost(run: Awaitable[None]) -> None:
 
 
 async def _wait(work: asyncio.Event, most_s: float | None) -> None:
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(most_s):
             await work.wait()
-    except TimeoutError:
-        pass

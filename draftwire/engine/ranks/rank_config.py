@@ -1,7 +1,7 @@
 """Configuration of a rank, as rank 0 passes it to the others on the command line."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from draftwire.engine.ranks.place import Place, WantedGroup
@@ -32,38 +32,30 @@ class ServiceConfig(Protocol):
 class RankConfig:
     """Configuration of one rank."""
 
-    service: str
-    """"verifier" or "drafter"."""
+    group: WantedGroup
     place: Place
     loading: ModelSettings
     engine: EngineSettings
     """Settings of which a rank needs the size of the KV cache and, to find it, that of the largest step."""
-    timeout_s: float
-    """How long ranks wait for each other, seconds."""
     log_format: str
-    layers: LayerParallelSettings = field(default_factory=LayerParallelSettings)
-    """Layer groups of a drafter."""
 
     @classmethod
     def of(cls, config: ServiceConfig, place: Place) -> "RankConfig":
         """Returns the configuration of the rank at a place, from that of its service."""
-        return cls(
-            config.wanted_group.service,
-            place,
-            config.loading,
-            config.engine,
-            config.wanted_group.timeout_s,
-            config.server.log_format,
-            config.wanted_group.layers,
-        )
+        return cls(config.wanted_group, place, config.loading, config.engine, config.server.log_format)
 
     @classmethod
     def parse(cls, text: str) -> "RankConfig":
         """Parses the format of `text`."""
         values = json.loads(text)
-        place, loading = Place(**values.pop("place")), ModelSettings(**values.pop("loading"))
-        engine, layers = EngineSettings(**values.pop("engine")), LayerParallelSettings(**values.pop("layers"))
-        return cls(place=place, loading=loading, engine=engine, layers=layers, **values)
+        layers = LayerParallelSettings(**values["group"].pop("layers"))
+        return cls(
+            WantedGroup(**values["group"], layers=layers),
+            Place(**values["place"]),
+            ModelSettings(**values["loading"]),
+            EngineSettings(**values["engine"]),
+            values["log_format"],
+        )
 
     @property
     def text(self) -> str:

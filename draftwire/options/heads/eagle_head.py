@@ -10,7 +10,6 @@ DeepSeek-AI 2024, DeepSeek-V3 (arXiv 2412.19437), section 2.2; Xiaomi 2025, MiMo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -26,9 +25,9 @@ from draftwire.models.linear import STREAMED_BYTES, Linear
 from draftwire.models.packing import pack
 from draftwire.models.paged_attention import AttentionShape, PackedStep
 from draftwire.models.sequence_model import Segment
-from draftwire.options.heads.draft_head import HeadState, PairReading
+from draftwire.options.heads.draft_head import DraftHead, HeadState, PairReading
 from draftwire.options.heads.head_names import HeadKind
-from draftwire.options.heads.head_parts import DraftIds, Fusion, HeadCache
+from draftwire.options.heads.head_parts import DraftIds, Fusion
 from draftwire.options.heads.head_shape import (
     DRAFT_IDS,
     EMBEDDING,
@@ -66,7 +65,7 @@ class RotationTable:
         return Rotation(cosines, sines)
 
 
-class EagleHead(HeadCache):
+class EagleHead(DraftHead):
     """An EAGLE-1 or EAGLE-3 head, or a multi-token-prediction layer, with a paged KV cache of its own."""
 
     def __init__(self, shape: HeadShape, tensors: Tensors, cache_tokens: int) -> None:
@@ -84,7 +83,7 @@ class EagleHead(HeadCache):
         self.device, self.dtype = tensors[FUSING].device, tensors[FUSING].dtype
         streamed = sum(tensor.nbytes for name, tensor in tensors.items() if name != EMBEDDING) > STREAMED_BYTES
         self._embedding = tensors[EMBEDDING]
-        self._fusion = Fusion(shape, tensors, streamed)
+        self.fuse = Fusion(shape, tensors, streamed)
         self._norm_before_residual = shape.norm_before_residual
         first = "layers.0."
         self._hidden_norm: Norm | None = None
@@ -106,6 +105,7 @@ class EagleHead(HeadCache):
         self._layers = [
             _Layer.of(tensors, index, epsilon, streamed, has_norm=index > 0 or self._is_mtp) for index in places
         ]
+        self.token_bytes = 2 * len(self._layers) * self.kv_heads * self.head_dim * self._embedding.element_size()
         self._output = Linear(tensors[OUTPUT], streamed=streamed)
         self._draft_ids = DraftIds(tensors.get(DRAFT_IDS), self.config.vocab_size)
         rotation = rotation_of(layers)
@@ -118,29 +118,19 @@ class EagleHead(HeadCache):
         super().resize(cache_tokens)
         self._storage = KvStorage(self.cache.num_slots)
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes that the cache stores of a token."""
-        return 2 * len(self._layers) * self.kv_heads * self.head_dim * self._embedding.element_size()
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """Returns `fc` of the joined features; of EAGLE-1 the target's final norm of them, and of MTP its own norm."""
-        return self._fusion(features)
-
     @torch.inference_mode()
     def read(self, readings: Sequence[PairReading]) -> HeadState:
         """Reads pairs in one pass, and returns the first logits of the readings with `keep`."""
         segments = [Segment(reading.sequence, len(reading.token_ids)) for reading in readings]
         token_ids = [token for reading in readings for token in reading.token_ids]
-        ends = accumulate(len(reading.token_ids) for reading in readings)
-        kept = [end - 1 for end, reading in zip(ends, readings, strict=True) if reading.keep]
         features = readings[0].features if len(readings) == 1 else torch.cat([each.features for each in readings])
-        starts = accumulate((len(reading.token_ids) for reading in readings[:-1]), initial=0)
-        unknown = [
-            start
-            for start, reading in zip(starts, readings, strict=True)
-            if self._is_mtp and reading.begins_text and reading.sequence.length == 0
-        ]
+        kept, unknown, start = [], [], 0
+        for reading in readings:
+            if self._is_mtp and reading.begins_text and reading.sequence.length == 0:
+                unknown.append(start)
+            start += len(reading.token_ids)
+            if reading.keep:
+                kept.append(start - 1)
         with appended(self.cache, segments):
             output = self._output_of(segments, upload(token_ids, self.device, torch.int64), features, unknown)
         sequences = [reading.sequence for reading in readings if reading.keep]
