@@ -26,7 +26,7 @@ from draftwire.method.quantization import Encoding, Quantization
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.options.model_free.cascade_drafter import LEAST_MATCH, LEAST_READ_AHEAD, CascadeDrafter, with_certain
-from draftwire.options.model_free.suffix import SuffixDrafter
+from draftwire.options.model_free.suffix import SuffixText
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 
@@ -72,7 +72,7 @@ def stated(draft: Draft) -> list[float]:
 
 def strategies(model: CachedModel, encoding: Encoding) -> tuple[LanguageModelDrafter, CascadeDrafter]:
     alone = LanguageModelDrafter(model, 256, quantization=Quantization(encoding))
-    return alone, CascadeDrafter(alone, SuffixDrafter())
+    return alone, CascadeDrafter(alone, SuffixText)
 
 
 ENCODINGS = [Encoding.SPARSE_UINT16, Encoding.DENSE_FLOAT32, Encoding.DENSE_FLOAT16]

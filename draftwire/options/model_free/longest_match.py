@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from draftwire.options.model_free.text_drafter import NOTHING, FollowedText, Guess, TextDrafter
+from draftwire.options.model_free.text_drafter import NOTHING, Guess, TextDrafter
 
 CERTAIN_MATCH = 16
 """Length of a match, in tokens, after which the drafters named later are not asked."""
@@ -11,9 +11,9 @@ CERTAIN_MATCH = 16
 class LongestMatchText:
     """A text that several follow."""
 
-    def __init__(self, texts: Sequence[FollowedText]) -> None:
-        """Takes the text as each follows it: those whose guesses are preferred come first."""
-        self._texts = texts
+    def __init__(self, drafters: Sequence[TextDrafter], token_ids: Sequence[int] = (), salt: str | None = None) -> None:
+        """Starts a text, a `TextDrafter` of at least one: those whose guesses are preferred come first."""
+        self._texts = [start(token_ids, salt) for start in drafters]
 
     @property
     def length(self) -> int:
@@ -40,15 +40,3 @@ class LongestMatchText:
         """Ends the text."""
         for text in self._texts:
             text.close(num_prompt_tokens)
-
-
-class LongestMatch:
-    """Asks several drafters."""
-
-    def __init__(self, drafters: Sequence[TextDrafter]) -> None:
-        """Takes at least one; those whose guesses are preferred come first."""
-        self._drafters = drafters
-
-    def open(self, token_ids: Sequence[int], salt: str | None = None) -> LongestMatchText:
-        """Starts a text."""
-        return LongestMatchText([drafter.open(token_ids, salt) for drafter in self._drafters])

@@ -27,7 +27,7 @@ class ModelFreeSequence:
         self._drafter, self._salt = drafter, parameters.cache_salt if parameters.shares_text else None
         self.token_ids = list(token_ids)
         """The committed tokens."""
-        self.text: FollowedText = drafter.open((), self._salt)
+        self.text: FollowedText = drafter(salt=self._salt)
         """Those of them that were read."""
         self.prompt_len: int | None = None
         """Number of the first of them, which are the prompt; None before the first draft."""
@@ -41,7 +41,7 @@ class ModelFreeSequence:
         """Commits tokens after the first `base_len`. Only committed tokens are ever read."""
         known = self.token_ids[base_len:]
         if known != token_ids[: len(known)] and base_len < self.text.length:  # never by a gateway's calibrations
-            self.text = self._drafter.open((), self._salt)
+            self.text = self._drafter(salt=self._salt)
         self.token_ids[base_len:] = token_ids
 
     def read(self, limit: int | None) -> int:

@@ -1,15 +1,16 @@
 """Drafters that guess tokens from tokens alone, by name: for drafters, and for verifiers that draft by themselves."""
 
+from functools import partial
 from pathlib import Path
 
 from draftwire.errors import InvalidRequestError
-from draftwire.options.model_free.longest_match import LongestMatch
+from draftwire.options.model_free.longest_match import LongestMatchText
 from draftwire.options.model_free.names import LOOKUP, RETRIEVAL, SUFFIX, parts_of
-from draftwire.options.model_free.prompt_lookup import PromptLookup
-from draftwire.options.model_free.retrieval import RetrievalDrafter
+from draftwire.options.model_free.prompt_lookup import LookupText
+from draftwire.options.model_free.retrieval import RetrievalText
 from draftwire.options.model_free.retrieval_store import RetrievalStore
 from draftwire.options.model_free.shared_texts import SharedTexts
-from draftwire.options.model_free.suffix import SuffixDrafter
+from draftwire.options.model_free.suffix import SuffixText
 from draftwire.options.model_free.text_drafter import TextDrafter
 
 
@@ -24,9 +25,9 @@ class TextDrafters:
             max_shared_tokens: of the texts that "suffix" shares among sessions, see `SharedTexts`; 0 shares none.
         """
         shared = SharedTexts(max_shared_tokens) if max_shared_tokens else None
-        self._by_name: dict[str, TextDrafter] = {SUFFIX: SuffixDrafter(shared=shared), LOOKUP: PromptLookup()}
+        self._by_name: dict[str, TextDrafter] = {SUFFIX: partial(SuffixText, shared=shared), LOOKUP: LookupText}
         if store is not None:
-            self._by_name[RETRIEVAL] = RetrievalDrafter(store)
+            self._by_name[RETRIEVAL] = partial(RetrievalText, store)
 
     @classmethod
     def load(cls, retrieval_store: Path | None, max_shared_tokens: int, fingerprint: bytes) -> "TextDrafters":
@@ -57,4 +58,4 @@ class TextDrafters:
                 raise InvalidRequestError(f"nothing drafts by the name {part!r}; known: {', '.join(self.names)}")
         if len(parts) == 1:
             return self._by_name[name]
-        return LongestMatch([self._by_name[part] for part in parts])
+        return partial(LongestMatchText, [self._by_name[part] for part in parts])

@@ -51,10 +51,6 @@ class SharedTexts:
         self.num_tokens = 0
         """Tokens that are kept, of all salts."""
 
-    def follow(self, salt: str) -> "TextFollower":
-        """Follows a new text that shares with those of its salt."""
-        return TextFollower(self, salt)
-
     def of(self, salt: str) -> SaltedTexts | None:
         """Returns the texts of a salt, which counts as use; None without any. Adds some of those that wait."""
         self._index_some()
@@ -89,7 +85,7 @@ class TextFollower:
     """One text, looked up in those of its salt that have ended."""
 
     def __init__(self, shared: SharedTexts, salt: str) -> None:
-        """Follows from the beginning of a text."""
+        """Follows a new text that shares with those of its salt."""
         self._shared, self._salt = shared, salt
         self._end: deque[int] = deque(maxlen=COMPARED_TOKENS)
         self._indexes: tuple[SuffixIndex, ...] = ()
