@@ -35,9 +35,6 @@ SOURCES: dict[str, TextDrafter] = {
     "lookup": partial(LookupText, least_match=1),
     "suffix": partial(SuffixText, least_match=1),
 }
-    "lookup": partial(LookupText, least_match=1),
-    "suffix": partial(SuffixText, least_match=1),
-}
 
 
 def works(count: int) -> Iterator[tuple[str, str]]:
