@@ -17,8 +17,8 @@ from enumeration import Law, largest_deviation, law_of_target, outcome_law
 from torch import Tensor
 
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
-from draftwire.options.model_free.longest_match import LongestMatchText
 from draftwire.options.model_free.prompt_lookup import LookupText
+from draftwire.options.model_free.registry import LongestMatchText
 from draftwire.options.model_free.retrieval import RetrievalText
 from draftwire.options.model_free.retrieval_store import RetrievalStore
 from draftwire.options.model_free.shared_texts import SharedTexts

@@ -51,7 +51,7 @@ def test_match_is_the_longest_suffix_of_another_text_while_the_index_grows(
         index.append(token)
     match = SuffixMatch(index)
     for place, token in enumerate(text, 1):
-        match.append(token)
+        match.extend([token])
         suffixes = (text[start:place] for start in range(place))
         ends = {tuple(known[start:end]): end for end in range(len(known) + 1) for start in range(end)}
         longest = next((suffix for suffix in suffixes if tuple(suffix) in ends), [])

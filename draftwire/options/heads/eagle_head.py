@@ -76,29 +76,24 @@ class EagleHead(DraftHead):
             tensors: all of them, those shared with the target included, on one device and of one type.
             cache_tokens: capacity of the cache, tokens of all sequences together.
         """
-        self.config = shape.config
-        self._is_mtp = shape.config.kind is HeadKind.MTP
-        layers = shape.layers
+        self.config, layers = shape.config, shape.layers
+        is_eagle3 = self.config.kind is HeadKind.EAGLE3
+        self._is_mtp = self.config.kind is HeadKind.MTP
         epsilon = float(layers.rms_norm_eps)
+
+        def norm(name: str) -> Norm:
+            return Norm(tensors[name], epsilon)
+
         self.device, self.dtype = tensors[FUSING].device, tensors[FUSING].dtype
         streamed = sum(tensor.nbytes for name, tensor in tensors.items() if name != EMBEDDING) > STREAMED_BYTES
         self._embedding = tensors[EMBEDDING]
         self.fuse = Fusion(shape, tensors, streamed)
         self._norm_before_residual = shape.norm_before_residual
-        first = "layers.0."
-        self._hidden_norm: Norm | None = None
-        self._joining: Linear | None = None
-        self._norm: Norm | None = None
-        if shape.config.kind is HeadKind.EAGLE3:
-            # Nothing else reads the embeddings, so they are normalised once, here.
-            self._embedding = Norm(tensors[f"{first}input_layernorm.weight"], epsilon)(self._embedding)
-            self._hidden_norm = Norm(tensors[f"{first}hidden_norm.weight"], epsilon)
-            self._norm = Norm(tensors["norm.weight"], epsilon)
-        else:
-            self._joining = Linear(tensors[FUSING], tensors.get(FUSING_BIAS), streamed=streamed)
-        if self._is_mtp:
-            self._embedding = Norm(tensors[TOKEN_NORM], epsilon)(self._embedding)
-            self._norm = Norm(tensors["norm.weight"], epsilon)
+        self._joining = None if is_eagle3 else Linear(tensors[FUSING], tensors.get(FUSING_BIAS), streamed=streamed)
+        self._hidden_norm = norm("layers.0.hidden_norm.weight") if is_eagle3 else None
+        self._norm = norm("norm.weight") if is_eagle3 or self._is_mtp else None
+        if is_eagle3 or self._is_mtp:  # nothing else reads the embeddings, so they are normalised once, here
+            self._embedding = norm("layers.0.input_layernorm.weight" if is_eagle3 else TOKEN_NORM)(self._embedding)
         self.heads, self.kv_heads = int(layers.num_attention_heads), int(layers.num_key_value_heads)
         self.head_dim = head_size(layers)
         places = range(int(layers.num_hidden_layers))

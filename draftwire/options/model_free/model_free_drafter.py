@@ -101,8 +101,8 @@ class ModelFreeDrafter:
         drafts: list[Draft | DraftwireError | None] = []
         for drafting in draftings:
             sequence = cast(ModelFreeSequence, drafting.sequence)
-            is_ready = drafting.request is not None and not sequence.num_unread
-            drafts.append(self._draft(sequence, drafting.request) if is_ready and drafting.request else None)
+            request = None if sequence.num_unread else drafting.request
+            drafts.append(None if request is None else self._draft(sequence, request))
         return DraftStep(drafts, num_read, read - started, time.perf_counter() - read)
 
     def _draft(self, sequence: ModelFreeSequence, request: DraftRequest) -> Draft:

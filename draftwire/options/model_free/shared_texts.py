@@ -94,9 +94,8 @@ class TextFollower:
     def commit(self, token_ids: Sequence[int]) -> None:
         """Appends tokens to the text."""
         self._end.extend(token_ids)
-        for token in token_ids:
-            for match in self._matches:
-                match.append(token)
+        for match in self._matches:
+            match.extend(token_ids)
 
     def guess(self, num_tokens: int, drafted: Sequence[int] = ()) -> Guess:
         """Returns what followed the longest suffix of the text in another one; none if nothing did."""
@@ -107,9 +106,8 @@ class TextFollower:
         if self._indexes is not texts.indexes:
             self._indexes = texts.indexes
             self._matches = tuple(map(SuffixMatch, texts.indexes))
-            for token in self._end:
-                for match in self._matches:
-                    match.append(token)
+            for match in self._matches:
+                match.extend(self._end)
         matches = [match.after(drafted) for match in self._matches]
         longest = max(range(len(matches)), key=lambda index: matches[index][0])
         match_len, end = matches[longest]
