@@ -23,7 +23,7 @@ from draftwire.models.lean_decoder import Norm, Rotation, split_heads
 from draftwire.models.lean_model import head_size, rotation_of
 from draftwire.models.linear import STREAMED_BYTES, Linear
 from draftwire.models.packing import pack
-from draftwire.models.paged_attention import AttentionShape, PackedStep
+from draftwire.models.paged_attention import AttentionShape
 from draftwire.models.sequence_model import Segment
 from draftwire.options.heads.draft_head import DraftHead, HeadState, PairReading
 from draftwire.options.heads.head_names import HeadKind
@@ -171,15 +171,12 @@ class EagleHead(DraftHead):
         for index, layer in enumerate(self._layers):
             if layer.norm is not None:
                 rows = layer.norm(hidden)
-            hidden = hidden + self._attended(index, layer, rows, rotation, step)
+            projected = layer.queries_keys_values(rows).unflatten(-1, (-1, self.head_dim))
+            heads = split_heads(projected, self.heads, self.kv_heads, layer.head_norms, rotation)
+            hidden = hidden + layer.attention_output(step.attend(index, AttentionShape(), *heads).flatten(1))
             gates, ups = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
             hidden += layer.down(silu(gates).mul_(ups))
         return hidden
-
-    def _attended(self, index: int, layer: "_Layer", rows: Tensor, rotation: Rotation, step: PackedStep) -> Tensor:
-        projected = layer.queries_keys_values(rows).unflatten(-1, (-1, self.head_dim))
-        heads = split_heads(projected, self.heads, self.kv_heads, layer.head_norms, rotation)
-        return layer.attention_output(step.attend(index, AttentionShape(), *heads).flatten(1))
 
 
 @dataclass(frozen=True, slots=True)

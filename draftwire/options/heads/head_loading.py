@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -49,8 +48,10 @@ def read_shape(folder: Path, target: Path) -> HeadShape:
             or it is for another hidden size, other layers or another vocabulary; the message names it.
     """
     check_folder(target)
-    config = _config_of(folder)
-    shape = shape_of(str(folder), config, TargetFacts.of(config_of(target)))
+    path = folder / CONFIG
+    if not path.is_file():
+        raise InvalidRequestError(f"{folder} has no {path.name}, the configuration of a head")
+    shape = shape_of(str(folder), json_of(path), TargetFacts.of(config_of(target)))
     _check_strings(folder, target)
     return shape
 
@@ -127,13 +128,6 @@ def build_head(shape: HeadShape, tensors: Tensors, cache_tokens: int) -> DraftHe
     if shape.config.kind in WITH_LAYERS:
         return EagleHead(shape, tensors, cache_tokens)
     return MlpHead(shape, tensors, cache_tokens)
-
-
-def _config_of(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    if not path.is_file():
-        raise InvalidRequestError(f"{folder} has no {path.name}, the configuration of a head")
-    return json_of(path)
 
 
 def _check_strings(folder: Path, target: Path) -> None:
