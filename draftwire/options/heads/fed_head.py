@@ -159,12 +159,11 @@ class FedHeadDrafter:
         before = sum(member.sequence.num_read for member in members.values())
         for index, draft in zip(members, self._drafter.draft(list(members.values())), strict=True):
             drafts[index] = draft
-        num_read = 0
+        num_read = sum(member.sequence.num_read for member in members.values()) - before
         for member in members.values():
-            num_read += member.sequence.num_read
             member.target.forget_before(member.sequence.num_read - 1)  # the last pair may be read again
         num_passes = max((len(draft.token_ids) for draft in drafts if isinstance(draft, Draft)), default=0)
-        return DraftStep(drafts, max(0, num_read - before), 0.0, time.perf_counter() - started, num_passes)
+        return DraftStep(drafts, max(0, num_read), 0.0, time.perf_counter() - started, num_passes)
 
 
 class HeadContext(StrategyContext, Protocol):
