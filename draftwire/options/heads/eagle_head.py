@@ -42,27 +42,19 @@ from draftwire.options.heads.head_shape import (
 )
 
 
-class RotationTable:
-    """Rotary position embeddings of all positions, computed before the first step."""
+def rotations(frequencies: Tensor, scale: float, count: int, like: Tensor) -> Tensor:
+    """Returns the rotary position embeddings of all positions, `[count, 1, 2 * head_dim]`: cosines, then sines.
 
-    def __init__(self, frequencies: Tensor, scale: float, count: int, like: Tensor) -> None:
-        """Computes the table.
-
-        Args:
-            frequencies: `[head_dim / 2]`, angles of a step, radians.
-            scale: of the cosines and sines.
-            count: positions.
-            like: a tensor of the model's type and device.
-        """
-        positions = torch.arange(count, device=like.device, dtype=torch.float64)
-        angles = positions.unsqueeze(-1) * frequencies.to(like.device, torch.float64)
-        cosines, sines = (angles.cos() * scale).to(like.dtype), (angles.sin() * scale).to(like.dtype)
-        self._rows = torch.cat([cosines, cosines, -sines, sines], -1).unsqueeze(1)
-
-    def at(self, positions: Tensor) -> Rotation:
-        """Returns the rotations at `[tokens] int64` positions, all below `count`."""
-        cosines, sines = self._rows.index_select(0, positions).chunk(2, dim=-1)
-        return Rotation(cosines, sines)
+    Args:
+        frequencies: `[head_dim / 2]`, angles of a step, radians.
+        scale: of the cosines and sines.
+        count: positions.
+        like: a tensor of the model's type and device.
+    """
+    positions = torch.arange(count, device=like.device, dtype=torch.float64)
+    angles = positions.unsqueeze(-1) * frequencies.to(like.device, torch.float64)
+    cosines, sines = (angles.cos() * scale).to(like.dtype), (angles.sin() * scale).to(like.dtype)
+    return torch.cat([cosines, cosines, -sines, sines], -1).unsqueeze(1)
 
 
 class EagleHead(DraftHead):
@@ -105,7 +97,7 @@ class EagleHead(DraftHead):
         self._draft_ids = DraftIds(tensors.get(DRAFT_IDS), self.config.vocab_size)
         rotation = rotation_of(layers)
         frequencies, scale = rotation.inv_freq.float(), rotation.attention_scaling
-        self._rotations = RotationTable(frequencies, scale, shape.num_positions, self._embedding)
+        self._rotations = rotations(frequencies, scale, shape.num_positions, self._embedding)
         self.resize(cache_tokens)
 
     def resize(self, cache_tokens: int) -> None:
@@ -156,7 +148,7 @@ class EagleHead(DraftHead):
             unknown: pairs whose embedding is zero: of MTP the first of each text, as its authors do.
         """
         step = pack(segments, self._storage, self.device)
-        rotation = self._rotations.at(step.positions)
+        rotation = Rotation(*self._rotations.index_select(0, step.positions).chunk(2, dim=-1))
         embedded = embedding(token_ids, self._embedding)
         if self._joining is not None:
             if unknown:
