@@ -162,7 +162,7 @@ def test_text_with_numbers_perhaps_drawn_before_shares_nothing(
 def test_drafters_are_named_alone_or_joined() -> None:
     drafters = TextDrafters()
     assert drafters.names == ("suffix", "lookup")
-    text = drafters.named("lookup+suffix").open([1, 2, 3, 1, 2])
+    text = drafters.named("lookup+suffix")([1, 2, 3, 1, 2])
     assert text.guess(1).token_ids == [3]
     assert text.length == 5
     assert are_text_drafters("suffix+retrieval")
@@ -178,7 +178,7 @@ def test_of_joined_drafters_the_longest_match_counts() -> None:
     rng = random.Random(3)
     drafters = TextDrafters()
     text = [rng.randrange(3) for _ in range(200)]
-    joined, alone = (drafters.named(name).open([]) for name in ("lookup+suffix", "suffix"))
+    joined, alone = (drafters.named(name)([]) for name in ("lookup+suffix", "suffix"))
     for token in text:
         joined.commit([token])
         alone.commit([token])

@@ -41,7 +41,8 @@ class FollowedText(Protocol):
         """
 
     def close(self, num_prompt_tokens: int) -> None:
-        """Ends the text, of which so many tokens were the prompt. Called at most once; matters where others read it."""
+        """Ends the text, of which so many tokens were the prompt. Called at most once."""
+        return  # nothing is kept, unless it is shared
 
 
 class TextDrafter(Protocol):
