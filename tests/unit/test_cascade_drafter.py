@@ -27,7 +27,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.options.model_free.cascade_drafter import LEAST_MATCH, LEAST_READ_AHEAD, CascadeDrafter, with_certain
 from draftwire.options.model_free.continued_chains import ContinuedDrafter
-from draftwire.options.model_free.suffix import SuffixDrafter
+from draftwire.options.model_free.suffix import SuffixText
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 
@@ -74,7 +74,7 @@ def stated(draft: Draft) -> list[float]:
 def strategies(model: CachedModel, encoding: Encoding) -> tuple[LanguageModelDrafter, CascadeDrafter]:
     quantization = Quantization(encoding)
     continued = ContinuedDrafter(model, 256, quantization=quantization)
-    return LanguageModelDrafter(model, 256, quantization=quantization), CascadeDrafter(continued, SuffixDrafter())
+    return LanguageModelDrafter(model, 256, quantization=quantization), CascadeDrafter(continued, SuffixText)
 
 
 ENCODINGS = [Encoding.SPARSE_UINT16, Encoding.DENSE_FLOAT32, Encoding.DENSE_FLOAT16]

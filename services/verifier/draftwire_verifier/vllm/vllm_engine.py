@@ -21,7 +21,6 @@ from draftwire.errors import BlockViolationError, DraftwireError, GroupLostError
 from draftwire.method.distributions import rows_of
 from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.models.card import ModelCard, load_card
-from draftwire.requests.logprobs import NO_LOGPROBS
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import EngineSettings, require
 from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading, make_masks
@@ -177,13 +176,10 @@ class VllmEngine(StepEngine[Step, StepResult]):
             draft=None,
             sampling=SamplingParams(),
             rule="block",
-            is_used=True,
             key=DrawKey(bytes(KEY_BYTES), 0, 0),
             num_committed=num_tokens,
             max_read=num_tokens,
             prompt_len=num_tokens,
-            stop_token_ids=frozenset(),
-            logprobs=NO_LOGPROBS,
         )
         self._run({WARM_UP: item})
         self._end(WARM_UP)
