@@ -80,7 +80,7 @@ class LocalStack:
                 `{"verifier": {"model": "models/target", "port": 0}}`. The gateway gets the addresses of the others,
                 unless `discovery` is among its settings.
             on_log: receives every log line of every service, on threads of its own. If it raises, it gets no more
-                lines, and `start` or `wait` raises the same exception.
+                lines, and `start` or `next_end` raises the same exception.
             start_timeout_s: how long the start of all services may take; None waits as long as all processes live.
         """
         self.services: dict[str, ServiceProcess] = {}
@@ -141,12 +141,6 @@ class LocalStack:
             peers.update({name: f"127.0.0.1:{port}" for name, port in ports.items()})
             self._launch("gateway", {} if "discovery" in self._options["gateway"] else peers)
         self._wait([*self.services], deadline, lambda service: service.is_serving)
-
-    def wait(self) -> str:
-        """Returns the name of the first service whose process ends."""
-        ended = self.next_end(None)
-        assert ended is not None, "it waits for ever"
-        return ended.name
 
     def next_end(self, timeout_s: float | None) -> ServiceProcess | None:
         """Returns the next service whose process ends; None if none ends in time. None waits for ever."""

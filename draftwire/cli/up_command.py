@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +137,9 @@ def up(
     guard_stderr(ends_with_reader=True)  # the services outlive a full disk, and so does this
     options = stack_options(target, drafter, num_speculative_tokens, draft_head)
     ports = {"gateway": port, "verifier": verifier_port, "drafter": drafter_port}
-    taken = [f"--{name} {one}" for name, one in _port_options(options, ports, http_port) if not is_free(one)]
+    needed = {"port" if name == "gateway" else f"{name}-port": ports[name] for name in options}
+    needed["http-port"] = http_port or 0
+    taken = [f"--{name} {one}" for name, one in needed.items() if not is_free(one)]
     if taken:
         named = " and ".join([", ".join(taken[:-1])] * (len(taken) > 1) + taken[-1:])
         raise InvalidRequestError(f"something else listens on {named}: stop it, or pass other ports")
@@ -198,15 +200,6 @@ def _stopping(stack: "LocalStack", drain_s: float) -> str:
         return "stopping"
     requests = "a request" if running == 1 else f"{running:.0f} requests"
     return f"stopping: {requests} may run for {drain_s:g} s more; Ctrl-C again ends everything now"
-
-
-def _port_options(
-    options: Mapping[str, Any], ports: Mapping[str, int], http_port: int | None
-) -> Iterator[tuple[str, int]]:
-    """Yields the ports that `up` needs, each with the option that moves it."""
-    for name in options:
-        yield ("port" if name == "gateway" else f"{name}-port"), ports[name]
-    yield "http-port", http_port or 0
 
 
 def is_free(port: int) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import grpc
+from google.protobuf.message import Message
 
 from draftwire.client.async_stream import AsyncCompletionStream, is_task_cancelled
 from draftwire.client.batch import CONCURRENCY, ROOM_TIMEOUT_S, Batch
@@ -37,10 +38,12 @@ from draftwire.client.security import Security
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
 
+Answer = TypeVar("Answer")
+
 if TYPE_CHECKING:  # a class of the stubs alone; the module does not have it
     from draftwire.v1.gateway_pb2_grpc import GatewayServiceAsyncStub
 
-Answer = TypeVar("Answer")
+    Method = Callable[[GatewayServiceAsyncStub], Callable[..., Awaitable[Answer]]]
 
 
 class AsyncClient:
@@ -150,28 +153,18 @@ class AsyncClient:
 
     async def server(self) -> gateway_pb2.GetServerResponse:
         """Returns the server's models, rules and defaults."""
-        try:
-            return await self._get_server(ANSWER_SECONDS)
-        except grpc.RpcError as error:
-            raise error_of(error) from error
+        return await self._ask(lambda stub: stub.GetServer, gateway_pb2.GetServerRequest())
 
     async def explain_speculation(self) -> gateway_pb2.ExplainSpeculationResponse:
         """Returns what the server chooses the lengths of drafts by."""
-        request = gateway_pb2.ExplainSpeculationRequest()
-        try:
-            return await self._first_answer(
-                lambda stub, timeout_s: stub.ExplainSpeculation(request, timeout=timeout_s, metadata=self._metadata),
-                ANSWER_SECONDS,
-            )
-        except grpc.RpcError as error:
-            raise error_of(error) from error
+        return await self._ask(lambda stub: stub.ExplainSpeculation, gateway_pb2.ExplainSpeculationRequest())
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Returns when a gateway serves requests."""
-        readiness = Readiness(self._addresses, timeout_s)
+        readiness, request = Readiness(self._addresses, timeout_s), gateway_pb2.GetServerRequest()
         while True:
             try:
-                await self._get_server(readiness.left_s)
+                await self._first_answer(lambda stub: stub.GetServer, request, readiness.left_s)
                 return
             except grpc.RpcError as error:
                 readiness.check(error)
@@ -182,20 +175,19 @@ class AsyncClient:
         if wait_s is not None:
             await self.wait_ready(wait_s)
 
-    async def _get_server(self, timeout_s: float) -> gateway_pb2.GetServerResponse:
-        request = gateway_pb2.GetServerRequest()
-        return await self._first_answer(
-            lambda stub, share_s: stub.GetServer(request, timeout=share_s, metadata=self._metadata), timeout_s
-        )
+    async def _ask(self, method: "Method[Answer]", request: Message) -> Answer:
+        """Returns the first answer of the gateways within `ANSWER_SECONDS`."""
+        try:
+            return await self._first_answer(method, request, ANSWER_SECONDS)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
 
-    async def _first_answer(
-        self, ask: "Callable[[GatewayServiceAsyncStub, float], Awaitable[Answer]]", timeout_s: float
-    ) -> Answer:
-        """Returns the first answer of the gateways, which are tried in turn; see `Client._first_answer`."""
+    async def _first_answer(self, method: "Method[Answer]", request: Message, timeout_s: float) -> Answer:
+        """Returns the first answer of the gateways, which are called in turn; see `Client._first_answer`."""
         failure: grpc.RpcError | None = None
         for stub, share_s in in_turn(self._open(), timeout_s):
             try:
-                return await _answer(ask(stub, share_s))
+                return await _answer(method(stub)(request, timeout=share_s, metadata=self._metadata))
             except grpc.RpcError as error:
                 failure = error
             self._open()  # raises if the client was closed meanwhile

@@ -35,7 +35,7 @@ def configure_logging(log_format: str, service: str) -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
-            _format_exception,
+            structlog.processors.ExceptionRenderer(lambda info: traceback_text(info[1])),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
@@ -68,18 +68,6 @@ def _parts(error: BaseException, seen: set[int]) -> list[str]:
         for index, member in enumerate(error.exceptions):
             parts += [f"member {index} of the group:", *_parts(member, seen)]
     return parts
-
-
-def _format_exception(
-    _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict
-) -> structlog.typing.EventDict:
-    given = event.pop("exc_info", None)
-    error = given if isinstance(given, BaseException) else given[1] if isinstance(given, tuple) else None
-    if given and error is None:
-        error = sys.exc_info()[1]
-    if error is not None:
-        event["exception"] = traceback_text(error)
-    return event
 
 
 class _Forwarder(logging.Handler):

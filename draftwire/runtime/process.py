@@ -74,8 +74,14 @@ async def _wait_for_stop(with_stdin: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+
+    def read() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):  # the process at the other end of the pipe has exited
+            loop.remove_reader(sys.stdin.fileno())
+            stopping.set()
+
     if with_stdin:
-        _stop_with_stdin(stopping)
+        loop.add_reader(sys.stdin.fileno(), read)
     await stopping.wait()
 
 
@@ -107,15 +113,3 @@ def _age_s() -> float:
         return time.monotonic() - _IMPORTED_AT
     started_at_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_at_ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _stop_with_stdin(stopping: asyncio.Event) -> None:
-    """Sets `stopping` at the end of standard input: the process at the other end of the pipe has exited."""
-    loop = asyncio.get_running_loop()
-
-    def read() -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
-            loop.remove_reader(sys.stdin.fileno())
-            stopping.set()
-
-    loop.add_reader(sys.stdin.fileno(), read)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import cast
 
 import torch
@@ -25,11 +27,7 @@ class DraftAcceptance:
     @property
     def accepted_per_round(self) -> float:
         """Mean number of accepted tokens of a whole block, if places were independent."""
-        total, product = 0.0, 1.0
-        for mean in self.means:
-            product *= mean
-            total += product
-        return total
+        return sum(accumulate(self.means, mul))
 
     def __str__(self) -> str:
         """Returns one line with means, margins and the sum."""
