@@ -274,7 +274,6 @@ def speedup(speculation: "Sequence[Run]", plain: "Sequence[Run]") -> dict[str, f
 
 
 def _cells(column: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields title and value of each row of a column."""
     yield "tokens/s", f"{column['tokens_per_second']:.1f}"
     yield "completions/s", f"{column['completions_per_second']:.2f}"
     for name, title in TIMES.items():

@@ -90,7 +90,6 @@ def check_rule(
 def _table(
     kind: str, headings: Iterable[str], reports: "Sequence[Report]", numbers: Iterable[Iterable[str]]
 ) -> "Table":
-    """Returns a row for each report, with its own numbers under the headings."""
     from rich.markup import escape
 
     from draftwire.cli.console import make_table

@@ -95,11 +95,6 @@ class LocalStack:
         self._is_stopping = False
 
     @property
-    def names(self) -> frozenset[str]:
-        """The services that it starts."""
-        return frozenset(self._options)
-
-    @property
     def address(self) -> str:
         """host:port of the gateway."""
         return f"127.0.0.1:{self.services['gateway'].port}"
@@ -195,7 +190,6 @@ class LocalStack:
         launched.result()
 
     def _arguments(self, name: str, peers: Mapping[str, object], ports: Mapping[str, int]) -> list[str]:
-        """Returns the command line's options of a service."""
         defaults: dict[str, object] = {"port": 0, "metrics_port": 0, "log_format": "json", "stop_with_stdin": True}
         if name == "gateway":
             defaults["http_port"] = 0
@@ -270,7 +264,6 @@ class LocalStack:
         self._events.put(service)
 
     def _update(self, service: ServiceProcess, line: LogLine) -> None:
-        """Updates a service's state from a line of its log."""
         if not service.has_failed:  # later lines are of the service's other processes
             service.last_line = str(line.get("reason", line["event"])) or service.last_line
         service.has_failed |= line["event"] == f"{service.name}.server_failed"

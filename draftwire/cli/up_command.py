@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from draftwire.cli.live_table import LiveTable
     from draftwire.cli.local_stack import LocalStack
     from draftwire.cli.supervisor import Loss
 
@@ -167,26 +166,39 @@ def run_until_stopped(
         KeyboardInterrupt: the user stopped them before they served.
     """
     from draftwire.cli.console import make_console
+    from draftwire.cli.live_table import LiveTable
     from draftwire.cli.local_stack import LocalStack
     from draftwire.cli.supervisor import Supervisor
 
-    screen = Screen(make_console(stderr=True))
+    console = make_console(stderr=True)
+    colors = {name: color for name, color in COLORS.items() if name in options}
+    table = LiveTable(console, colors) if shows_table else None
+    screen = table or LogScreen(console)
+
+    def log(service: str, line: Mapping[str, Any]) -> None:
+        screen.take_log(service, line, _log_text(service, line))
+
+    def lose(loss: "Loss") -> None:  # what starts again is a line among those of its log
+        if loss.pause_s is not None:
+            reason = f"{loss}; it starts again in {loss.pause_s:g} s"
+            log(loss.name, {"event": "up.service_lost", "level": "warning", "reason": reason})
+
     with ExitStack() as cleanup:
         # No timeout: large models may take long to download and read, and the user sees the progress and can stop it.
-        stack = LocalStack(options, on_log=screen.log, start_timeout_s=None)
+        stack = LocalStack(options, on_log=log, start_timeout_s=None)
         interrupts.again = stack.kill
-        if shows_table:
-            screen.begin_table(cleanup, stack)
+        if table is not None:
+            cleanup.enter_context(table).watch(stack)
         cleanup.enter_context(stack)
         page = f"; open [bold]{stack.http_address}[/bold], or" if stack.services["gateway"].http_port else ";"
         command = f'draftwire generate "{DEMO_PROMPT}"'
         if stack.address != DEFAULT_ADDRESS:
             command += f" --address {stack.address}"
-        screen.say(f"[bold]ready[/bold] on {stack.address}{page} in another terminal: {command}")
+        screen.notice(f"[bold]ready[/bold] on {stack.address}{page} in another terminal: {command}")
         try:
-            return Supervisor(stack, screen.lose, restarts).run()
+            return Supervisor(stack, lose, restarts).run()
         except KeyboardInterrupt:
-            screen.say(_stopping(stack, float(options["gateway"]["drain_seconds"])))
+            screen.notice(_stopping(stack, float(options["gateway"]["drain_seconds"])))
             return None
 
 
@@ -207,40 +219,19 @@ def is_free(port: int) -> bool:
     return not is_taken("127.0.0.1", port)
 
 
-class Screen:
-    """Output of `up`: line by line, or in a live table."""
+class LogScreen:
+    """Output of `up` line by line, in the place of a `LiveTable`."""
 
     def __init__(self, console: "Console") -> None:
         self._console = console
-        self._table: LiveTable | None = None
 
-    def begin_table(self, cleanup: ExitStack, stack: "LocalStack") -> None:
-        """Switches to a table, until `cleanup` ends."""
-        from draftwire.cli.live_table import LiveTable
+    def take_log(self, _service: str, _line: Mapping[str, Any], shown: "Text") -> None:
+        """Prints a line of a service's log. Called on any thread."""
+        self._console.print(shown, soft_wrap=True)
 
-        colors = {name: color for name, color in COLORS.items() if name in stack.names}
-        self._table = cleanup.enter_context(LiveTable(self._console, colors))
-        self._table.watch(stack)
-
-    def say(self, markup: str) -> None:
-        """Shows a message about the whole stack."""
-        if self._table is None:
-            self._console.print(markup, soft_wrap=True)
-        else:
-            self._table.notice(markup)
-
-    def lose(self, loss: "Loss") -> None:
-        """Shows that a service was lost and is started again, as a line among those of its log."""
-        if loss.pause_s is not None:
-            reason = f"{loss}; it starts again in {loss.pause_s:g} s"
-            self.log(loss.name, {"event": "up.service_lost", "level": "warning", "reason": reason})
-
-    def log(self, service: str, line: Mapping[str, Any]) -> None:
-        """Shows a line of a service's log. Called on any thread."""
-        if self._table is None:
-            self._console.print(_log_text(service, line), soft_wrap=True)
-        else:
-            self._table.take_log(service, line, _log_text(service, line))
+    def notice(self, markup: str) -> None:
+        """Prints a message about the whole stack."""
+        self._console.print(markup, soft_wrap=True)
 
 
 def stack_options(

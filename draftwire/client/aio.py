@@ -65,10 +65,7 @@ class AsyncClient:
         """Reads the certificate files; the first call connects."""
         self._addresses = addresses_of(address)
         security = Security(tls_ca, tls_cert, tls_key, tls_target_name, token, allow_plaintext)
-        for one in self._addresses:
-            security.check_address(one)
-        self._credentials = security.credentials()
-        self._security = security
+        self._openers = [security.channel_opener(one, CHANNEL_OPTIONS, grpc.aio) for one in self._addresses]
         self._metadata = security.metadata
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: list[GatewayServiceAsyncStub] = []
@@ -176,7 +173,6 @@ class AsyncClient:
             await self.wait_ready(wait_s)
 
     async def _ask(self, method: "Method[Answer]", request: Message) -> Answer:
-        """Returns the first answer of the gateways within `ANSWER_SECONDS`."""
         try:
             return await self._first_answer(method, request, ANSWER_SECONDS)
         except grpc.RpcError as error:
@@ -211,17 +207,11 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
-            self._channels = [self._open_channel(address) for address in self._addresses]
+            self._channels = [open_channel() for open_channel in self._openers]
             self._stubs = [gateway_pb2_grpc.GatewayServiceStub(channel) for channel in self._channels]
         if self._loop is not loop:
             raise RuntimeError("an AsyncClient belongs to the event loop of its first call: make one in each")
         return self._stubs
-
-    def _open_channel(self, address: str) -> grpc.aio.Channel:
-        options = self._security.channel_options(address, CHANNEL_OPTIONS)
-        if self._credentials is None:
-            return grpc.aio.insecure_channel(address, options=options)
-        return grpc.aio.secure_channel(address, self._credentials, options=options)
 
 
 async def _answer(call: Awaitable[Answer]) -> Answer:

@@ -132,7 +132,6 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
             self._is_over = True
 
     async def _begin(self) -> None:
-        """Makes the first call, after `prepare`."""
         self._loop = asyncio.get_running_loop()
         self._preparing = asyncio.ensure_future(self._prepare())
         try:

@@ -77,7 +77,7 @@ class Client:
         """
         self._addresses = addresses_of(address)
         security = Security(tls_ca, tls_cert, tls_key, tls_target_name, token, allow_plaintext)
-        self._channels = [security.open_channel(one, CHANNEL_OPTIONS) for one in self._addresses]
+        self._channels = [security.channel_opener(one, CHANNEL_OPTIONS, grpc)() for one in self._addresses]
         self._metadata = security.metadata
         self._stubs = [gateway_pb2_grpc.GatewayServiceStub(channel) for channel in self._channels]
         self._turns = count(random.randrange(len(self._stubs)))
@@ -215,7 +215,6 @@ class Client:
             self.wait_ready(wait_s)
 
     def _ask(self, method: Method[Answer], request: Message) -> Answer:
-        """Returns the first answer of the gateways within `ANSWER_SECONDS`."""
         try:
             return self._first_answer(method, request, ANSWER_SECONDS)
         except grpc.RpcError as error:

@@ -176,7 +176,6 @@ class ServiceGate(grpc.aio.ServerInterceptor):
         return serving(given) if self._is_public or given is not None else nullcontext()
 
     async def _serve_own(self, handler: Handler, method: str, context: Context) -> Any:
-        """Serves a call of the package `draftwire.v1`."""
         if self.refusal:
             raise UnavailableError(f"service is {self.refusal}")
         found = descriptor_pool.Default().FindMethodByName(method.removeprefix("/").replace("/", "."))
@@ -228,7 +227,6 @@ async def _abort(context: Context, code: grpc.StatusCode, message: str, trailing
 
 
 def _inner(handler: Handler) -> Callable[..., Any]:
-    """Returns the servicer's method."""
     inner: Callable[..., Any] | None = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     )
@@ -252,7 +250,6 @@ def _decoder(handler: Handler, check: Callable[[bytes], None]) -> Callable[[byte
 
 
 def _check_question(data: bytes) -> None:
-    """Checks a request of health or reflection."""
     if len(data) > MAX_QUESTION_BYTES:
         raise InvalidRequestError(f"a request takes at most {MAX_QUESTION_BYTES} bytes here")
 

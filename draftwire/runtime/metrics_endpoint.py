@@ -64,7 +64,6 @@ class MetricsApp:
         await Response(content, status, media_type=kind)(scope, receive, send)
 
     async def _answer(self, path: str) -> tuple[int, bytes]:
-        """Returns status and content of a page."""
         state = self._state
         match path:
             case "/metrics":

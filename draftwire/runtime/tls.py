@@ -67,11 +67,7 @@ def watch_tls(settings: TlsSettings) -> TlsFiles | None:
 
 
 def read_material(settings: TlsSettings) -> TlsMaterial:
-    """Reads and validates the TLS files.
-
-    Raises:
-        InvalidRequestError: a file is missing, unreadable or malformed; the message names it and its option.
-    """
+    """Reads and validates the TLS files; errors are those of `watch_tls`."""
     chain = key = ca = None
     found: dict[str, Validity] = {}
     if settings.tls_cert is not None and settings.tls_key is not None:
@@ -224,7 +220,6 @@ class RenewedChannel:
 
 
 def _check_identity(cert: Path, key: Path) -> None:
-    """Checks that a certificate and a key are well-formed and match."""
     _check_certificates(cert, "tls_cert")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
