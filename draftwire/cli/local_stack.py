@@ -36,7 +36,6 @@ class ServiceProcess:
     http_port: int = 0
     """HTTP port of a gateway; 0 if it has none."""
     has_tls: bool = False
-    """Whether the service requires TLS."""
     is_listening: bool = False
     """Whether its ports are known; it may still be loading."""
     is_serving: bool = False

@@ -82,7 +82,6 @@ class OpenFilesLog:
         self._clock = clock
         self._logged_at = -AGAIN_SECONDS
         self._num_failures = 0
-        """Failures since the last line."""
 
     def takes(self, error: BaseException | None) -> bool:
         """Returns whether an error is of this kind: then nothing else is to be logged of it."""
