@@ -278,9 +278,7 @@ def _or_variable(service: str, setting: str, default: object) -> object:
 
 
 def _metrics_port(service: str, port: int) -> object:
-    """Returns the port of a service's `/metrics`: a free one (0) if the usual one is taken, or the service's own port
-    is 0.
-    """
+    """Returns the port of a service's `/metrics`: a free one (0) if the usual one is taken, or its own port is 0."""
     usual = METRICS_PORTS.get(service, 0) if port else 0
     return _or_variable(service, "metrics_port", usual if is_free(usual) else 0)
 
