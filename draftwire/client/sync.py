@@ -38,8 +38,6 @@ from draftwire.client.stream import CompletionStream
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
 
-__all__ = ["DEFAULT_ADDRESS", "Client"]
-
 Answer = TypeVar("Answer")
 Method = Callable[[gateway_pb2_grpc.GatewayServiceStub], Callable[..., Answer]]
 """Returns a method of a gateway."""
