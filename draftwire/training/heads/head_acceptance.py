@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import mul
 from typing import cast
 
 import torch
@@ -27,7 +26,7 @@ class DraftAcceptance:
     @property
     def accepted_per_round(self) -> float:
         """Mean number of accepted tokens of a whole block, if places were independent."""
-        return sum(accumulate(self.means, mul))
+        return sum(accumulate(self.means, lambda product, mean: product * mean))
 
     def __str__(self) -> str:
         """Returns one line with means, margins and the sum."""
