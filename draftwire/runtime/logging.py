@@ -35,7 +35,7 @@ def configure_logging(log_format: str, service: str) -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.ExceptionRenderer(lambda info: traceback_text(info[1])),
+            _format_exception,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
@@ -68,6 +68,9 @@ def _parts(error: BaseException, seen: set[int]) -> list[str]:
         for index, member in enumerate(error.exceptions):
             parts += [f"member {index} of the group:", *_parts(member, seen)]
     return parts
+
+
+_format_exception = structlog.processors.ExceptionRenderer(lambda info: traceback_text(info[1]))
 
 
 class _Forwarder(logging.Handler):
