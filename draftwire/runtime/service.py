@@ -124,7 +124,8 @@ class Running:
         self._gate.refusal = ""
         for name in service.grpc_names:
             await self._probe.set(name, SERVING)
-        self._tasks = [asyncio.create_task(_run(service, self._listeners)), asyncio.create_task(self._watch())]
+        works = (_run(service, self._listeners), self._watch_device(), self._watch_readiness())
+        self._tasks = [asyncio.create_task(work) for work in works]
 
     async def wait(self) -> None:
         """Returns once the service's work has ended by itself; `drain` raises its error."""
@@ -138,8 +139,9 @@ class Running:
 
         Raises the error that ended the service's work, if that has ended.
         """
-        service, (run, watch) = self._service, self._tasks
-        watch.cancel()
+        service, (run, *watches) = self._service, self._tasks
+        for watch in watches:  # health is as it has to be from here on
+            watch.cancel()
         drain_s = service.settings.drain_seconds
         await self._probe.enter_graceful_shutdown()
         await asyncio.gather(self._send_away(drain_s), *(listener.drain() for listener in self._listeners))
@@ -180,10 +182,6 @@ class Running:
     def _count(self, call: EndedCall) -> None:
         self._service.metrics.count_call(call.method, call.code)
         self._service.on_call_end(call)
-
-    async def _watch(self) -> None:
-        """Keeps what health says true."""
-        await asyncio.gather(self._watch_device(), self._watch_readiness())
 
     async def _watch_readiness(self) -> None:
         """Sets health of the services, not of the process, to what `ServiceGate.unready` says."""

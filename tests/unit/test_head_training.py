@@ -24,10 +24,9 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.training.batches import TrainingTexts
 from draftwire.training.distillation import head_loss
 from draftwire.training.heads.eagle_trainee import EagleTrainee
-from draftwire.training.heads.head_lessons import streamed_lessons
 from draftwire.training.heads.head_recipe import HeadRecipe
 from draftwire.training.heads.head_saving import save_head
-from draftwire.training.heads.head_training import STATE, head_shape, start_from, train_head
+from draftwire.training.heads.head_training import STATE, head_shape, start_from, streamed_lessons, train_head
 from draftwire.training.heads.mlp_trainee import MlpTrainee
 from draftwire.training.plan import Phase
 from draftwire.training.trainer import Trainer

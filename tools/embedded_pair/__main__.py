@@ -33,7 +33,7 @@ from draftwire.options.heads.draft_head import DraftHead
 from draftwire.options.heads.head_loading import load_head
 from draftwire.training.batches import TrainingTexts, batches
 from draftwire.training.heads.head_training import train_head
-from draftwire.training.precision import fast_type
+from draftwire.training.muon import fast_type
 from draftwire.training.trainer import Trainer
 from tools.embedded_pair.attention import attend_in_chunks
 from tools.embedded_pair.conversations import CHAT_TEMPLATE, conversations
