@@ -222,7 +222,9 @@ class LeanDecoder:
         """
         layer = self.attentions[index]
         assert layer is not None
-        queries, keys, values = self._projected(layer, layer.norm(hidden), rotation)
+        projected = layer.queries_keys_values(layer.norm(hidden)).unflatten(-1, (-1, self.head_dim))
+        norms = layer.query_norm, layer.key_norm
+        queries, keys, values = split_heads(projected, self.heads, self.kv_heads, norms, rotation)
         num_tokens = len(step.positions)
         if num_tokens < len(hidden):
             queries, keys, values = queries[:num_tokens], keys[:num_tokens], values[:num_tokens]
@@ -252,11 +254,6 @@ class LeanDecoder:
         if self._group is not None:
             self._group.all_reduce(part)
         return part
-
-    def _projected(self, layer: Attention, rows: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns a layer's queries, keys and values, `[tokens, heads, head_dim]` each, rotary embedding applied."""
-        projected = layer.queries_keys_values(rows).unflatten(-1, (-1, self.head_dim))
-        return split_heads(projected, self.heads, self.kv_heads, (layer.query_norm, layer.key_norm), rotation)
 
 
 def split_heads(
