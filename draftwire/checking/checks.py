@@ -49,9 +49,7 @@ class Size:
     schedules: tuple[tuple[int, ...], ...]
     """Block lengths of consecutive rounds; the last is repeated when the list ends."""
     num_random: int = len(SHARPNESSES)
-    """Number of random model pairs."""
     is_adversarial: bool = True
-    """Whether adversarial model pairs are included."""
 
     def pairs(self) -> tuple[Pair, ...]:
         """Returns the model pairs."""

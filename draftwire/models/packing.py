@@ -164,12 +164,8 @@ def _by_shape(segments: Sequence[Segment]) -> Iterable[list[int]]:
 def _runs_to_read(segment: Segment, storage: KvStorage, device: torch.device, least_bytes: int) -> list[slice]:
     """Returns the runs of slots that a segment's keys are in; none if it is faster to gather them.
 
-    Args:
-        segment: of the step.
-        storage: of its keys.
-        device: of the model.
-        least_bytes: keys and values of a layer that take less are gathered; 0 for a segment without any like it, which
-            on other devices than a CPU is the only one to be read in place.
+    Keys and values of a layer that take less than `least_bytes` are gathered. It is 0 for a segment without any like
+    it, which on other devices than a CPU is the only one to be read in place.
     """
     sequence = segment.sequence
     is_on_cpu = device.type == "cpu"

@@ -34,9 +34,9 @@ class ScriptedTarget:
             kept = positions_of(reading.segment)[len(reading.token_ids) - reading.keep :]
             for position in kept:
                 (expected,) = expected_tokens(position + 1, 1)
-                probs = np.zeros(self.vocab_size)
-                probs[[expected, *recovered_tokens(expected)]] = self._script.chances_at(position - kept[0], kept[0] + 1)
-                rows.append(probs)
+                chances = self._script.chances_at(position - kept[0], kept[0] + 1)
+                rows.append(np.zeros(self.vocab_size))
+                rows[-1][[expected, *recovered_tokens(expected)]] = chances
         return torch.from_numpy(np.array(rows).reshape(-1, self.vocab_size)).log().float()
 
     def keep_path(self, sequence: CachedSequence, path: Sequence[int]) -> None:

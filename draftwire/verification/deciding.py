@@ -84,21 +84,19 @@ class Case:
         return len(self.draft_tokens) + 1
 
     @property
-    def spans(self) -> list[Span]:
+    def span(self) -> Span:
         """The positions of the rows: those of a chain follow each other; in another shape each has a text of its own,
         which matters where the text does.
         """
-        if self.tree is None or not (self.sampling.penalizes or self.sampling.min_tokens):
-            return [self._span_after(self.draft_tokens)]
-        return [replace(self._span_after(()), paths=self.tree.texts(self.draft_tokens))]
-
-    def _span_after(self, drafted: Sequence[int]) -> Span:
-        """Returns the positions of the rows, the last one after the committed tokens and `drafted`."""
-        first = first_penalized(self.sampling, self.prompt_len)
-        text = [*self.committed[first:], *drafted] if self.sampling.penalizes else ()
+        sampling, paths = self.sampling, None
+        if self.tree is not None and (sampling.penalizes or sampling.min_tokens):
+            paths = self.tree.texts(self.draft_tokens)
+        drafted = self.draft_tokens if paths is None else []
+        first = first_penalized(sampling, self.prompt_len)
+        text = [*self.committed[first:], *drafted] if sampling.penalizes else ()
         prompt_len, text_len = self.prompt_len - first, self.num_committed + len(drafted) - first
         rows = self.masks.rows if self.masks is not None else None
-        return Span(self.sampling, self.num_rows, text, prompt_len, self.stop_token_ids, text_len, rows, self.edits)
+        return Span(sampling, self.num_rows, text, prompt_len, self.stop_token_ids, text_len, rows, self.edits, paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +286,7 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
         num_rows += case.num_rows
     near_tie = NEAR_TIES.get(logits.dtype, NEAR_TIE)
     raw, raw_starts = _raw_rows(logits, scored)  # before the probabilities overwrite the logits
-    target_probs = probabilities_of_spans(logits, [span for case in cases for span in case.spans])
+    target_probs = probabilities_of_spans(logits, [case.span for case in cases])
     is_good = is_distribution(target_probs).tolist()
     if not all(is_good):
         _hold_places(target_probs, is_good)
