@@ -97,13 +97,7 @@ children, in the order of `TokenTree.inner_nodes`."""
 
 
 def log_probs(decoded: Decoded, token_ids: Sequence[int], rows: Sequence[int] | None = None) -> list[float]:
-    """Returns the log-probability of tokens, nats; -inf for impossible ones.
-
-    Args:
-        decoded: the distributions.
-        token_ids: the tokens.
-        rows: of each token; by default token i is of row i.
-    """
+    """Returns the log-probability of tokens, nats; -inf for impossible ones. By default token i is of row i."""
     values = []
     for row, token in zip(range(len(token_ids)) if rows is None else rows, token_ids, strict=True):
         if isinstance(decoded, Supports):
@@ -298,11 +292,7 @@ def _decode_sparse(claims: Sequence[Claim], target_vocab_size: int) -> list[Deco
 
     in_order = np.sort(np.where(used, token_ids, -1 - columns), axis=1)  # fillers are distinct and no ids
     faults = (
-        (
-            (token_ids >= vocab_size).any(axis=1),
-            Violation.TOKEN_ID,
-            "draft distribution has an id that does not exist",
-        ),
+        ((token_ids >= vocab_size).any(axis=1), Violation.TOKEN_ID, "draft distribution has an id that does not exist"),
         ((in_order[:, 1:] == in_order[:, :-1]).any(axis=1), Violation.TOKEN_ID, "draft distribution has an id twice"),
         (weights.sum(axis=1) != TOTAL_WEIGHT, Violation.WEIGHTS, f"draft weights do not sum to {TOTAL_WEIGHT}"),
         (is_outside, Violation.OUTSIDE_SUPPORT, OUTSIDE_SUPPORT),

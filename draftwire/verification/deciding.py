@@ -84,21 +84,19 @@ class Case:
         return len(self.draft_tokens) + 1
 
     @property
-    def spans(self) -> list[Span]:
+    def span(self) -> Span:
         """The positions of the rows: those of a chain follow each other; in another shape each has a text of its own,
         which matters where the text does.
         """
-        if self.tree is None or not (self.sampling.penalizes or self.sampling.min_tokens):
-            return [self._span_after(self.draft_tokens)]
-        return [replace(self._span_after(()), paths=self.tree.texts(self.draft_tokens))]
-
-    def _span_after(self, drafted: Sequence[int]) -> Span:
-        """Returns the positions of the rows, the last one after the committed tokens and `drafted`."""
-        first = first_penalized(self.sampling, self.prompt_len)
-        text = [*self.committed[first:], *drafted] if self.sampling.penalizes else ()
+        sampling, paths = self.sampling, None
+        if self.tree is not None and (sampling.penalizes or sampling.min_tokens):
+            paths = self.tree.texts(self.draft_tokens)
+        drafted = self.draft_tokens if paths is None else []
+        first = first_penalized(sampling, self.prompt_len)
+        text = [*self.committed[first:], *drafted] if sampling.penalizes else ()
         prompt_len, text_len = self.prompt_len - first, self.num_committed + len(drafted) - first
         rows = self.masks.rows if self.masks is not None else None
-        return Span(self.sampling, self.num_rows, text, prompt_len, self.stop_token_ids, text_len, rows, self.edits)
+        return Span(sampling, self.num_rows, text, prompt_len, self.stop_token_ids, text_len, rows, self.edits, paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +285,8 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
         scored.append(ScoredBlock(index, case, case.draft or no_rows(logits.shape[1]), num_rows))
         num_rows += case.num_rows
     near_tie = NEAR_TIES.get(logits.dtype, NEAR_TIE)
-    raw = _RawRows.of(logits, scored)  # before the probabilities overwrite the logits
-    target_probs = probabilities_of_spans(logits, [span for case in cases for span in case.spans])
+    raw, raw_starts = _raw_rows(logits, scored)  # before the probabilities overwrite the logits
+    target_probs = probabilities_of_spans(logits, [case.span for case in cases])
     is_good = is_distribution(target_probs).tolist()
     if not all(is_good):
         _hold_places(target_probs, is_good)
@@ -304,7 +302,7 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
             continue
         batches.append(_batch(members, target_probs))
         decided.update(_decide(members, batches[-1].blocks, near_tie))
-    _report(scored, decided, raw, target_probs)
+    _report(scored, decided, raw, raw_starts, target_probs)
     outcomes: list[Judgement | DraftwireError | None] = [decided.get(index) for index in range(len(cases))]
     for index in sorted(is_bad.difference(not_decided)):
         outcomes[index] = UnavailableError(NOT_FINITE)
@@ -327,29 +325,26 @@ def _hold_places(target_probs: Tensor, is_good: list[bool]) -> None:
     target_probs[rows, 0] = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _RawRows:
-    """Unprocessed log-probabilities of the sequences that request them."""
-
-    log_probs: Tensor
-    starts: dict[int, int]
-    """First row of each such case."""
-
-    @classmethod
-    def of(cls, logits: Tensor, scored: list[ScoredBlock]) -> "_RawRows | None":
-        """Computes the rows; None if no sequence requests them."""
-        starts: dict[int, int] = {}
-        rows: list[int] = []
-        for one in scored:
-            wanted = one.case.logprobs
-            if wanted.logprobs is not None and wanted.mode is LogprobsMode.RAW:
-                starts[one.index] = len(rows)
-                rows.extend(range(one.first_row, one.end_row))
-        return cls(log_softmax_of(logits, rows), starts) if rows else None
+def _raw_rows(logits: Tensor, scored: list[ScoredBlock]) -> tuple[Tensor | None, dict[int, int]]:
+    """Returns the unprocessed log-probabilities of the sequences that request them, if any do, and the first row of
+    each such case.
+    """
+    starts: dict[int, int] = {}
+    rows: list[int] = []
+    for one in scored:
+        wanted = one.case.logprobs
+        if wanted.logprobs is not None and wanted.mode is LogprobsMode.RAW:
+            starts[one.index] = len(rows)
+            rows.extend(range(one.first_row, one.end_row))
+    return log_softmax_of(logits, rows) if rows else None, starts
 
 
 def _report(
-    scored: list[ScoredBlock], decided: dict[int, Judgement], raw: _RawRows | None, target_probs: Tensor
+    scored: list[ScoredBlock],
+    decided: dict[int, Judgement],
+    raw: Tensor | None,
+    raw_starts: dict[int, int],
+    target_probs: Tensor,
 ) -> None:
     """Adds requested log-probabilities to the judgements."""
     emitted: dict[int, EmittedRows] = {}
@@ -357,12 +352,12 @@ def _report(
         num_top, mode = one.case.logprobs.logprobs, one.case.logprobs.mode
         if num_top is not None and one.index in decided:
             token_ids = decided[one.index].token_ids
-            first = raw.starts[one.index] if raw is not None and mode is LogprobsMode.RAW else one.first_row
+            first = raw_starts.get(one.index, one.first_row)
             rows = [first + row for row in decided[one.index].rows]
             emitted[one.index] = EmittedRows(rows, token_ids, num_top, mode)
     if not emitted:
         return
-    reported = of_emitted(raw.log_probs if raw is not None else None, target_probs, list(emitted.values()))
+    reported = of_emitted(raw, target_probs, list(emitted.values()))
     for index, tokens in zip(emitted, reported, strict=True):
         decided[index] = replace(decided[index], logprobs=tokens)
 

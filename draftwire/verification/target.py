@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.devices import upload
@@ -80,21 +79,6 @@ class StepOutcome:
     """The same as `decided` for blocks that are no chains; see `Decisions.shaped`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """Prompt tokens of one sequence that this step reads and reports."""
-
-    index: int
-    first_row: int
-    """Its first row among all kept logits."""
-    rows: PromptRows
-
-    def read_off(self, logits: Tensor) -> PromptPart:
-        """Returns the log-probabilities, from all kept logits."""
-        own = logits[self.first_row : self.first_row + self.rows.num_rows]
-        return PromptPart(len(self.rows.text) - self.rows.num_rows, of_prompt(own, self.rows))
-
-
 @dataclass(slots=True)
 class _Plan:
     """Readings of a step, and the owners of the rows of its logits."""
@@ -104,7 +88,8 @@ class _Plan:
     """Indices of the judgings that are decided."""
     rows: list[int] = field(default_factory=list)
     """Rows of all kept logits that belong to `scored`."""
-    prompts: list[_Prompt] = field(default_factory=list)
+    prompts: dict[int, tuple[int, PromptRows]] = field(default_factory=dict)
+    """Prompt tokens that are reported, and the first of their rows among all kept logits, by index of the judging."""
     num_kept: int = 0
 
     def add(self, index: int, judging: Judging) -> None:
@@ -119,7 +104,7 @@ class _Plan:
         if not is_partial:
             self.scored.append(index)
         if prompt is not None:
-            self.prompts.append(_Prompt(index, self.num_kept, prompt))
+            self.prompts[index] = self.num_kept, prompt
         keep = num_scored if prompt is None else len(token_ids)
         parents = judging.tree.parents if judging.tree is not None and not is_partial else ()
         self.readings.append(Reading(judging.sequence, token_ids, keep, parents))
@@ -139,9 +124,11 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
     lengths = [judging.sequence.length for judging in judgings]
     logits = model.read(plan.readings)
     masks, failures = _masks(judgings, plan.scored)  # overlaps with the forward pass on a GPU
-    prompts = {one.index: one.read_off(logits) for one in plan.prompts}
-    for index, part in prompts.items():
-        if any(math.isnan(token.logprob) for token in part.tokens):
+    prompts: dict[int, PromptPart] = {}
+    for index, (first, rows) in plan.prompts.items():
+        tokens = of_prompt(logits[first : first + rows.num_rows], rows)
+        prompts[index] = PromptPart(len(rows.text) - rows.num_rows, tokens)
+        if any(math.isnan(token.logprob) for token in tokens):
             failures.setdefault(index, UnavailableError(NOT_FINITE))
     if plan.rows == list(range(len(plan.rows))):
         logits = logits[: len(plan.rows)]

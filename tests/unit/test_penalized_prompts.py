@@ -44,8 +44,7 @@ def prompt_of(length: int) -> list[int]:
 def of_case(params: SamplingParams, prompt: list[int], tree: TokenTree | None = None) -> Span:
     committed = [*prompt, *GENERATED]
     case = Case(DRAFTED, None, params, RULES["coupled"], KEY, len(committed), committed, len(prompt), STOPS, tree=tree)
-    (span,) = case.spans
-    return span
+    return case.span
 
 
 def of_tree_case(params: SamplingParams, prompt: list[int]) -> Span:

@@ -16,7 +16,6 @@ class HeadText:
     num_unread = num_reused = 0
 
     def __init__(self, drafter: HeadDrafter[CachedSequence], token_ids: list[int]) -> None:
-        """Starts a text of `token_ids`."""
         self._drafter = drafter
         self.sequence: HeadSequence = drafter.open()
         self.committed = list(token_ids)
@@ -34,7 +33,6 @@ class HeadStrategy:
     """Drafts with a head for the one text that its target reads, as of the second round: then the prompt is read."""
 
     def __init__(self, drafter: HeadDrafter[CachedSequence], target: FeatureModel, context_length: int) -> None:
-        """Wraps a head beside its target."""
         self.context_length = context_length
         self._drafter = drafter
         self._target = target
