@@ -43,6 +43,7 @@ OPTIONS = {
         "draftwire_verifier.slow_masks",
         "draftwire_gateway.options.mask_allowance",
     ),
+    "log-probabilities": ("draftwire.options.logprobs*",),
     "the adaptive chooser": ("draftwire_gateway.speculation*",),
     "layer-parallel drafting": ("draftwire.options.layer_parallel*",),
     "tensor-parallel targets": ("draftwire.models.parallel*",),

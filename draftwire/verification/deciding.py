@@ -3,7 +3,7 @@
 The one definition of what a verifier decides, whichever engine computed the logits. Runs on the torch thread.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -24,10 +24,9 @@ from draftwire.method.sampling import (
     probabilities_of_spans,
 )
 from draftwire.requests.automaton import Automaton, BlockMasks
-from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
+from draftwire.requests.logprobs import PromptPart, TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.blocks import BlockBatch, ShapedBatch
-from draftwire.verification.reported_logprobs import EmittedRows, log_softmax_of, of_emitted
 from draftwire.verification.rule import KeyedNoise, VerificationRule, verify
 
 NEAR_TIE = 1e-4
@@ -66,8 +65,8 @@ class Case:
     """How many of the committed ids are the prompt."""
     stop_token_ids: frozenset[int] = frozenset()
     """The tokens that `SamplingParams.min_tokens` masks."""
-    logprobs: LogprobsRequest = NO_LOGPROBS
-    """The log-probabilities to report; those of the prompt are not reported here."""
+    report: "TokenReport | None" = None
+    """What is reported of its tokens; None if nothing is."""
     masks: BlockMasks | None = None
     """Masks of the form of its text, if it has one."""
     edits: TokenEdits | None = None
@@ -217,6 +216,45 @@ class ScoredBlock:
         return replace(self, bad_rows=tuple(row for row, good in enumerate(own) if not good))
 
 
+FinishReport = Callable[[dict[int, Judgement], Tensor], None]
+"""Adds what is reported to judgements, by `ScoredBlock.index`, from the target's probabilities `[any, vocab]`."""
+
+
+class TokenReport(Protocol):
+    """What an option reports of the tokens of a session. All reports of a step are of one kind. Used on the torch
+    thread.
+    """
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether tokens of the prompt are reported: the logits before each of them are then needed."""
+
+    def of_prompt(self, case: Case, start: int, logits: Tensor) -> PromptPart | DraftwireError:
+        """Returns what is reported of some tokens of a session's prompt, or the error that ends the session.
+
+        Args:
+            case: of the session, with its committed tokens.
+            start: position of the token before the first of these.
+            logits: `[num_tokens, vocab]`: the target's before each of them, unprocessed. Not changed.
+        """
+
+    def begin(self, members: Sequence[ScoredBlock], logits: Tensor) -> FinishReport:
+        """Prepares what is reported of the tokens that a step emits, for all blocks together.
+
+        Args:
+            members: the blocks of which something is reported.
+            logits: `[any, vocab]`: the target's, unprocessed, which are overwritten next. Not changed.
+
+        Returns:
+            To be called with the judgements once the blocks are decided.
+        """
+
+
+def reports_prompt(report: TokenReport | None) -> bool:
+    """Returns whether tokens of a session's prompt are reported."""
+    return report is not None and report.reads_prompt
+
+
 class ShapeDecider(Protocol):
     """Decides about blocks of one kind of shape: `BlockShape.decider`."""
 
@@ -285,7 +323,9 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
         scored.append(ScoredBlock(index, case, case.draft or no_rows(logits.shape[1]), num_rows))
         num_rows += case.num_rows
     near_tie = NEAR_TIES.get(logits.dtype, NEAR_TIE)
-    raw, raw_starts = _raw_rows(logits, scored)  # before the probabilities overwrite the logits
+    reported = [one for one in scored if one.case.report is not None]
+    report = reported[0].case.report if reported else None
+    finish_report = report.begin(reported, logits) if report is not None else None  # before they are overwritten
     target_probs = probabilities_of_spans(logits, [case.span for case in cases])
     is_good = is_distribution(target_probs).tolist()
     if not all(is_good):
@@ -302,7 +342,8 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
             continue
         batches.append(_batch(members, target_probs))
         decided.update(_decide(members, batches[-1].blocks, near_tie))
-    _report(scored, decided, raw, raw_starts, target_probs)
+    if finish_report is not None:
+        finish_report(decided, target_probs)
     outcomes: list[Judgement | DraftwireError | None] = [decided.get(index) for index in range(len(cases))]
     for index in sorted(is_bad.difference(not_decided)):
         outcomes[index] = UnavailableError(NOT_FINITE)
@@ -323,43 +364,6 @@ def _hold_places(target_probs: Tensor, is_good: list[bool]) -> None:
     rows = upload([row for row, good in enumerate(is_good) if not good], target_probs.device, torch.int64)
     target_probs[rows] = 0.0
     target_probs[rows, 0] = 1.0
-
-
-def _raw_rows(logits: Tensor, scored: list[ScoredBlock]) -> tuple[Tensor | None, dict[int, int]]:
-    """Returns the unprocessed log-probabilities of the sequences that request them, if any do, and the first row of
-    each such case.
-    """
-    starts: dict[int, int] = {}
-    rows: list[int] = []
-    for one in scored:
-        wanted = one.case.logprobs
-        if wanted.logprobs is not None and wanted.mode is LogprobsMode.RAW:
-            starts[one.index] = len(rows)
-            rows.extend(range(one.first_row, one.end_row))
-    return log_softmax_of(logits, rows) if rows else None, starts
-
-
-def _report(
-    scored: list[ScoredBlock],
-    decided: dict[int, Judgement],
-    raw: Tensor | None,
-    raw_starts: dict[int, int],
-    target_probs: Tensor,
-) -> None:
-    """Adds requested log-probabilities to the judgements."""
-    emitted: dict[int, EmittedRows] = {}
-    for one in scored:
-        num_top, mode = one.case.logprobs.logprobs, one.case.logprobs.mode
-        if num_top is not None and one.index in decided:
-            token_ids = decided[one.index].token_ids
-            first = raw_starts.get(one.index, one.first_row)
-            rows = [first + row for row in decided[one.index].rows]
-            emitted[one.index] = EmittedRows(rows, token_ids, num_top, mode)
-    if not emitted:
-        return
-    reported = of_emitted(raw, target_probs, list(emitted.values()))
-    for index, tokens in zip(emitted, reported, strict=True):
-        decided[index] = replace(decided[index], logprobs=tokens)
 
 
 def _decide(members: list[ScoredBlock], blocks: BlockBatch, bound: float) -> dict[int, Judgement]:

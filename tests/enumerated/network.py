@@ -77,6 +77,7 @@ from draftwire_verifier.core import VerifierCore
 from draftwire_verifier.drafter_peers import BlockRefused
 from draftwire_verifier.drafters import Greeting
 from draftwire_verifier.engine import TargetEngine
+from draftwire_verifier.local_sources import LocalSources
 from draftwire_verifier.metrics import VerifierMetrics
 from draftwire_verifier.target_loader import LoadedEngine
 from tests.enumerated.tables import CACHE_TOKENS, POSITIONS, PlacedTable, Speed
@@ -290,18 +291,19 @@ class VirtualVerifier(_VirtualService, VerifierCore):
         engine = TargetEngine(model, POSITIONS - 1, drafters)  # type: ignore[arg-type]
         texts = network.make_texts()
         own = own_sources(network.sources, model.vocab_size, ())
-        self._local = [
+        kinds = [
             *own.values(),
             *(partial(HeadSource.open, name, partial(self.trust.may_draft, name)) for name in drafters),
             partial(LocalText.open, texts, model.vocab_size),
         ]
+        self._local = LocalSources(kinds, (*drafters, *texts.names, *own))
         if network.mask_us is not None:
             engine.step = partial(_step_with_masks, engine.step, network.mask_us)  # type: ignore[method-assign]
         described = describe("target", model.vocab_size)
         facts = {
             "capabilities": frozenset({"held_blocks", "issued_identities"}),
             "rules": tuple(map(facts_of, RULES.values())),
-            "local_strategies": (*drafters, *texts.names, *own),
+            "local_strategies": self._local.names,
             "max_tree_nodes": SETTINGS.max_tree_nodes,
         }
         card: Any = SimpleNamespace(description=replace(described, **facts))

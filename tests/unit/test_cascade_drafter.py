@@ -12,19 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
-from draftwire.method.encoding import (
-    Claim,
-    DraftDistributions,
-    Supports,
-    decode_one,
-    encode_dense,
-    encode_sparse,
-    log_probs,
-)
+from draftwire.method.encoding import Claim, DraftDistributions, Supports, decode_one, encode_dense, encode_sparse
 from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
+from draftwire.options.logprobs.draft_logprobs import log_probs
 from draftwire.options.model_free.cascade_drafter import LEAST_MATCH, LEAST_READ_AHEAD, CascadeDrafter, with_certain
 from draftwire.options.model_free.continued_chains import ContinuedDrafter
 from draftwire.options.model_free.suffix import SuffixText

@@ -8,9 +8,8 @@ from draftwire.errors import DraftwireError
 from draftwire.method.distributions import DraftRows
 from draftwire.method.keys import DrawKey
 from draftwire.requests.automaton import BlockMasks
-from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification.deciding import JudgingOutcome
+from draftwire.verification.deciding import JudgingOutcome, TokenReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,8 @@ class RoundItem:
     """Limit of unread committed tokens: if there are more, only so many are read and nothing is decided."""
     prompt_len: int
     stop_token_ids: frozenset[int] = frozenset()
-    logprobs: LogprobsRequest = NO_LOGPROBS
+    report: TokenReport | None = None
+    """What is reported of its tokens; None if nothing is."""
     committed: Sequence[int] = ()
     """The committed tokens, if what is decided or reported depends on them."""
     masks: BlockMasks | None = None

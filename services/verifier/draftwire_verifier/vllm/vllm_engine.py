@@ -23,7 +23,7 @@ from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.models.card import ModelCard, load_card
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import EngineSettings, require
-from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading, make_masks
+from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading, make_masks, reports_prompt
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.vllm.arguments import (
     check_arguments,
@@ -284,8 +284,8 @@ class VllmEngine(StepEngine[Step, StepResult]):
         if name is None:
             self._num_opened += 1
             name = f"{session.key[0]}-{session.key[1]}-{self._num_opened}"
-            # Prompt log-probabilities need every logit: no prefix is reused, since cached tokens give none.
-            reuses = session.spec.logprobs.prompt_logprobs is None
+            # What is reported of a prompt needs every logit: no prefix is reused, since cached tokens give none.
+            reuses = not reports_prompt(session.report)
             self._open_request(self.core, name, session.committed.ids, session.spec.parameters.cache_salt, reuses)
             self._names[session.key] = name
         return name
@@ -326,7 +326,7 @@ def _item_of(part: StepItem) -> RoundItem:
         masks = make_masks(session.automaton, committed[parameters.prompt_len :], draft_tokens)
     if isinstance(masks, DraftwireError):
         raise masks
-    reads_text = parameters.sampling.penalizes or spec.logprobs.prompt_logprobs is not None
+    reads_text = parameters.sampling.penalizes or reports_prompt(session.report)
     return RoundItem(
         draft_tokens=draft_tokens,
         draft=rows_of(block.draft) if block and not isinstance(block.draft, BlockViolationError) else None,
@@ -338,7 +338,7 @@ def _item_of(part: StepItem) -> RoundItem:
         max_read=part.max_read,
         prompt_len=parameters.prompt_len,
         stop_token_ids=parameters.stop_token_ids,
-        logprobs=spec.logprobs,
+        report=session.report,
         committed=list(committed) if reads_text else (),
         masks=masks,
     )
