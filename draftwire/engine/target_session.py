@@ -187,7 +187,7 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     masks: MadeMasks | None = None
     """The masks of its current round, if they were made before the step."""
     report: SessionReport | None = None
-    """What is reported of its tokens; None if nothing is."""
+    """Reports about its tokens; None if nothing is reported."""
 
     @property
     def fence(self) -> Fence:

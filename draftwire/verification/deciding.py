@@ -66,7 +66,7 @@ class Case:
     stop_token_ids: frozenset[int] = frozenset()
     """The tokens that `SamplingParams.min_tokens` masks."""
     report: "TokenReport | None" = None
-    """What is reported of its tokens; None if nothing is."""
+    """Reports about its tokens; None if nothing is reported."""
     masks: BlockMasks | None = None
     """Masks of the form of its text, if it has one."""
     edits: TokenEdits | None = None
@@ -221,9 +221,7 @@ FinishReport = Callable[[dict[int, Judgement], Tensor], None]
 
 
 class TokenReport(Protocol):
-    """What an option reports of the tokens of a session. All reports of a step are of one kind. Used on the torch
-    thread.
-    """
+    """Reports of an option about the tokens of a session, all of one kind in a step. Used on the torch thread."""
 
     @property
     def reads_prompt(self) -> bool:

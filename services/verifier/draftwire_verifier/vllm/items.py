@@ -31,7 +31,7 @@ class RoundItem:
     prompt_len: int
     stop_token_ids: frozenset[int] = frozenset()
     report: TokenReport | None = None
-    """What is reported of its tokens; None if nothing is."""
+    """Reports about its tokens; None if nothing is reported."""
     committed: Sequence[int] = ()
     """The committed tokens, if what is decided or reported depends on them."""
     masks: BlockMasks | None = None
