@@ -147,6 +147,7 @@ _DRAFT_SPEC = Codec(
     checks={
         "drafting_key": _key,
         "permit": _permit,
+        "ahead": lambda limits: limits if limits and limits.max_branches else None,
         **_at_most(max_branches=MAX_BRANCHES, max_held_blocks=MAX_BRANCHES, max_tree_nodes=MAX_TREE_NODES),
     },
 )
