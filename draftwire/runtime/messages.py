@@ -272,9 +272,7 @@ def _prompt_fields(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 prompt_read_to_proto, prompt_read_from_proto = converters(
-    PromptRead,
-    verifier_pb2.PromptRead,
-    tokens=MessagePart(_prompt_fields, tokens_from_proto),
+    PromptRead, verifier_pb2.PromptRead, tokens=MessagePart(_prompt_fields, tokens_from_proto)
 )
 converters(WatchedGuess, session_pb2.WatchedGuess)
 verdict_to_proto, verdict_from_proto = converters(
