@@ -11,7 +11,7 @@ from virtual_time import in_virtual_time, now
 
 from benchmarks.pair_simulation import round_times
 from draftwire.errors import NoRoomError
-from draftwire.method.round_parts import AheadPart, TreePart
+from draftwire.method.round_parts import AheadPart, BranchLimits, TreePart
 from draftwire.method.rounds import BlockSent, DraftTimings, Permit, SendDrafted, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ISSUED_IDENTITIES, PARTIAL_BLOCKS
@@ -128,7 +128,7 @@ async def test_rounds_are_counted_by_whether_their_block_was_drafted_ahead() -> 
     one.target.description = replace(one.target.description, capabilities=frozenset({HELD_BLOCKS}))
     one.drafters[0].description = replace(one.drafters[0].description, capabilities=frozenset({DRAFT_AHEAD}))
     drafter = await one.seek_until_ready()
-    assert (drafter.spec.max_branches, drafter.spec.max_held_blocks) == (8, 12)
+    assert drafter.spec.ahead == BranchLimits(8, 12)
     ends = [{}, {"is_ahead": True}, {"next_is_held": True}, {"is_ahead": True, "held_bytes": 7}]
     ends += [{"next_is_held": True}, {}]  # the last one's block is held, and set aside
     counts = []

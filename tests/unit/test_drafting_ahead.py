@@ -22,6 +22,7 @@ from draftwire.engine.draft_session import DraftOption, Step
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.ahead_limits import held_blocks
 from draftwire.method.encoding import Claim, decode
+from draftwire.method.round_parts import BranchLimits
 from draftwire.method.rounds import (
     Calibration,
     CommittedTokens,
@@ -91,7 +92,7 @@ class Rig:
         self.branches = self.ahead.drafter.branches
         options.append(self.ahead)
         self.sent: list[DraftBlock] = []
-        given = {"token_ids": PROMPT, "drafting_key": KEY, "max_branches": BRANCHES, "max_len": 400}
+        given = {"token_ids": PROMPT, "drafting_key": KEY, "ahead": BranchLimits(BRANCHES), "max_len": 400}
         self.spec: DraftSessionSpec = draft_spec(**(given | {"max_draft_tokens": 4, "target_vocab_size": VOCAB} | spec))
         self.scheduler.open(self.spec, 1)
 
@@ -210,7 +211,7 @@ def test_block_is_the_same_whether_it_was_drafted_ahead_or_requested(name: str) 
     assert len(ahead) == BRANCHES
     for block in ahead:
         longer = text_of(block, endings(rig, text))
-        strict = Rig(**SAMPLINGS[name], max_branches=0)
+        strict = Rig(**SAMPLINGS[name], ahead=None)
         strict.calibrate(text, len(PROMPT), max_rounds_ahead=0)
         strict.run()
         strict.calibrate(longer, len(text.committed), max_rounds_ahead=0)
@@ -298,7 +299,7 @@ def test_calibration_that_contradicts_an_outcome_is_a_violation() -> None:
 
 
 def test_session_that_is_not_drafted_for_ahead_takes_no_outcome() -> None:
-    rig, text = begun(max_branches=0)
+    rig, text = begun(ahead=None)
     assert not rig.blocks_of(2)
     rig.tell(text.copy().commit(5), [5])
     assert rig.scheduler.sessions[1, 0].committed.ids == text.committed.ids
@@ -351,7 +352,7 @@ def test_branch_that_comes_true_while_drafted_is_alone_in_the_cache(is_asked: bo
     rig.run()
     assert [block.fence for block in rig.sent].count(last.fence) == 1
     assert len(rig.model.cache.sequences) == 1 + len(rig.branches)
-    strict = Rig(max_branches=0)
+    strict = Rig(ahead=None)
     strict.calibrate(last, len(PROMPT), max_rounds_ahead=0)
     strict.run()
     assert next(block for block in rig.sent if block.fence == last.fence).token_ids == strict.sent[0].token_ids
@@ -417,7 +418,7 @@ def test_verifier_is_sent_no_more_than_it_holds(rounds: int, seed: int, is_spaci
     """
     chance = random.Random(seed)
     most = held_blocks(BRANCHES, rounds) if is_spacious else BRANCHES
-    rig = Rig(max_held_blocks=most if is_spacious else 0)
+    rig = Rig(ahead=BranchLimits(BRANCHES, most if is_spacious else 0))
     holding = Holding(rig, Text().commit(4), most)
     base_len, num_hits, num_expected = len(PROMPT), 0, 0
     for _ in range(40):
@@ -491,11 +492,11 @@ def test_what_is_requested_ends_what_nobody_asked_for() -> None:
 @pytest.mark.parametrize("branches", [1, BRANCHES])
 def test_block_that_ends_before_a_bad_row_is_sent_and_not_drafted_again(value: float, branches: int) -> None:
     """Time has not cut it: there is nothing to try again until the verdict."""
-    healthy, text = begun(max_branches=branches)
+    healthy, text = begun(ahead=BranchLimits(branches))
     lasts = {block.fence: text_of(block, endings(healthy, text)).committed.ids[-1] for block in healthy.blocks_of(2)}
     num_short = 0
     for token in range(VOCAB):
-        rig = Rig(max_branches=branches)
+        rig = Rig(ahead=BranchLimits(branches))
         rig.calibrate(text, len(PROMPT))
         rig.run(3)  # the prompt, the block, and what may follow it
         rig.model.spoil(token, value)

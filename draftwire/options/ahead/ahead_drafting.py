@@ -62,11 +62,11 @@ class AheadDrafting(DraftOption):
     def num_spare(self, spec: DraftSessionSpec) -> int:
         """Returns how many tokens of the KV cache branches do not share with their session's text."""
         branch_len = BLOCK_SIZE + 2 * (spec.parameters.max_draft_tokens + 1)
-        return spec.max_branches * blocks_for(branch_len) * BLOCK_SIZE
+        return 0 if spec.ahead is None else spec.ahead.max_branches * blocks_for(branch_len) * BLOCK_SIZE
 
     def request(self, session: DraftSession, calibration: Calibration, request: DraftRequest) -> DraftRequest:
         """Returns the request for a block, with guesses if it is drafted ahead after it."""
-        goes_ahead = session.spec.max_branches and session.latest is not None and session.latest.max_rounds_ahead
+        goes_ahead = session.spec.ahead and session.latest is not None and session.latest.max_rounds_ahead
         return replace(request, guesses=WantedGuesses()) if goes_ahead else request
 
     def learn(self, outcome: RoundOutcome) -> None:
@@ -81,7 +81,7 @@ class AheadDrafting(DraftOption):
             self._queue.dropped["unknown_session" if session is None else "stale"] += 1
             return
         base_len = fence.prefix_len - len(outcome.token_ids)
-        follows = base_len == len(session.committed) and bool(outcome.token_ids) and session.spec.max_branches > 0
+        follows = base_len == len(session.committed) and bool(outcome.token_ids) and session.spec.ahead is not None
         most = session.spec.parameters.max_draft_tokens + 1
         fits = fence.prefix_len <= session.spec.max_len and len(outcome.token_ids) <= most
         if not (follows and fits) or fence.prefix_hash != session.committed.hash_with(outcome.token_ids):

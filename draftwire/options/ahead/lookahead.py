@@ -41,9 +41,11 @@ class NextTexts:
         """Texts for which to draft ahead now at most: a share of all for each round, as far as the verifier holds their
         blocks. It would drop others, and nobody would send them again.
         """
-        spec = self.session.spec
-        share = spec.max_branches // max(1, self.max_rounds_ahead)
-        return min(share, (spec.max_held_blocks or spec.max_branches) - self.num_ahead.total())
+        limits = self.session.spec.ahead
+        if limits is None:
+            return 0
+        share = limits.max_branches // max(1, self.max_rounds_ahead)
+        return min(share, (limits.max_held_blocks or limits.max_branches) - self.num_ahead.total())
 
 
 def length_at(session: DraftSession, prefix_len: int) -> int:

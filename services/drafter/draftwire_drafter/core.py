@@ -87,7 +87,7 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         self._leases.require(lease_id)
         if not _ADDRESS.fullmatch(spec.verifier_address):
             raise InvalidRequestError("verifier_address must be host:port, at most 256 letters, digits and signs")
-        if spec.max_branches:
+        if spec.ahead is not None:
             self._options.draft_ahead(self._scheduler, self._torch.post, self.metrics.count_branches)
         with self.metrics.counting_refusals():
             session = self._scheduler.open(spec, lease_id, automaton)

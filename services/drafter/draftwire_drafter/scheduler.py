@@ -191,7 +191,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
             ProtocolViolationError: it does not continue the committed tokens.
         """
         fence, base_len, num_known = calibration.fence, calibration.base_len, len(session.committed)
-        if base_len != num_known and not (session.spec.max_branches and base_len < num_known):
+        if base_len != num_known and not (session.spec.ahead and base_len < num_known):
             raise ProtocolViolationError(f"calibration from {base_len} tokens, but {num_known} are known")
         repeated = session.committed.ids[base_len : fence.prefix_len]
         new_ids = calibration.token_ids[len(repeated) :]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing_extensions import override
 
 from draftwire.method.ahead_limits import held_blocks
-from draftwire.method.round_parts import AheadPart
+from draftwire.method.round_parts import AheadPart, BranchLimits
 from draftwire.method.rounds import DraftSessionSpec, TargetSessionSpec, Verdict
 from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ModelDescription
 from draftwire_gateway.session.generation import Generation
@@ -90,7 +90,7 @@ class DraftsAhead(SessionOption):
         self._rounds_ahead = generation.rounds_ahead if can_go_ahead(generation, drafter, target) else 0
         if not self._rounds_ahead:
             return spec
-        return replace(spec, max_branches=generation.max_branches, max_held_blocks=self._max_held_blocks)
+        return replace(spec, ahead=BranchLimits(generation.max_branches, self._max_held_blocks))
 
     @override
     def arm(self, wanted: Arm, round_number: int, room: int) -> Arm:
