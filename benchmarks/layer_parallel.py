@@ -55,9 +55,9 @@ from draftwire.models.decoders import decoder_of
 from draftwire.models.lean_decoder import LeanDecoder, Rotation
 from draftwire.models.loading import load_model
 from draftwire.models.paged_attention import AttentionShape, PackedStep
-from draftwire.models.parallel.layer_groups import LayerGroups, groups_of_size, runs_in_parallel, written
-from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.sequence_model import Reading
+from draftwire.options.layer_parallel.layer_groups import LayerGroups, groups_of_size, runs_in_parallel, written
+from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder
 from draftwire.requests.parameters import SamplingParams
 
 PARTS = ("acceptance", "cosine", "steps")

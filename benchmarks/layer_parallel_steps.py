@@ -32,11 +32,11 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import load_model
-from draftwire.models.parallel.layer_groups import LayerGroups, groups_of_size, runs_in_parallel, written
-from draftwire.models.parallel.layer_parallel import LayerParallelDecoder, Ranks
 from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
 from draftwire.models.parallel.tensor_parallel import ParallelModel, follow
 from draftwire.models.sequence_model import Reading
+from draftwire.options.layer_parallel.layer_groups import LayerGroups, groups_of_size, runs_in_parallel, written
+from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder, Ranks
 from tools.synth.synthesis import SHAPES, ModelShape, build_target
 
 EIGHT_LAYERS = "drafter-8-layers"

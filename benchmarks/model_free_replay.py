@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -23,14 +24,17 @@ from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import stack_options
 from draftwire.client import Client
-from draftwire.options.model_free.prompt_lookup import PromptLookup
-from draftwire.options.model_free.suffix import SuffixDrafter
+from draftwire.options.model_free.prompt_lookup import LookupText
+from draftwire.options.model_free.suffix import SuffixText
 from draftwire.options.model_free.text_drafter import TextDrafter
 
 NUM_GUESSED = 8
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Least length of the matches that are counted together."""
-SOURCES: dict[str, TextDrafter] = {"lookup": PromptLookup(least_match=1), "suffix": SuffixDrafter(least_match=1)}
+SOURCES: dict[str, TextDrafter] = {
+    "lookup": partial(LookupText, least_match=1),
+    "suffix": partial(SuffixText, least_match=1),
+}
 
 
 def works(count: int) -> Iterator[tuple[str, str]]:
@@ -46,7 +50,7 @@ def works(count: int) -> Iterator[tuple[str, str]]:
 
 def replay(drafter: TextDrafter, prompt: Sequence[int], text: Sequence[int]) -> Iterator[tuple[int, int, float]]:
     """Yields, for each place of a text, the length of the match, the tokens accepted of its guess, and seconds."""
-    followed = drafter.open(prompt)
+    followed = drafter(prompt)
     for place, token in enumerate(text):
         started = time.perf_counter()
         guess = followed.guess(NUM_GUESSED)

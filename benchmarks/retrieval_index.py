@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from os import POSIX_FADV_DONTNEED, fsync, posix_fadvise
 from pathlib import Path
@@ -28,7 +29,7 @@ import numpy as np
 from benchmarks.report import write_report
 from draftwire.cli.up_command import embedded_model
 from draftwire.models.card import load_card
-from draftwire.options.model_free.retrieval import RetrievalDrafter
+from draftwire.options.model_free.retrieval import RetrievalText
 from draftwire.options.model_free.retrieval_store import MAX_MATCH, SUFFIXES, TOKENS, RetrievalStore
 from draftwire.options.model_free.store_building import build_store, read_tokens
 
@@ -151,10 +152,10 @@ def timed(folder: Path, fingerprint: bytes, name: str, given: Sequence[list[int]
     """Opens a store that nothing has cached, and measures look-ups by their name. It is closed afterwards."""
     drop_from_cache(folder)
     store = RetrievalStore.open(folder, fingerprint)
-    drafter = RetrievalDrafter(store)
+    drafter = partial(RetrievalText, store)
 
     def guess(context: list[int]) -> object:
-        return drafter.open(context).guess(NUM_GUESSED)
+        return drafter(context).guess(NUM_GUESSED)
 
     look_up = {"find": store.find, "guess": guess}[name]
     return {"cold": microseconds(look_up, given[:NUM_COLD]), "warm": microseconds(look_up, given[NUM_COLD:])}

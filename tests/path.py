@@ -29,7 +29,7 @@ ROOTS = (
 )
 OPTIONS = {
     "token trees": ("draftwire.options.trees*", "draftwire_gateway.options.tree_*", "draftwire.method.tree_limits"),
-    "heads": ("draftwire.options.heads*", "draftwire.models.tap*", "draftwire_verifier.feature_feeds"),
+    "heads": ("draftwire.options.heads*", "draftwire_verifier.feature_feeds"),
     "drafting ahead": (
         "draftwire.options.ahead*",
         "draftwire.method.ahead_limits",
@@ -43,8 +43,10 @@ OPTIONS = {
         "draftwire_verifier.slow_masks",
         "draftwire_gateway.options.mask_allowance",
     ),
+    "log-probabilities": ("draftwire.options.logprobs*",),
     "the adaptive chooser": ("draftwire_gateway.speculation*",),
-    "layer-parallel drafting": ("draftwire.models.parallel*",),
+    "layer-parallel drafting": ("draftwire.options.layer_parallel*",),
+    "tensor-parallel targets": ("draftwire.models.parallel*",),
 }
 """Options that a round of a fixed chain does without, and the modules that belong to each, as patterns of `fnmatch`."""
 NOT_COUNTED = ("draftwire.runtime", "draftwire.v1")

@@ -15,10 +15,10 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import FeatureSpan, Reading
-from draftwire.models.taps import FeatureSource
 from draftwire.options.heads.draft_head import DraftHead, PairReading
 from draftwire.options.heads.head_formats import TargetFacts, required_shapes, shape_of
 from draftwire.options.heads.head_loading import build_head
+from draftwire.options.heads.taps import FeatureSource
 from tools.synth.synthesis import ModelShape, build_target
 
 LARGEST_ERROR = 1e-4

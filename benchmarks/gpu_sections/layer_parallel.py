@@ -20,9 +20,9 @@ from benchmarks.gpu_sections.timer import Timer
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.lean_decoder import LeanDecoder
-from draftwire.models.parallel.layer_groups import groups_of_size, runs_in_parallel, written
-from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.sequence_model import Reading
+from draftwire.options.layer_parallel.layer_groups import groups_of_size, runs_in_parallel, written
+from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder
 from tools.synth.synthesis import SHAPES, ModelShape, build_target
 
 SHAPE = ModelShape(2048, 8192, 16, 32, 8, 128_256, head_dim=64, tie_word_embeddings=True)

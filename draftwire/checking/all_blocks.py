@@ -29,7 +29,6 @@ class AllBlocks:
     probs: Tensor
     """`[blocks] float64`: the probability of drawing the block after its context."""
     batch: BlockBatch
-    """All blocks as one batch."""
 
     @property
     def contexts(self) -> Tensor:

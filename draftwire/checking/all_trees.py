@@ -32,7 +32,6 @@ class AllTrees:
     probs: Tensor
     """`[trees] float64`: the probability of drawing the tree after its context."""
     batch: TreeBatch
-    """All trees as one batch."""
     numbers: Tensor
     """`[trees, nodes + 1] int64`: what the batch calls the root, then each node; `NOTHING` for those not there."""
 

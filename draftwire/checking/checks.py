@@ -1,8 +1,9 @@
 """Checks a rule on many small models, block lengths and rounds, exactly where possible."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,8 +17,6 @@ from draftwire.checking.round_laws import (
     DecidedRound,
     Deciding,
     RecordingNoise,
-    RoundSource,
-    StatedRound,
     decided_emissions,
     improbability,
     stated_emissions,
@@ -26,9 +25,11 @@ from draftwire.checking.stateful import StatefulRule
 from draftwire.checking.theory import EXPECTATIONS, Expectation, block_expectation
 from draftwire.checking.toy_models import SHARPNESSES, Pair, adversarial_pairs, random_pairs, toy_pair
 from draftwire.checking.wire_rounds import COARSE, FINE, quantized, through_bytes
-from draftwire.method.distributions import DenseRows
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import FixedNoise, LawRule, Outcome, VerificationRule, verify
+
+EmissionsOf = Callable[[Pair, int], Emissions]
+"""Takes a model pair and a block length; returns the law of what a round emits."""
 
 TOLERANCE = 1e-9
 """Allowed deviation of exact laws. Rounding adds up to 1e-12 at most."""
@@ -48,9 +49,7 @@ class Size:
     schedules: tuple[tuple[int, ...], ...]
     """Block lengths of consecutive rounds; the last is repeated when the list ends."""
     num_random: int = len(SHARPNESSES)
-    """Number of random model pairs."""
     is_adversarial: bool = True
-    """Whether adversarial model pairs are included."""
 
     def pairs(self) -> tuple[Pair, ...]:
         """Returns the model pairs."""
@@ -113,16 +112,6 @@ THOROUGH = CheckPlan(
     edges=(1, 2, 3),
 )
 
-QUICK = CheckPlan(
-    stated=(Size(3, ((1,), (2,), (3,))),),
-    decided=(Size(3, ((1,), (2,), (2, 1)), num_random=2),),
-    coupled=(Size(3, ((1,), (2,)), num_random=2),),
-    stateful=(Size(3, ((2,),), num_random=2),),
-    sampled=(Size(3, ((2,),), num_random=1, is_adversarial=False),),
-    edges=(1, 2),
-)
-"""Finds most mistakes."""
-
 COMPARED_LENGTH = 3
 """Block length for which the report has the mean number of accepted tokens."""
 
@@ -136,14 +125,14 @@ def check(rule: VerificationRule, plan: CheckPlan = THOROUGH) -> RuleReport:
     if isinstance(rule, StatefulRule):
         return _stateful(rule, plan, findings)
     decided = DecidedRound(rule)
-    source: RoundSource = decided
+    source: EmissionsOf = decided
     method, sizes = "decided", plan.decided
     if rule.is_coupled:
-        source, method, sizes = _CoupledSource(rule, findings), "coupled", plan.coupled
+        source, method, sizes = partial(_coupled, rule, findings), "coupled", plan.coupled
     elif isinstance(rule, LawRule):
-        source, method, sizes = StatedRound(rule), "stated", plan.stated
+        source, method, sizes = partial(_stated, rule), "stated", plan.stated
         with findings.recording_errors():
-            _check_stated(rule, source, decided, plan, findings)
+            _check_stated(rule, decided, plan, findings)
     with findings.recording_errors():
         if source is decided:
             decided.prepare(random_pairs(3), (2,))
@@ -162,55 +151,38 @@ def check(rule: VerificationRule, plan: CheckPlan = THOROUGH) -> RuleReport:
     return _report(rule, method, source, findings)
 
 
-class _CoupledSource:
-    """Source of the emissions of a coupled rule; reports wrong uses of noise."""
-
-    def __init__(self, rule: VerificationRule, findings: Findings) -> None:
-        self._rule = rule
-        self._findings = findings
-
-    def prepare(self, pairs: Sequence[Pair], lengths: Iterable[int]) -> None:
-        """Nothing is found beforehand."""
-
-    def emissions(self, pair: Pair, length: int) -> Emissions:
-        found = coupled_round(self._rule, pair, length)
-        for reason in found.reasons:
-            self._findings.require(Kind.NOISE, 1.0, 0.0, f"{reason}; {_where(pair, (length,))}")
-        return found.emissions
+def _coupled(rule: VerificationRule, findings: Findings, pair: Pair, length: int) -> Emissions:
+    """Returns the emissions of a coupled rule, and reports wrong uses of noise."""
+    found = coupled_round(rule, pair, length)
+    for reason in found.reasons:
+        findings.require(Kind.NOISE, 1.0, 0.0, f"{reason}; {_where(pair, (length,))}")
+    return found.emissions
 
 
-def _check_laws(rule: VerificationRule, source: RoundSource, sizes: tuple[Size, ...], findings: Findings) -> None:
+def _stated(rule: LawRule, pair: Pair, length: int) -> Emissions:
+    return stated_emissions(rule, all_blocks(pair, length))
+
+
+def _check_laws(rule: VerificationRule, source: EmissionsOf, sizes: tuple[Size, ...], findings: Findings) -> None:
     """Compares laws of texts of several rounds with the target's, and mean numbers of accepted tokens with theory."""
     for size in sizes:
-        source.prepare(size.pairs(), size.lengths())
+        if isinstance(source, DecidedRound):
+            source.prepare(size.pairs(), size.lengths())
         for pair in size.pairs():
-            rounds = {length: source.emissions(pair, length) for length in size.lengths()}
+            rounds = {length: source(pair, length) for length in size.lengths()}
             for schedule in size.schedules:
+                where = _where(pair, schedule)
                 if isinstance(source, DecidedRound) and not source.is_exact:
                     deviation, error = _sampled_deviation(pair, schedule[0], source.measure(pair, schedule[0]))
-                    _judge_law(rule, pair, schedule, deviation, SAMPLED_SIGMAS * error + TOLERANCE, findings)
+                    tolerance = SAMPLED_SIGMAS * error + TOLERANCE
+                    findings.judge(deviation, tolerance, pair, rule.is_lossless, where)
                     continue
                 length = max(schedule) + 2
                 law = law_of_rounds([rounds[block_length] for block_length in schedule], length)
                 deviation = largest_deviation(law, sequence_law(pair.target, length))
-                _judge_law(rule, pair, schedule, deviation, TOLERANCE, findings)
+                findings.judge(deviation, TOLERANCE, pair, rule.is_lossless, where)
                 if len(schedule) == 1:
                     _check_accepted(rule, pair, schedule[0], rounds[schedule[0]].expected_accepted(), findings)
-
-
-def _judge_law(
-    rule: VerificationRule,
-    pair: Pair,
-    schedule: tuple[int, ...],
-    deviation: float,
-    tolerance: float,
-    findings: Findings,
-) -> None:
-    findings.law(deviation)
-    if pair.is_greedy:
-        findings.require(Kind.GREEDY, deviation, tolerance, _where(pair, schedule))
-    if rule.is_lossless:
-        findings.require(Kind.LAW, deviation, tolerance, _where(pair, schedule))
 
 
 def _check_accepted(rule: VerificationRule, pair: Pair, length: int, accepted: Tensor, findings: Findings) -> None:
@@ -225,9 +197,7 @@ def _check_accepted(rule: VerificationRule, pair: Pair, length: int, accepted: T
         findings.require(Kind.ACCEPTED, size, TOLERANCE, f"more than any lossless rule can have; {where}")
 
 
-def _check_stated(
-    rule: LawRule, stated: RoundSource, decided: DecidedRound, plan: CheckPlan, findings: Findings
-) -> None:
+def _check_stated(rule: LawRule, decided: DecidedRound, plan: CheckPlan, findings: Findings) -> None:
     """Checks that a stated law is a distribution, and that the rule's decisions follow it."""
     for size in plan.decided:
         decided.prepare(size.pairs(), size.lengths())
@@ -235,19 +205,15 @@ def _check_stated(
             for length in size.lengths():
                 where = _where(pair, (length,))
                 findings.require(Kind.NO_LAW, improbability(rule, all_blocks(pair, length)), TOLERANCE, where)
-                deviation = stated.emissions(pair, length).deviation_from(decided.emissions(pair, length))
+                deviation = _stated(rule, pair, length).deviation_from(decided(pair, length))
                 findings.require(Kind.DRAWING, deviation, TOLERANCE + _sampling_error(decided, pair, length), where)
 
 
 def _sampling_error(decided: DecidedRound, pair: Pair, length: int) -> float:
     """Returns the allowed sampling error of a round's emission probabilities; 0 if they are exact."""
-    measure = decided.measure(pair, length)
-    if measure.is_exact:
-        return 0.0
-    blocks = all_blocks(pair, length)
-    rounds = [torch.cat(decided_emissions(blocks, probs).of_count, dim=1) for probs in measure.replicates]
-    largest = float(torch.stack(rounds).std(dim=0).max())
-    return SAMPLED_SIGMAS * largest / math.sqrt(len(rounds))
+    blocks, replicates = all_blocks(pair, length), decided.measure(pair, length).replicates
+    rounds = [torch.cat(decided_emissions(blocks, probs).of_count, dim=1) for probs in replicates]
+    return SAMPLED_SIGMAS * _standard_error(torch.stack(rounds))
 
 
 def _check_edges(rule: VerificationRule, plan: CheckPlan, findings: Findings) -> None:
@@ -268,61 +234,40 @@ def _check_batches(rule: VerificationRule, findings: Findings) -> None:
     """Checks that decisions are the same alone and in batches, padded and packed, given the same random numbers."""
     for batch_size in BATCH_SIZES:
         for repeat in range(BATCH_REPEATS):
-            where = f"in a batch of {batch_size}"
             generator = torch.Generator().manual_seed(1000 * batch_size + repeat)
-            ragged = _Ragged.of(batch_size, generator)
+            padded, packed, singles = _ragged(batch_size, generator)
             recorded = RecordingNoise(0.5, batch_size)
-            verify(rule, ragged.padded(), recorded)
+            verify(rule, padded, recorded)
             uniforms = torch.rand(batch_size, recorded.num_uniforms, generator=generator, dtype=torch.float64)
-            times = torch.rand(ragged.target.shape, generator=generator, dtype=torch.float64).clamp(min=1e-300)
-            noise = FixedNoise(uniforms, -times.log())
-            together = [verify(rule, blocks, noise) for blocks in (ragged.padded(), ragged.packed())]
-            for index in range(batch_size):
-                alone = verify(
-                    rule, ragged.alone(index), FixedNoise(uniforms[index : index + 1], -times[[index]].log())
-                )
+            shape = (*padded.target_rows.shape, padded.target_probs.shape[1])
+            times = -torch.rand(shape, generator=generator, dtype=torch.float64).clamp(min=1e-300).log()
+            together = [verify(rule, blocks, FixedNoise(uniforms, times)) for blocks in (padded, packed)]
+            for index, single in enumerate(singles):
+                alone = verify(rule, single, FixedNoise(uniforms[[index]], times[[index]]))
                 is_same = all(_pair_of(alone, 0) == _pair_of(outcome, index) for outcome in together)
-                findings.require(Kind.BATCH, float(not is_same), 0.0, where)
+                findings.require(Kind.BATCH, float(not is_same), 0.0, f"in a batch of {batch_size}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Ragged:
-    """Blocks of different lengths."""
-
-    target: Tensor
-    draft: Tensor
-    tokens: Tensor
-    lengths: Tensor
-
-    @classmethod
-    def of(cls, batch_size: int, generator: torch.Generator, vocab_size: int = 5, max_len: int = 4) -> "_Ragged":
-        """Returns random blocks, whose draft tokens are drawn from the drafter."""
-        target, draft = (
-            torch.randn(batch_size, max_len + extra, vocab_size, generator=generator, dtype=torch.float64).softmax(-1)
-            for extra in (1, 0)
-        )
-        tokens = torch.multinomial(draft.flatten(0, 1), 1, generator=generator).reshape(batch_size, max_len)
-        return cls(target, draft, tokens, torch.randint(0, max_len + 1, (batch_size,), generator=generator))
-
-    def padded(self) -> BlockBatch:
-        """Returns all blocks as a padded batch."""
-        return BlockBatch.padded(self.target, self.draft, self.tokens, self.lengths)
-
-    def packed(self) -> BlockBatch:
-        """Returns all blocks as a packed batch, as a server has them: rows over the vocabulary are not padded."""
-        lengths = self.lengths.tolist()
-        rows = [self.target[index, : length + 1] for index, length in enumerate(lengths)]
-        drafts = [DenseRows(self.draft[index, :length]) for index, length in enumerate(lengths)]
-        tokens = [self.tokens[index, :length].tolist() for index, length in enumerate(lengths)]
-        starts = [0, *torch.tensor([len(part) for part in rows]).cumsum(0).tolist()[:-1]]
-        return BlockBatch.packed(torch.cat(rows), drafts, tokens, starts)
-
-    def alone(self, index: int) -> BlockBatch:
-        """Returns one block as a batch."""
-        row, length = slice(index, index + 1), int(self.lengths[index])
-        return BlockBatch.padded(
-            self.target[row, : length + 1], self.draft[row, :length], self.tokens[row, :length], self.lengths[row]
-        )
+def _ragged(batch_size: int, generator: torch.Generator) -> tuple[BlockBatch, BlockBatch, list[BlockBatch]]:
+    """Returns random blocks of different lengths: padded, packed as a server has them, and each alone."""
+    vocab_size, max_len = 5, 4
+    target, draft = (
+        torch.randn(batch_size, places, vocab_size, generator=generator, dtype=torch.float64).softmax(-1)
+        for places in (max_len + 1, max_len)
+    )
+    tokens = torch.multinomial(draft.flatten(0, 1), 1, generator=generator).reshape(batch_size, max_len)
+    lengths = torch.randint(0, max_len + 1, (batch_size,), generator=generator)
+    singles = [
+        BlockBatch.padded(target[[row], : length + 1], draft[[row], :length], tokens[[row], :length], lengths[[row]])
+        for row, length in enumerate(lengths.tolist())
+    ]
+    packed = BlockBatch.packed(
+        torch.cat([single.target_probs for single in singles]),
+        [single.draft for single in singles],
+        [single.draft_tokens[0].tolist() for single in singles],
+        ((lengths + 1).cumsum(0) - lengths - 1).tolist(),
+    )
+    return BlockBatch.padded(target, draft, tokens, lengths), packed, singles
 
 
 def _check_sparse(rule: VerificationRule, findings: Findings) -> None:
@@ -363,7 +308,7 @@ def _check_alike(rule: VerificationRule, dense: AllBlocks, sparse: AllBlocks, ki
 
 def _stateful(rule: StatefulRule, plan: CheckPlan, findings: Findings) -> RuleReport:
     """Checks a rule that remembers, following its state over rounds."""
-    source = StatedRound(rule)  # of first rounds
+    first_round = partial(_stated, rule)
     with findings.recording_errors():
         for size in plan.stateful:
             for pair in size.pairs():
@@ -371,14 +316,14 @@ def _stateful(rule: StatefulRule, plan: CheckPlan, findings: Findings) -> RuleRe
                     length = block_length + 2
                     law = rule.law_of_rounds(pair, block_length, length)
                     deviation = largest_deviation(law, sequence_law(pair.target, length))
-                    _judge_law(rule, pair, (block_length,), deviation, TOLERANCE, findings)
-                    accepted = source.emissions(pair, block_length).expected_accepted()
+                    findings.judge(deviation, TOLERANCE, pair, rule.is_lossless, _where(pair, (block_length,)))
+                    accepted = first_round(pair, block_length).expected_accepted()
                     _check_accepted(rule, pair, block_length, accepted, findings)
     with findings.recording_errors():
         for pair in (random_pairs(3)[1], *adversarial_pairs(3)[:2]):
             deviation = rule.drawing_deviation(pair, 2)
             findings.require(Kind.DRAWING, deviation, TOLERANCE, _where(pair, (2,)))
-    return _report(rule, "stateful", source, findings)
+    return _report(rule, "stateful", first_round, findings)
 
 
 def _sampled_deviation(pair: Pair, length: int, measure: Measure) -> tuple[float, float]:
@@ -386,11 +331,15 @@ def _sampled_deviation(pair: Pair, length: int, measure: Measure) -> tuple[float
     reference = sequence_law(pair.target, length + 1)
     blocks = all_blocks(pair, length)
     laws = torch.stack([completed_law(decided_emissions(blocks, probs), reference) for probs in measure.replicates])
-    error = laws.std(dim=0) / len(laws) ** 0.5 if len(laws) > 1 else torch.zeros_like(reference)
-    return largest_deviation(laws.mean(dim=0), reference), float(error.max())
+    return largest_deviation(laws.mean(dim=0), reference), _standard_error(laws)
 
 
-def _report(rule: VerificationRule, method: str, source: RoundSource, findings: Findings) -> RuleReport:
+def _standard_error(estimates: Tensor) -> float:
+    """Returns the largest standard error of the means of `[replicates, ...]`; 0 of a single one, which is exact."""
+    return float(estimates.std(dim=0).max()) / math.sqrt(len(estimates)) if len(estimates) > 1 else 0.0
+
+
+def _report(rule: VerificationRule, method: str, source: EmissionsOf, findings: Findings) -> RuleReport:
     pairs = random_pairs(3)
 
     def mean(values: Callable[[Pair, int], Tensor]) -> float:
@@ -398,9 +347,10 @@ def _report(rule: VerificationRule, method: str, source: RoundSource, findings: 
 
     accepted = toy = float("nan")
     with findings.recording_errors():
-        source.prepare(pairs, (COMPARED_LENGTH,))
-        accepted = mean(lambda pair, length: source.emissions(pair, length).expected_accepted())
-        toy = float(source.emissions(toy_pair(), 2).expected_accepted()[-1])
+        if isinstance(source, DecidedRound):
+            source.prepare(pairs, (COMPARED_LENGTH,))
+        accepted = mean(lambda pair, length: source(pair, length).expected_accepted())
+        toy = float(source(toy_pair(), 2).expected_accepted()[-1])
     expectation = _expectation_of(rule)
     return RuleReport(
         rule.name,

@@ -12,6 +12,7 @@ noise that fall into it, show what real code does for the whole cell.
 """
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -136,10 +137,10 @@ def coupled_round(rule: VerificationRule, pair: Pair, length: int) -> CoupledRou
     shape = (contexts, *[vocab_size] * (2 * length + 1))
     path = torch.stack([part.flatten() for part in torch.meshgrid(*map(torch.arange, shape), indexing="ij")])
     before = torch.stack([path[0], *path[1:-1:2]])  # [length + 1, paths]: the token before each place
-    probs = last.probs[before[-1], path[-1], path[-1]]
-    for place in range(length):
-        probs = probs * races.probs[before[place], path[1 + 2 * place], path[2 + 2 * place]]
-    kept = (probs > 0.0) & _is_wide(path, before, races, last)
+    cells = [last.probs[before[-1], path[-1], path[-1]]]
+    cells += [races.probs[before[place], path[1 + 2 * place], path[2 + 2 * place]] for place in range(length)]
+    probs = reduce(torch.mul, cells)
+    kept = (probs > 0.0) & (torch.stack(cells) > LEAST_CELL).all(dim=0)
     path, before, probs = path[:, kept], before[:, kept], probs[kept]
     found = []
     for witness in range(len(WITNESSES)):
@@ -158,14 +159,6 @@ def coupled_round(rule: VerificationRule, pair: Pair, length: int) -> CoupledRou
     return CoupledRound(Emissions.from_codes(masses.reshape(contexts, codes), vocab_size), tuple(reasons))
 
 
-def _is_wide(path: Tensor, before: Tensor, races: RaceLaw, last: RaceLaw) -> Tensor:
-    """Returns which paths have no cell below `LEAST_CELL`, `[paths] bool`."""
-    result = last.probs[before[-1], path[-1], path[-1]] > LEAST_CELL
-    for place in range(len(before) - 1):
-        result &= races.probs[before[place], path[1 + 2 * place], path[2 + 2 * place]] > LEAST_CELL
-    return result
-
-
 def _emitted(rule: VerificationRule, pair: Pair, contexts: Tensor, times: Tensor) -> Tensor:
     """Drafts and verifies with given noise, `[paths, length + 1, vocab]`; returns the codes of the emitted tokens."""
     length, vocab_size = times.shape[1] - 1, pair.vocab_size
@@ -180,7 +173,6 @@ def _emitted(rule: VerificationRule, pair: Pair, contexts: Tensor, times: Tensor
 def _reads_ahead(codes: Tensor, path: Tensor, shape: tuple[int, ...]) -> bool:
     """Returns whether paths that agree up to the last committed position emit different tokens."""
     length, vocab_size = (len(shape) - 2) // 2, shape[1]
-    number = torch.zeros_like(codes)
     least = 0
     for place in range(length + 1):
         # codes of exactly place + 1 tokens are [least, most)

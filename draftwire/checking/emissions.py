@@ -6,6 +6,7 @@ the most significant digit. The contexts are the rows of a model's table.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -77,22 +78,17 @@ def law_of_rounds(emissions: Sequence[Emissions], length: int) -> Tensor:
         `[contexts, vocab ** length]`.
     """
     contexts, vocab_size = emissions[0].of_count[0].shape
-    laws: dict[tuple[int, int], Tensor] = {}
 
+    @cache
     def law(first_round: int, left: int) -> Tensor:
-        if left == 0:
-            return torch.ones(contexts, 1, dtype=torch.float64)
-        key = (min(first_round, len(emissions) - 1), left)
-        if key not in laws:
-            total = torch.zeros(contexts, vocab_size**left, dtype=torch.float64)
-            for count, emitted in enumerate(emissions[key[0]].of_count, start=1):
-                if count >= left:
-                    total += emitted.reshape(contexts, vocab_size**left, -1).sum(dim=2)
-                else:
-                    rest = law(key[0] + 1, left - count)[:vocab_size]
-                    total += (emitted.reshape(contexts, -1, vocab_size, 1) * rest).flatten(1)
-            laws[key] = total
-        return laws[key]
+        total = torch.zeros(contexts, vocab_size**left, dtype=torch.float64)
+        for count, emitted in enumerate(emissions[first_round].of_count, start=1):
+            if count >= left:
+                total += emitted.reshape(contexts, vocab_size**left, -1).sum(dim=2)
+            else:
+                rest = law(min(first_round + 1, len(emissions) - 1), left - count)[:vocab_size]
+                total += (emitted.reshape(contexts, -1, vocab_size, 1) * rest).flatten(1)
+        return total
 
     return law(0, length)
 

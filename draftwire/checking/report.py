@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
+from draftwire.checking.toy_models import Pair
+
 
 class Kind(Enum):
     """Kinds of failures of a rule."""
@@ -90,11 +92,17 @@ class Findings:
     num_laws: int = 0
     _worst: dict[Kind, Failure] = field(default_factory=dict)
 
-    def law(self, deviation: float) -> None:
-        """Records the deviation of a law; a NaN is kept."""
+    def judge(self, deviation: float, tolerance: float, pair: Pair, is_lossless: bool, where: str) -> None:
+        """Records by how much a law deviates from the target's; a NaN is kept. Only lossy rules may deviate, and not
+        where the target is greedy.
+        """
         self.num_laws += 1
         if not deviation <= self.deviation:
             self.deviation = deviation
+        if pair.is_greedy:
+            self.require(Kind.GREEDY, deviation, tolerance, where)
+        if is_lossless:
+            self.require(Kind.LAW, deviation, tolerance, where)
 
     def require(self, kind: Kind, size: float, tolerance: float, where: str) -> None:
         """Records a failure if `size` is above `tolerance` or NaN."""

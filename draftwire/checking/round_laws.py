@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,16 +15,6 @@ from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import FixedNoise, LawRule, VerificationRule, verify
 
 EDGE_BLOCKS_AT_ONCE = 2**16
-
-
-class RoundSource(Protocol):
-    """Source of the emissions of a rule's rounds."""
-
-    def prepare(self, pairs: Sequence[Pair], lengths: Iterable[int]) -> None:
-        """Announces pairs (of one vocabulary size) and block lengths, so that laws can be computed together."""
-
-    def emissions(self, pair: Pair, length: int) -> Emissions:
-        """Returns the law of what one round of `length` draft tokens emits."""
 
 
 @dataclass(slots=True)
@@ -105,7 +94,7 @@ class DecidedRound:
     """Emissions of rounds, computed from decisions alone."""
 
     def __init__(self, rule: VerificationRule) -> None:
-        """Wraps any rule that is not coupled."""
+        """Starts with no laws; the rule is not coupled."""
         self.is_exact = True
         self._rule = rule
         self._measures: dict[tuple[Pair, int], Measure] = {}
@@ -131,23 +120,9 @@ class DecidedRound:
         self.prepare((pair,), (length,))
         return self._measures[pair, length]
 
-    def emissions(self, pair: Pair, length: int) -> Emissions:
+    def __call__(self, pair: Pair, length: int) -> Emissions:
         """Returns the emissions of one round, from the decisions about all blocks."""
         return decided_emissions(all_blocks(pair, length), self.measure(pair, length).probs)
-
-
-class StatedRound:
-    """Emissions of rounds, computed from the law that a rule states."""
-
-    def __init__(self, rule: LawRule) -> None:
-        self._rule = rule
-
-    def prepare(self, pairs: Sequence[Pair], lengths: Iterable[int]) -> None:
-        """Does nothing: stated laws need no preparation."""
-
-    def emissions(self, pair: Pair, length: int) -> Emissions:
-        """Returns the emissions of one round, from the stated law."""
-        return stated_emissions(self._rule, all_blocks(pair, length))
 
 
 def decided_emissions(blocks: AllBlocks, probs: Tensor) -> Emissions:
@@ -159,17 +134,15 @@ def decided_emissions(blocks: AllBlocks, probs: Tensor) -> Emissions:
 
 def stated_emissions(rule: LawRule, blocks: AllBlocks) -> Emissions:
     """Returns the emissions of rounds, from the law that a rule states."""
-    pair = blocks.pair
-    law = rule.stop_law(blocks.batch)
+    law, vocab_size = rule.stop_law(blocks.batch), blocks.pair.vocab_size
     result = []
     for accepted in range(blocks.length + 1):
         weights = rule.extra_weights(blocks.batch, law, torch.full_like(blocks.numbers, accepted)).to(torch.float64)
         reach = (blocks.probs * law.accepted_probs[:, accepted]).unsqueeze(1)
         contributions = torch.where(reach == 0.0, 0.0, reach * weights / weights.sum(dim=1, keepdim=True))
-        emitted = torch.zeros(
-            (pair.vocab_size + 1) * pair.vocab_size**accepted, pair.vocab_size, dtype=torch.float64
-        ).index_add_(0, blocks.prefixes(accepted), contributions)
-        result.append(emitted.reshape(pair.vocab_size + 1, -1))
+        emitted = torch.zeros((vocab_size + 1) * vocab_size**accepted, vocab_size, dtype=torch.float64)
+        emitted.index_add_(0, blocks.prefixes(accepted), contributions)
+        result.append(emitted.reshape(vocab_size + 1, -1))
     return Emissions(tuple(result))
 
 

@@ -43,7 +43,6 @@ EXPECTATIONS: dict[str, Expectation] = {
     "block": block_expectation,
     "coupled": coupled_expectation,
 }
-"""Expectations by rule name."""
 
 
 def _mean(pair: Pair, length: int, step: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draftwire.checking.all_blocks import RowsOf, sparse_rows
 from draftwire.checking.all_trees import AllTrees, all_trees, stated_tree_emissions, walked_tree_emissions
-from draftwire.checking.emissions import Emissions, completed_law, largest_deviation, sequence_law
+from draftwire.checking.emissions import completed_law, largest_deviation, sequence_law
 from draftwire.checking.report import Findings, Kind, TreeReport
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
 from draftwire.method.distributions import DenseRows
@@ -87,7 +87,8 @@ def _layout(shape: TokenTree) -> RowsOf:
 
 def _check_law(rule: TreeRule, trees: AllTrees, findings: Findings) -> None:
     """Compares the law of one round, continued by the target, with the target's, and decisions with the law."""
-    where = f"{trees.pair.name}, {trees.pair.vocab_size} tokens, parents {trees.shape.parents}"
+    pair, shape = trees.pair, trees.shape
+    where = f"{pair.name}, {pair.vocab_size} tokens, parents {shape.parents}"
     if isinstance(rule, TreeLawRule):
         emissions = stated_tree_emissions(rule, trees)
         law = rule.tree_law(trees.batch)
@@ -98,17 +99,9 @@ def _check_law(rule: TreeRule, trees: AllTrees, findings: Findings) -> None:
         walked = walked_tree_emissions(rule, trees)
         emissions = walked.emissions
         findings.require(Kind.NOISE, float(not walked.is_targets_own), 0.0, f"not the target's own text; {where}")
-    _judge(rule, trees, emissions, findings, where)
-
-
-def _judge(rule: TreeRule, trees: AllTrees, emissions: Emissions, findings: Findings, where: str) -> None:
-    reference = sequence_law(trees.pair.target, trees.shape.depth + 1)
+    reference = sequence_law(pair.target, shape.depth + 1)
     deviation = largest_deviation(completed_law(emissions, reference), reference)
-    findings.law(deviation)
-    if trees.pair.is_greedy:
-        findings.require(Kind.GREEDY, deviation, TOLERANCE, where)
-    if rule.is_lossless:
-        findings.require(Kind.LAW, deviation, TOLERANCE, where)
+    findings.judge(deviation, TOLERANCE, pair, rule.is_lossless, where)
 
 
 def _wrong_draws(rule: TreeLawRule, trees: TreeBatch) -> float:

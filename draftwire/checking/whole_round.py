@@ -87,12 +87,17 @@ class Round:
         contexts, tokens = digits(
             torch.arange(len(table) * self.vocab_size ** (num_rows - 1)), num_rows - 1, self.vocab_size
         )
-        logits = rows_along(table, contexts, tokens).flatten(0, 1).log()
+        rows = rows_along(table, contexts, tokens).flatten(0, 1)
+        return self._sampled(rows, contexts, tokens, num_rows).reshape(-1, num_rows, self.vocab_size)
+
+    def _sampled(self, rows: Tensor, contexts: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
+        """Returns a model's rows at the last `num_rows` positions of texts, `[texts * num_rows, vocab]`, as sampled."""
+        prompts = [self.prompt(context) for context in contexts.tolist()]
         spans = [
-            Span(self.sampling, num_rows, [*self.prompt(context), *text], len(self.prompt(context)))
-            for context, text in zip(contexts.tolist(), tokens.tolist(), strict=True)
+            Span(self.sampling, num_rows, [*prompt, *text], len(prompt))
+            for prompt, text in zip(prompts, tokens.tolist(), strict=True)
         ]
-        return probabilities_of_spans(logits, spans).reshape(-1, num_rows, self.vocab_size)
+        return probabilities_of_spans(rows.log(), spans)
 
     def prompt(self, context: int) -> list[int]:
         """Returns the prompt that a context represents."""
@@ -149,13 +154,8 @@ class Round:
         law = torch.ones(contexts, 1, dtype=torch.float64)
         for count in range(self.most_emitted):
             first, tokens = digits(torch.arange(contexts * vocab_size**count), count, vocab_size)
-            logits = rows_along(self.pair.target, first, tokens)[:, -1].log()
-            prompts = [self.prompt(context) for context in first.tolist()]
-            spans = [
-                Span(self.sampling, 1, [*prompt, *text], len(prompt))
-                for prompt, text in zip(prompts, tokens.tolist(), strict=True)
-            ]
-            rows = probabilities_of_spans(logits, spans).reshape(contexts, -1, vocab_size)
+            last = rows_along(self.pair.target, first, tokens)[:, -1]
+            rows = self._sampled(last, first, tokens, 1).reshape(contexts, -1, vocab_size)
             law = (law.unsqueeze(2) * rows).flatten(1)
         return law
 

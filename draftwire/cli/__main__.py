@@ -32,16 +32,8 @@ serve_app = typer.Typer(no_args_is_help=True, help="Run one service in the foreg
 app.add_typer(serve_app, name="serve")
 for name in SERVICES:
     serve_app.command(name, cls=PlainHelp)(serve_command(name))
-app.command()(up)
-app.command()(demo)
-app.command()(generate)
-app.command()(chat)
-app.command()(models)
-app.command()(bench)
-app.command()(health)
-app.command()(check_rule)
-app.command()(token)
-app.command()(train)
+for command in (up, demo, generate, chat, models, bench, health, check_rule, token, train):
+    app.command()(command)
 app.add_typer(index_app, name="index")
 
 

@@ -121,12 +121,12 @@ def bench(
     """Measure how fast a gateway completes prompts, with speculation and plainly."""
     import asyncio
 
-    from draftwire.cli.console import make_console
+    from rich.progress import MofNCompleteColumn
 
-    arguments = request.arguments()
-    if request.max_tokens is None:
-        arguments["max_tokens"] = MAX_TOKENS
-    elif request.max_tokens == 0:
+    from draftwire.cli.console import make_console, make_progress
+
+    arguments = request.arguments(MAX_TOKENS)
+    if request.max_tokens == 0:
         raise InvalidRequestError("max_tokens: without tokens there is nothing to measure")
     num_requests = default_requests(concurrency) if requests is None else requests
     plan = BenchPlan(
@@ -137,7 +137,8 @@ def bench(
         num_runs=runs,
         beside_plain=beside_plain,
     )
-    with connection.open_async() as client, _progress(make_console(stderr=True)) as progress:
+    bar = make_progress(make_console(stderr=True), MofNCompleteColumn())
+    with connection.open_async() as client, bar as progress:
         columns, explanation = asyncio.run(_measure(client, plan, connection.wait, progress, explain))
     results: dict[str, Any] = {
         "requests": plan.num_requests,
@@ -272,15 +273,7 @@ def speedup(speculation: "Sequence[Run]", plain: "Sequence[Run]") -> dict[str, f
     return {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
 
 
-def _progress(console: "Console") -> "Progress":
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
 def _cells(column: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields title and value of each row of a column."""
     yield "tokens/s", f"{column['tokens_per_second']:.1f}"
     yield "completions/s", f"{column['completions_per_second']:.2f}"
     for name, title in TIMES.items():
@@ -293,13 +286,10 @@ def _cells(column: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _print_table(console: "Console", results: dict[str, Any]) -> None:
-    from rich.table import Table
+    from draftwire.cli.console import make_table
 
     names = [name for name in ("speculation", "plain") if name in results]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
-    for name in names:
-        table.add_column(name, justify="right")
+    table = make_table(["", *names], texts=[""])
     for cells in zip(*(_cells(results[name]) for name in names), strict=True):
         table.add_row(cells[0][0], *(value for _, value in cells))
     console.print(f"{results['runs']} runs of {results['requests']} completions, {results['concurrency']} at a time")

@@ -80,16 +80,14 @@ def _has_no_trees(choice: Any, load: Any) -> bool:
 
 
 def _print_choice(console: "Console", choice: Any, load: Any) -> None:
-    from rich.table import Table
+    from draftwire.cli.console import make_table
 
     pair = visible(f"{choice.drafter} {'at' if choice.is_local else 'for'} {choice.verifier}")
     if choice.beside:
         pair += visible(f", beside {choice.beside}")
     sessions = "one session" if load.max_sessions == 1 else f"{load.min_sessions} to {load.max_sessions} sessions"
     console.print(f"lengths of drafts by {pair}, {sessions} at a time", soft_wrap=True, markup=False)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("length", "tokens/round", "ms/round", "tokens/s of a session", "accepted", "known from"):
-        table.add_column(heading, justify="right")
+    table = make_table(("length", "tokens/round", "ms/round", "tokens/s of a session", "accepted", "known from"))
     survival, is_chosen = [1.0, *choice.survival], load.chosen in ("", choice.drafter)
     for estimate in load.estimates:
         windows = estimate.num_windows
@@ -110,50 +108,40 @@ def _print_choice(console: "Console", choice: Any, load: Any) -> None:
 
 def reasons(choice: Any, load: Any) -> Iterator[str]:
     """Yields sentences on prices, on whether drafting pays, and on what would change that."""
-    rates = [rate_of(estimate) for estimate in load.estimates]
-    best = load.num_draft_tokens
+    plain, *drafts = load.estimates
     yield (
-        f"prices: a plain round {_ms(load.estimates[0].round_s)}, a draft token {_ms(load.draft_token_s)}, "
+        f"prices: a plain round {_ms(plain.round_s)}, a draft token {_ms(load.draft_token_s)}, "
         f"a row of the verifier {_ms(load.row_s)}; acceptance from {choice.num_drafts} drafts"
     )
-    if len(rates) == 1:
+    if not drafts:
         return
-    if not choice.survival:
-        yield _tree_reason(choice, load)
+    fastest, best = max(drafts, key=rate_of), load.num_draft_tokens
+    if not choice.survival:  # trees, of which nothing more is predicted
+        yield _verdict(choice, load, fastest, pays=bool(load.chosen))
         return
     if load.chosen not in ("", choice.drafter):
-        ratio = f"{rates[best] / rates[0]:.2f}"
-        yield f"{load.chosen} drafts: it is faster than {best} tokens of {choice.drafter}, {ratio} times plain decoding"
+        yield _verdict(choice, load, load.estimates[best], pays=True)
         return
-    drafting = max(range(1, len(rates)), key=lambda length: rates[length])
-    acceptance = mean_acceptance(choice.survival[:drafting])
-    if best:
-        yield f"drafting pays: {best} tokens make {rates[best] / rates[0]:.2f} times the tokens/s of plain decoding"
-        edge = break_even_acceptance(load)
-        if edge is not None and edge >= LEAST_SHOWN:
-            yield f"it would not if less than {edge:.0%} of the tokens were accepted{AFTER}; now {acceptance:.0%}"
-        return
-    ratio = f"{rates[drafting] / rates[0]:.2f}"
-    yield f"drafting does not pay: {drafting} tokens make {ratio} times the tokens/s of plain decoding"
-    edge = break_even_acceptance(load)
-    if edge is not None:
-        yield f"it would if {edge:.0%} of the tokens were accepted{AFTER}; now {acceptance:.0%}"
+    yield _verdict(choice, load, load.estimates[best] if best else fastest, pays=best > 0)
+    edge, drafting = break_even_acceptance(load), fastest.num_draft_tokens
+    if edge is not None and (edge >= LEAST_SHOWN or not best):
+        wanted = f"it would not if less than {edge:.0%}" if best else f"it would if {edge:.0%}"
+        acceptance = mean_acceptance(choice.survival[:drafting])
+        yield f"{wanted} of the tokens were accepted{AFTER}; now {acceptance:.0%}"
     token_s = break_even_token_s(load, drafting)
-    if token_s is not None:
+    if token_s is not None and not best:
         yield f"or if a draft token took {_ms(token_s)}; now {_ms(load.draft_token_s)}"
 
 
-def _tree_reason(choice: Any, load: Any) -> str:
-    """Returns whether trees pay, of those that were measured."""
-    plain, *trees = load.estimates
-    best = max(trees, key=rate_of)
-    ratio = f"{rate_of(best) / rate_of(plain):.2f}"
-    if load.chosen == choice.drafter:
-        return f"drafting pays: {_size(best)} tokens make {ratio} times the tokens/s of plain decoding"
-    if not load.chosen:
-        return f"drafting does not pay: {_size(best)} tokens make {ratio} times the tokens/s of plain decoding"
-    named = f"{_size(best)} tokens of {choice.drafter}"
-    return f"{load.chosen} drafts: it is faster than {named}, {ratio} times plain decoding"
+def _verdict(choice: Any, load: Any, estimate: Any, pays: bool) -> str:
+    """Returns whether drafts of the estimate's size pay, or who drafts in the place of their drafter."""
+    size, ratio = _size(estimate), f"{rate_of(estimate) / rate_of(load.estimates[0]):.2f}"
+    if load.chosen not in ("", choice.drafter):
+        return (
+            f"{load.chosen} drafts: it is faster than {size} tokens of {choice.drafter}, {ratio} times plain decoding"
+        )
+    verdict = "drafting pays" if pays else "drafting does not pay"
+    return f"{verdict}: {size} tokens make {ratio} times the tokens/s of plain decoding"
 
 
 def _size(estimate: Any) -> str:

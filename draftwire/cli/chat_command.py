@@ -39,7 +39,7 @@ def chat(
         conversation = ChatHistory(client, request.arguments(), system, TextWriter(display))
         conversation.check()
         if sys.stdin.isatty():
-            ChatSession(conversation, display).run()
+            _talk(conversation, display)
             return
         for line in _piped():
             if line.strip() and not command(conversation, display, line.strip()):
@@ -115,47 +115,40 @@ class ChatHistory:
                 self.messages.pop()
 
 
-class ChatSession:
-    """A conversation at a terminal."""
+def _talk(conversation: ChatHistory, display: Display) -> None:
+    """Reads messages at a terminal and writes answers until the user leaves.
 
-    def __init__(self, conversation: ChatHistory, display: Display) -> None:
-        """Prints the legend of colours and the commands, unless `display` is quiet."""
-        self._conversation = conversation
-        self._display = display
-        with suppress(ImportError):  # line editing and history
-            import readline  # noqa: F401
-        conversation.writer.legend()
-        if not display.quiet:
-            typer.echo(COMMANDS, err=True)
-
-    def run(self) -> None:
-        """Reads messages and writes answers until the user leaves.
-
-        Raises:
-            typer.Exit: the user left by Ctrl-C.
-        """
-        while not self._conversation.is_over:
-            try:
-                text = _ask()
-            except EOFError:
-                typer.echo(err=True)
-                return
-            except KeyboardInterrupt as stopped:
-                typer.echo(err=True)
-                raise typer.Exit(INTERRUPTED) from stopped
-            if text.strip() and not command(self._conversation, self._display, text.strip()):
-                self._answer(text)
-
-    def _answer(self, text: str) -> None:
+    Raises:
+        typer.Exit: the user left by Ctrl-C.
+    """
+    with suppress(ImportError):  # line editing and history
+        import readline  # noqa: F401
+    conversation.writer.legend()
+    if not display.quiet:
+        typer.echo(COMMANDS, err=True)
+    while not conversation.is_over:
         try:
-            self._conversation.say(text)
-        except KeyboardInterrupt:
-            self._conversation.writer.text("\n")
-            typer.echo("(stopped)", err=True)
-        except DraftwireError as error:
-            complain(error)
-        else:
-            _end_answer(self._conversation, self._display)
+            text = _ask()
+        except EOFError:
+            typer.echo(err=True)
+            return
+        except KeyboardInterrupt as stopped:
+            typer.echo(err=True)
+            raise typer.Exit(INTERRUPTED) from stopped
+        if text.strip() and not command(conversation, display, text.strip()):
+            _answer(conversation, display, text)
+
+
+def _answer(conversation: ChatHistory, display: Display, text: str) -> None:
+    try:
+        conversation.say(text)
+    except KeyboardInterrupt:
+        conversation.writer.text("\n")
+        typer.echo("(stopped)", err=True)
+    except DraftwireError as error:
+        complain(error)
+    else:
+        _end_answer(conversation, display)
 
 
 def command(conversation: ChatHistory, display: Display, text: str) -> bool:

@@ -90,16 +90,11 @@ def check_rule(
 def _table(
     kind: str, headings: Iterable[str], reports: "Sequence[Report]", numbers: Iterable[Iterable[str]]
 ) -> "Table":
-    """Returns a row for each report, with its own numbers under the headings."""
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(kind)
-    table.add_column("law")
-    for heading in ("texts' laws", "deviation", *headings):
-        table.add_column(heading, justify="right")
-    table.add_column("result")
+    from draftwire.cli.console import make_table
+
+    table = make_table((kind, "law", "texts' laws", "deviation", *headings, "result"), texts=(kind, "law", "result"))
     for report, own in zip(reports, numbers, strict=True):
         facts = report.method, str(report.num_laws), f"{report.deviation:.1e}"
         table.add_row(escape(report.name), *facts, *own, _result(report))

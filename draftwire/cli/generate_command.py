@@ -40,16 +40,13 @@ def generate(
     color_complaints(display.when)
     prompt = read_prompt(prompt, prompt_file)
     writer = TextWriter(display)
-    arguments = request.arguments()
-    if request.max_tokens is None:
-        arguments["max_tokens"] = MAX_TOKENS
     with connection.open() as client:
         stream = client.stream(
             prompt,
             num_choices=num_choices,
             token_details=writer.is_colored,
             wait_for_server_s=connection.wait,
-            **arguments,
+            **request.arguments(MAX_TOKENS),
         )
         write_completions(stream, prompt, writer, display, is_single=num_choices == 1)
 

@@ -11,7 +11,6 @@ from draftwire.cli.up_command import embedded_model
 from draftwire.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress
     from tokenizers import Tokenizer
 
@@ -38,11 +37,13 @@ def build(
     where it is open. Exits with 2 if the store cannot be built of such files or there, and with 1 if memory or disk are
     too small for it.
     """
-    from draftwire.cli.console import make_console
+    from rich.progress import TaskProgressColumn
+
+    from draftwire.cli.console import make_console, make_progress
 
     started = time.monotonic()
     try:
-        built = _build(files, out, tokenizer, force, make_console(stderr=True))
+        built = _build(files, out, tokenizer, force, make_progress(make_console(stderr=True), TaskProgressColumn()))
     except InvalidRequestError as error:
         end(MISUSED, error)
     except (OSError, MemoryError) as error:
@@ -51,7 +52,7 @@ def build(
     typer.echo(f"{built.num_tokens:,} tokens, {built.num_bytes / 1e6:,.1f} MB on disk, {duration_s:.1f} s: {out}")
 
 
-def _build(files: list[Path], out: Path, model: str | None, force: bool, console: "Console") -> "StoreIndex":
+def _build(files: list[Path], out: Path, model: str | None, force: bool, bar: "Progress") -> "StoreIndex":
     """Builds the store, and draws how far it is.
 
     Raises:
@@ -67,7 +68,7 @@ def _build(files: list[Path], out: Path, model: str | None, force: bool, console
     except ImportError as error:
         raise InvalidRequestError(f"this needs pip install 'draftwire[services]' ({error})") from error
     vocab_size = max(card.description.vocab_size, len(card.vocabulary))
-    with _progress(console) as progress:
+    with bar as progress:
         reading, sorting = progress.add_task("tokenizing", total=num_bytes), progress.add_task("sorting", total=None)
         return build_store(
             out,
@@ -102,10 +103,3 @@ def _backend(card: "ModelCard") -> "Tokenizer":
             f"the tokenizer of {card.description.name} cannot be used: it is not one of the tokenizers library"
         )
     return backend
-
-
-def _progress(console: "Console") -> "Progress":
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

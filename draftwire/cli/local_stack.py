@@ -36,7 +36,6 @@ class ServiceProcess:
     http_port: int = 0
     """HTTP port of a gateway; 0 if it has none."""
     has_tls: bool = False
-    """Whether the service requires TLS."""
     is_listening: bool = False
     """Whether its ports are known; it may still be loading."""
     is_serving: bool = False
@@ -80,7 +79,7 @@ class LocalStack:
                 `{"verifier": {"model": "models/target", "port": 0}}`. The gateway gets the addresses of the others,
                 unless `discovery` is among its settings.
             on_log: receives every log line of every service, on threads of its own. If it raises, it gets no more
-                lines, and `start` or `wait` raises the same exception.
+                lines, and `start` or `next_end` raises the same exception.
             start_timeout_s: how long the start of all services may take; None waits as long as all processes live.
         """
         self.services: dict[str, ServiceProcess] = {}
@@ -93,11 +92,6 @@ class LocalStack:
         """Addresses that a service was started with, for its next start."""
         self._launching = threading.Lock()
         self._is_stopping = False
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The services that it starts."""
-        return frozenset(self._options)
 
     @property
     def address(self) -> str:
@@ -141,12 +135,6 @@ class LocalStack:
             peers.update({name: f"127.0.0.1:{port}" for name, port in ports.items()})
             self._launch("gateway", {} if "discovery" in self._options["gateway"] else peers)
         self._wait([*self.services], deadline, lambda service: service.is_serving)
-
-    def wait(self) -> str:
-        """Returns the name of the first service whose process ends."""
-        ended = self.next_end(None)
-        assert ended is not None, "it waits for ever"
-        return ended.name
 
     def next_end(self, timeout_s: float | None) -> ServiceProcess | None:
         """Returns the next service whose process ends; None if none ends in time. None waits for ever."""
@@ -201,7 +189,6 @@ class LocalStack:
         launched.result()
 
     def _arguments(self, name: str, peers: Mapping[str, object], ports: Mapping[str, int]) -> list[str]:
-        """Returns the command line's options of a service."""
         defaults: dict[str, object] = {"port": 0, "metrics_port": 0, "log_format": "json", "stop_with_stdin": True}
         if name == "gateway":
             defaults["http_port"] = 0
@@ -276,7 +263,6 @@ class LocalStack:
         self._events.put(service)
 
     def _update(self, service: ServiceProcess, line: LogLine) -> None:
-        """Updates a service's state from a line of its log."""
         if not service.has_failed:  # later lines are of the service's other processes
             service.last_line = str(line.get("reason", line["event"])) or service.last_line
         service.has_failed |= line["event"] == f"{service.name}.server_failed"

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
@@ -14,65 +13,6 @@ from draftwire.cli.option_groups import with_options
 COLUMNS = ("role", "name", "dtype", "context", "vocabulary", "revision")
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """Description of a model, as its service reports it."""
-
-    name: str
-    revision: str
-    dtype: str
-    vocab_size: int
-    context_length: int
-    stop_token_ids: list[int]
-    weights_fingerprint: str
-
-    @classmethod
-    def of(cls, description: Any) -> "Model":
-        """Converts a `ModelDescription` of the protos, which the command line does not import."""
-        return cls(
-            description.name,
-            description.revision,
-            description.dtype,
-            description.vocab_size,
-            description.context_length,
-            list(description.stop_token_ids),
-            description.weights_fingerprint.hex(),
-        )
-
-    def cells(self, role: str) -> tuple[str, ...]:
-        """Returns a row of the table, with control characters replaced."""
-        sizes = (str(self.context_length), str(self.vocab_size))
-        return (role, visible(self.name), visible(self.dtype), *sizes, visible(self.revision) or "-")
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """Description of a gateway: its models, speculation limits and verification rules."""
-
-    target: Model
-    drafters: list[Model]
-    num_speculative_tokens: int
-    max_speculative_tokens: int
-    rejection_sample_methods: list[str]
-    lossy_rejection_sample_methods: list[str]
-    chooses_draft_lengths: bool
-    drafter_names: list[str]
-
-    @classmethod
-    def of(cls, response: Any) -> "Server":
-        """Converts a `GetServerResponse` of the protos."""
-        return cls(
-            Model.of(response.target),
-            [Model.of(drafter) for drafter in response.drafters],
-            response.num_speculative_tokens,
-            response.max_speculative_tokens,
-            list(response.rejection_sample_methods),
-            list(response.lossy_rejection_sample_methods),
-            response.chooses_draft_lengths,
-            list(response.drafter_names),
-        )
-
-
 @with_options
 def models(
     connection: ConnectionOptions,
@@ -81,11 +21,11 @@ def models(
     """List the models that answer at a gateway, its defaults, and the verification rules that it offers."""
     with connection.open() as client:
         client.wait_ready(connection.wait)
-        server = Server.of(client.server())
+        server = client.server()
     if as_json:
-        typer.echo(json.dumps(asdict(server), indent=2))
+        typer.echo(json.dumps(server_fields(server), indent=2))
         return
-    rows = [server.target.cells("target"), *(drafter.cells("drafter") for drafter in server.drafters)]
+    rows = [_row("target", server.target), *(_row("drafter", drafter) for drafter in server.drafters)]
     if sys.stdout.isatty():
         _print_table(rows)
     else:
@@ -101,15 +41,45 @@ def models(
     typer.echo(f"rules, the default first: {visible(', '.join(rules))}")
 
 
+def server_fields(server: Any) -> dict[str, Any]:
+    """Returns a `GetServerResponse` of the protos, which the command line does not import, as JSON values."""
+    return {
+        "target": model_fields(server.target),
+        "drafters": [model_fields(drafter) for drafter in server.drafters],
+        "num_speculative_tokens": server.num_speculative_tokens,
+        "max_speculative_tokens": server.max_speculative_tokens,
+        "rejection_sample_methods": list(server.rejection_sample_methods),
+        "lossy_rejection_sample_methods": list(server.lossy_rejection_sample_methods),
+        "chooses_draft_lengths": server.chooses_draft_lengths,
+        "drafter_names": list(server.drafter_names),
+    }
+
+
+def model_fields(model: Any) -> dict[str, Any]:
+    """Returns a `ModelDescription` of the protos as JSON values."""
+    return {
+        "name": model.name,
+        "revision": model.revision,
+        "dtype": model.dtype,
+        "vocab_size": model.vocab_size,
+        "context_length": model.context_length,
+        "stop_token_ids": list(model.stop_token_ids),
+        "weights_fingerprint": model.weights_fingerprint.hex(),
+    }
+
+
+def _row(role: str, model: Any) -> tuple[str, ...]:
+    """Returns a row of the table, with control characters replaced."""
+    sizes = (str(model.context_length), str(model.vocab_size))
+    return (role, visible(model.name), visible(model.dtype), *sizes, visible(model.revision) or "-")
+
+
 def _print_table(rows: list[tuple[str, ...]]) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
-    from draftwire.cli.console import make_console
+    from draftwire.cli.console import make_console, make_table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in COLUMNS:
-        table.add_column(heading, justify="right" if heading in ("context", "vocabulary") else "left")
+    table = make_table(COLUMNS, texts=set(COLUMNS) - {"context", "vocabulary"})
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
     make_console().print(table)

@@ -132,16 +132,13 @@ def serve_command(service: str) -> Callable[..., None]:
 
 def refuse_unknown_variables() -> None:
     """Ends the process if a variable with our prefix sets nothing: it is misspelt, or empty."""
-    faults = {f"unknown environment variable: {name}{meant(name)}" for name in unknown_variables(os.environ)}
-    faults |= {f"empty environment variable: {name}" for name, value in os.environ.items() if _is_empty(name, value)}
+    ours = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+    faults = {f"unknown environment variable: {name}{meant(name)}" for name in unknown_variables(ours)}
+    faults |= {f"empty environment variable: {name}" for name, value in ours.items() if not value}
     for fault in sorted(faults):
         typer.echo(fault, err=True)
     if faults:
         sys.exit(2)
-
-
-def _is_empty(name: str, value: str) -> bool:
-    return name.startswith(PREFIX) and not value
 
 
 def _parameter(service: str, setting: Setting) -> inspect.Parameter:

@@ -68,14 +68,16 @@ class RequestOptions(SamplingNumbers):
         str | None, typer.Option(help="block, token, coupled, or typical (lossy).", autocompletion=rule_names)
     ] = None
 
-    def arguments(self) -> dict[str, Any]:
-        """Returns the options as arguments of `Client.stream`.
+    def arguments(self, max_tokens: int | None = None) -> dict[str, Any]:
+        """Returns the options as arguments of `Client.stream`; `max_tokens` is the default of that option.
 
         Raises:
             InvalidRequestError: two options exclude each other, or a file cannot be read.
         """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         del given["json_schema"], given["regex"]
+        if self.max_tokens is None:
+            given["max_tokens"] = max_tokens
         return {**given, "stop": self.stop or (), "structured_output": self._form()}
 
     def _form(self) -> "StructuredOutput | None":

@@ -40,7 +40,6 @@ class Supervisor:
     on_loss: Callable[[Loss], None]
     """Called for each loss, on the thread of `run`."""
     restarts: bool = True
-    """Whether lost services are started again."""
     _losses: dict[str, int] = field(default_factory=dict)
     """Losses in a row of each service."""
     _due: dict[str, float] = field(default_factory=dict)

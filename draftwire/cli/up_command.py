@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from draftwire.cli.live_table import LiveTable
     from draftwire.cli.local_stack import LocalStack
     from draftwire.cli.supervisor import Loss
 
@@ -137,7 +136,9 @@ def up(
     guard_stderr(ends_with_reader=True)  # the services outlive a full disk, and so does this
     options = stack_options(target, drafter, num_speculative_tokens, draft_head)
     ports = {"gateway": port, "verifier": verifier_port, "drafter": drafter_port}
-    taken = [f"--{name} {one}" for name, one in _port_options(options, ports, http_port) if not is_free(one)]
+    needed = {"port" if name == "gateway" else f"{name}-port": ports[name] for name in options}
+    needed["http-port"] = http_port or 0
+    taken = [f"--{name} {one}" for name, one in needed.items() if not is_free(one)]
     if taken:
         named = " and ".join([", ".join(taken[:-1])] * (len(taken) > 1) + taken[-1:])
         raise InvalidRequestError(f"something else listens on {named}: stop it, or pass other ports")
@@ -165,26 +166,39 @@ def run_until_stopped(
         KeyboardInterrupt: the user stopped them before they served.
     """
     from draftwire.cli.console import make_console
+    from draftwire.cli.live_table import LiveTable
     from draftwire.cli.local_stack import LocalStack
     from draftwire.cli.supervisor import Supervisor
 
-    screen = Screen(make_console(stderr=True))
+    console = make_console(stderr=True)
+    colors = {name: color for name, color in COLORS.items() if name in options}
+    table = LiveTable(console, colors) if shows_table else None
+    screen = table or LogScreen(console)
+
+    def log(service: str, line: Mapping[str, Any]) -> None:
+        screen.take_log(service, line, _log_text(service, line))
+
+    def lose(loss: "Loss") -> None:  # what starts again is a line among those of its log
+        if loss.pause_s is not None:
+            reason = f"{loss}; it starts again in {loss.pause_s:g} s"
+            log(loss.name, {"event": "up.service_lost", "level": "warning", "reason": reason})
+
     with ExitStack() as cleanup:
         # No timeout: large models may take long to download and read, and the user sees the progress and can stop it.
-        stack = LocalStack(options, on_log=screen.log, start_timeout_s=None)
+        stack = LocalStack(options, on_log=log, start_timeout_s=None)
         interrupts.again = stack.kill
-        if shows_table:
-            screen.begin_table(cleanup, stack)
+        if table is not None:
+            cleanup.enter_context(table).watch(stack)
         cleanup.enter_context(stack)
         page = f"; open [bold]{stack.http_address}[/bold], or" if stack.services["gateway"].http_port else ";"
         command = f'draftwire generate "{DEMO_PROMPT}"'
         if stack.address != DEFAULT_ADDRESS:
             command += f" --address {stack.address}"
-        screen.say(f"[bold]ready[/bold] on {stack.address}{page} in another terminal: {command}")
+        screen.notice(f"[bold]ready[/bold] on {stack.address}{page} in another terminal: {command}")
         try:
-            return Supervisor(stack, screen.lose, restarts).run()
+            return Supervisor(stack, lose, restarts).run()
         except KeyboardInterrupt:
-            screen.say(_stopping(stack, float(options["gateway"]["drain_seconds"])))
+            screen.notice(_stopping(stack, float(options["gateway"]["drain_seconds"])))
             return None
 
 
@@ -200,54 +214,24 @@ def _stopping(stack: "LocalStack", drain_s: float) -> str:
     return f"stopping: {requests} may run for {drain_s:g} s more; Ctrl-C again ends everything now"
 
 
-def _port_options(
-    options: Mapping[str, Any], ports: Mapping[str, int], http_port: int | None
-) -> Iterator[tuple[str, int]]:
-    """Yields the ports that `up` needs, each with the option that moves it."""
-    for name in options:
-        yield ("port" if name == "gateway" else f"{name}-port"), ports[name]
-    yield "http-port", http_port or 0
-
-
 def is_free(port: int) -> bool:
     """Whether nothing on this machine listens on a port; 0 stands for a free one."""
     return not is_taken("127.0.0.1", port)
 
 
-class Screen:
-    """Output of `up`: line by line, or in a live table."""
+class LogScreen:
+    """Output of `up` line by line, in the place of a `LiveTable`."""
 
     def __init__(self, console: "Console") -> None:
         self._console = console
-        self._table: LiveTable | None = None
 
-    def begin_table(self, cleanup: ExitStack, stack: "LocalStack") -> None:
-        """Switches to a table, until `cleanup` ends."""
-        from draftwire.cli.live_table import LiveTable
+    def take_log(self, _service: str, _line: Mapping[str, Any], shown: "Text") -> None:
+        """Prints a line of a service's log. Called on any thread."""
+        self._console.print(shown, soft_wrap=True)
 
-        colors = {name: color for name, color in COLORS.items() if name in stack.names}
-        self._table = cleanup.enter_context(LiveTable(self._console, colors))
-        self._table.watch(stack)
-
-    def say(self, markup: str) -> None:
-        """Shows a message about the whole stack."""
-        if self._table is None:
-            self._console.print(markup, soft_wrap=True)
-        else:
-            self._table.notice(markup)
-
-    def lose(self, loss: "Loss") -> None:
-        """Shows that a service was lost and is started again, as a line among those of its log."""
-        if loss.pause_s is not None:
-            reason = f"{loss}; it starts again in {loss.pause_s:g} s"
-            self.log(loss.name, {"event": "up.service_lost", "level": "warning", "reason": reason})
-
-    def log(self, service: str, line: Mapping[str, Any]) -> None:
-        """Shows a line of a service's log. Called on any thread."""
-        if self._table is None:
-            self._console.print(_log_text(service, line), soft_wrap=True)
-        else:
-            self._table.take_log(service, line, _log_text(service, line))
+    def notice(self, markup: str) -> None:
+        """Prints a message about the whole stack."""
+        self._console.print(markup, soft_wrap=True)
 
 
 def stack_options(
@@ -294,9 +278,7 @@ def _or_variable(service: str, setting: str, default: object) -> object:
 
 
 def _metrics_port(service: str, port: int) -> object:
-    """Returns the port of a service's `/metrics`: a free one (0) if the usual one is taken, or the service's own port
-    is 0.
-    """
+    """Returns the port of a service's `/metrics`: a free one (0) if the usual one is taken, or its own port is 0."""
     usual = METRICS_PORTS.get(service, 0) if port else 0
     return _or_variable(service, "metrics_port", usual if is_free(usual) else 0)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import grpc
+from google.protobuf.message import Message
 
 from draftwire.client.async_stream import AsyncCompletionStream, is_task_cancelled
 from draftwire.client.batch import CONCURRENCY, ROOM_TIMEOUT_S, Batch
@@ -37,10 +38,12 @@ from draftwire.client.security import Security
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
 
+Answer = TypeVar("Answer")
+
 if TYPE_CHECKING:  # a class of the stubs alone; the module does not have it
     from draftwire.v1.gateway_pb2_grpc import GatewayServiceAsyncStub
 
-Answer = TypeVar("Answer")
+    Method = Callable[[GatewayServiceAsyncStub], Callable[..., Awaitable[Answer]]]
 
 
 class AsyncClient:
@@ -62,10 +65,7 @@ class AsyncClient:
         """Reads the certificate files; the first call connects."""
         self._addresses = addresses_of(address)
         security = Security(tls_ca, tls_cert, tls_key, tls_target_name, token, allow_plaintext)
-        for one in self._addresses:
-            security.check_address(one)
-        self._credentials = security.credentials()
-        self._security = security
+        self._openers = [security.channel_opener(one, CHANNEL_OPTIONS, grpc.aio) for one in self._addresses]
         self._metadata = security.metadata
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: list[GatewayServiceAsyncStub] = []
@@ -150,28 +150,18 @@ class AsyncClient:
 
     async def server(self) -> gateway_pb2.GetServerResponse:
         """Returns the server's models, rules and defaults."""
-        try:
-            return await self._get_server(ANSWER_SECONDS)
-        except grpc.RpcError as error:
-            raise error_of(error) from error
+        return await self._ask(lambda stub: stub.GetServer, gateway_pb2.GetServerRequest())
 
     async def explain_speculation(self) -> gateway_pb2.ExplainSpeculationResponse:
         """Returns what the server chooses the lengths of drafts by."""
-        request = gateway_pb2.ExplainSpeculationRequest()
-        try:
-            return await self._first_answer(
-                lambda stub, timeout_s: stub.ExplainSpeculation(request, timeout=timeout_s, metadata=self._metadata),
-                ANSWER_SECONDS,
-            )
-        except grpc.RpcError as error:
-            raise error_of(error) from error
+        return await self._ask(lambda stub: stub.ExplainSpeculation, gateway_pb2.ExplainSpeculationRequest())
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Returns when a gateway serves requests."""
-        readiness = Readiness(self._addresses, timeout_s)
+        readiness, request = Readiness(self._addresses, timeout_s), gateway_pb2.GetServerRequest()
         while True:
             try:
-                await self._get_server(readiness.left_s)
+                await self._first_answer(lambda stub: stub.GetServer, request, readiness.left_s)
                 return
             except grpc.RpcError as error:
                 readiness.check(error)
@@ -182,20 +172,18 @@ class AsyncClient:
         if wait_s is not None:
             await self.wait_ready(wait_s)
 
-    async def _get_server(self, timeout_s: float) -> gateway_pb2.GetServerResponse:
-        request = gateway_pb2.GetServerRequest()
-        return await self._first_answer(
-            lambda stub, share_s: stub.GetServer(request, timeout=share_s, metadata=self._metadata), timeout_s
-        )
+    async def _ask(self, method: "Method[Answer]", request: Message) -> Answer:
+        try:
+            return await self._first_answer(method, request, ANSWER_SECONDS)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
 
-    async def _first_answer(
-        self, ask: "Callable[[GatewayServiceAsyncStub, float], Awaitable[Answer]]", timeout_s: float
-    ) -> Answer:
-        """Returns the first answer of the gateways, which are tried in turn; see `Client._first_answer`."""
+    async def _first_answer(self, method: "Method[Answer]", request: Message, timeout_s: float) -> Answer:
+        """Returns the first answer of the gateways, which are called in turn; see `Client._first_answer`."""
         failure: grpc.RpcError | None = None
         for stub, share_s in in_turn(self._open(), timeout_s):
             try:
-                return await _answer(ask(stub, share_s))
+                return await _answer(method(stub)(request, timeout=share_s, metadata=self._metadata))
             except grpc.RpcError as error:
                 failure = error
             self._open()  # raises if the client was closed meanwhile
@@ -219,17 +207,11 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
-            self._channels = [self._open_channel(address) for address in self._addresses]
+            self._channels = [open_channel() for open_channel in self._openers]
             self._stubs = [gateway_pb2_grpc.GatewayServiceStub(channel) for channel in self._channels]
         if self._loop is not loop:
             raise RuntimeError("an AsyncClient belongs to the event loop of its first call: make one in each")
         return self._stubs
-
-    def _open_channel(self, address: str) -> grpc.aio.Channel:
-        options = self._security.channel_options(address, CHANNEL_OPTIONS)
-        if self._credentials is None:
-            return grpc.aio.insecure_channel(address, options=options)
-        return grpc.aio.secure_channel(address, self._credentials, options=options)
 
 
 async def _answer(call: Awaitable[Answer]) -> Answer:

@@ -1,24 +1,19 @@
 """The stream of one request, for asyncio."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from typing import Any
 
 import grpc
 
 from draftwire.client.call_errors import Interruption, interruption_of
-from draftwire.client.completion import Completion, Piece
-from draftwire.client.request_progress import RequestProgress
+from draftwire.client.completion import Piece
+from draftwire.client.request_progress import RequestProgress, RequestStream, StartCall
 from draftwire.errors import UnavailableError
 from draftwire.v1 import gateway_pb2
 
-StartCall = Callable[[gateway_pb2.GenerateRequest, float | None], Any]
-"""Sends a request to the next gateway, with a timeout in seconds, and returns the call of `grpc.aio`."""
 
-
-class AsyncCompletionStream(AsyncIterator[Piece]):
+class AsyncCompletionStream(RequestStream, AsyncIterator[Piece]):
     """Iterates over the pieces of one completion, or of several in the order of arrival; `completions` is complete at
     the end.
 
@@ -31,25 +26,11 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
 
     def __init__(self, start: StartCall, progress: RequestProgress, prepare: Callable[[], Awaitable[None]]) -> None:
         """Use `AsyncClient.stream`."""
-        self._start = start
-        self._progress = progress
+        super().__init__(start, progress)
         self._prepare = prepare
-        self._pieces: deque[Piece] = deque()
-        self._is_over = False
         self._cancelled = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop
-        self._call: Any = None
         self._preparing: asyncio.Future[None] | None = None
-
-    @property
-    def completions(self) -> list[Completion]:
-        """The finished completions, in the order of choices."""
-        return self._progress.completions
-
-    @property
-    def completion(self) -> Completion | None:
-        """The first completion; None until it is finished."""
-        return self._progress.completion
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """Yields the remaining pieces. Stopping before the end cancels the generation."""
@@ -132,7 +113,6 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
             self._is_over = True
 
     async def _begin(self) -> None:
-        """Makes the first call, after `prepare`."""
         self._loop = asyncio.get_running_loop()
         self._preparing = asyncio.ensure_future(self._prepare())
         try:
@@ -162,8 +142,7 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
             raise UnavailableError("the completion was cancelled")
 
     def _call_now(self) -> None:
-        self._call = self._start(self._progress.request, self._progress.retry_policy.left_s)
-        self._messages: AsyncIterator[gateway_pb2.GenerateResponse] = aiter(self._call)
+        self._messages: AsyncIterator[gateway_pb2.GenerateResponse] = aiter(self._next_call())
 
     async def _pause(self, seconds: float) -> None:
         with suppress(TimeoutError):  # `wait_for` may lose a cancellation before Python 3.12

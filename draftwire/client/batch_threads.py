@@ -51,7 +51,6 @@ class BatchThreads:
         return rest
 
     def _raise_failure(self) -> None:
-        """Raises the first failure, if there is one."""
         if self._failures:
             raise self._failures[0]
 

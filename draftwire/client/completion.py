@@ -27,8 +27,7 @@ class Piece:
     logprobs: list[TokenLogprob] | None = None
     """One for each of the tokens; None unless requested."""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """Log-probabilities of the prompt's tokens, without its first one. They arrive in pieces of their own, before all
-    others."""
+    """Log-probabilities of the prompt's tokens but its first. They arrive in pieces of their own, before all others."""
     choice: int = 0
     """Index of the completion; in a piece with `prompt_logprobs`, of the prompt's first completion."""
     prompt_token_ids: list[int] | None = None
@@ -96,9 +95,7 @@ class Completion:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted draft tokens over those that could have been, of token trees the longest path of each; 0 where none
-        were drafted.
-        """
+        """Accepted draft tokens over those that could have been, of a tree its longest path; 0 without drafts."""
         statistics = self.statistics
         return statistics.num_accepted_tokens / max(statistics.num_draft_positions or statistics.num_draft_tokens, 1)
 

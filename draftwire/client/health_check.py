@@ -22,7 +22,7 @@ def check_health(address: str, grpc_name: str, security: Security, timeout_s: fl
     """
     check_number("timeout_s", timeout_s)
     request = health_pb2.HealthCheckRequest(service=grpc_name)
-    with security.open_channel(address, ()) as channel:
+    with security.channel_opener(address, (), grpc)() as channel:
         try:
             status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=min(timeout_s, LONGEST_SECONDS)).status
         except grpc.RpcError as error:

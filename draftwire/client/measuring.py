@@ -63,9 +63,7 @@ class Run:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted draft tokens over those that could have been, as `Completion.acceptance_rate`; None where none were
-        drafted.
-        """
+        """`Completion.acceptance_rate` over all draft tokens of the run; None where none were drafted."""
         statistics = [timing.completion.statistics for timing in self.timings]
         num_positions = sum(one.num_draft_positions or one.num_draft_tokens for one in statistics)
         return sum(one.num_accepted_tokens for one in statistics) / num_positions if num_positions else None

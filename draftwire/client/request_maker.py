@@ -207,6 +207,5 @@ def by_prompt(completions: Sequence[Completion], options: Options) -> list[list[
 
 
 def _given(options: Options, kind: type) -> dict[str, Any]:
-    """Returns the options of one kind that are not None."""
     values: Mapping[str, Any] = options
     return {name: values[name] for name in kind.__annotations__ if values.get(name) is not None}

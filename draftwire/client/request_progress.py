@@ -1,12 +1,17 @@
-"""State of a request over all its calls. The streams make the calls."""
+"""State of a request over all its calls, and what the streams of both clients have in common."""
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from draftwire.client.call_errors import Interruption
 from draftwire.client.completion import CollectedCompletion, CollectedPrompt, Completion, Piece
 from draftwire.client.retry_policy import RetryPolicy
 from draftwire.errors import ProtocolViolationError
 from draftwire.v1 import gateway_pb2
+
+StartCall = Callable[[gateway_pb2.GenerateRequest, float | None], Any]
+"""Sends a request to the next gateway, with a timeout in seconds, and returns the call, of `grpc` or `grpc.aio`."""
 
 
 class RequestProgress:
@@ -95,3 +100,28 @@ class RequestProgress:
         if found.completion is not None:
             raise ProtocolViolationError(f"the gateway tells more of choice {choice}, which is finished")
         return found
+
+
+class RequestStream:
+    """The calls for a request, one after the other, and the pieces that nobody has read yet."""
+
+    def __init__(self, start: StartCall, progress: RequestProgress) -> None:
+        self._start = start
+        self._progress = progress
+        self._pieces: deque[Piece] = deque()
+        self._is_over = False
+        self._call: Any = None
+
+    @property
+    def completions(self) -> list[Completion]:
+        """The finished completions, in the order of choices."""
+        return self._progress.completions
+
+    @property
+    def completion(self) -> Completion | None:
+        """The first completion; None until it is finished."""
+        return self._progress.completion
+
+    def _next_call(self) -> Any:
+        self._call = self._start(self._progress.request, self._progress.retry_policy.left_s)
+        return self._call

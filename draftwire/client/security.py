@@ -1,8 +1,10 @@
 """TLS credentials and bearer token of a client."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -49,38 +51,25 @@ class Security:
                 " allow_plaintext where the network encrypts on its own"
             )
 
-    def credentials(self) -> grpc.ChannelCredentials | None:
-        """Reads the files; None is plaintext.
-
-        Raises:
-            InvalidRequestError: a file cannot be read.
-        """
-        if self.tls_ca is None:
-            return None
-        key, cert = (_read(path, name) for path, name in ((self.tls_key, "tls_key"), (self.tls_cert, "tls_cert")))
-        return grpc.ssl_channel_credentials(_read(self.tls_ca, "tls_ca"), key, cert)
-
-    def channel_options(self, address: str, options: Sequence[tuple[str, int]]) -> list[tuple[str, int | str]]:
-        """Returns `options` with those that a channel to host:port needs for its address and certificates."""
-        name = self.tls_target_name
-        return [
-            *options,
-            # gRPC would use a proxy of the environment even for this machine, unless `no_proxy` names it.
-            *([("grpc.enable_http_proxy", 0)] if is_loopback(host_of(address)) else []),
-            *([("grpc.ssl_target_name_override", name)] if name is not None else []),
-        ]
-
-    def open_channel(self, address: str, options: Sequence[tuple[str, int]]) -> grpc.Channel:
-        """Returns a channel to host:port.
+    def channel_opener(self, address: str, options: Sequence[tuple[str, int]], library: Any) -> Callable[[], Any]:
+        """Reads the files, and returns what opens a channel of `library`, grpc or grpc.aio, to host:port.
 
         Raises:
             InvalidRequestError: a file cannot be read, or the token would travel in plaintext; see `check_address`.
         """
         self.check_address(address)
-        credentials, own = self.credentials(), self.channel_options(address, options)
-        if credentials is None:
-            return grpc.insecure_channel(address, options=own)
-        return grpc.secure_channel(address, credentials, options=own)
+        name = self.tls_target_name
+        own = [
+            *options,
+            # gRPC would use a proxy of the environment even for this machine, unless `no_proxy` names it.
+            *([("grpc.enable_http_proxy", 0)] if is_loopback(host_of(address)) else []),
+            *([("grpc.ssl_target_name_override", name)] if name is not None else []),
+        ]
+        if self.tls_ca is None:
+            return partial(library.insecure_channel, address, options=own)
+        key, cert = (_read(path, name) for path, name in ((self.tls_key, "tls_key"), (self.tls_cert, "tls_cert")))
+        credentials = grpc.ssl_channel_credentials(_read(self.tls_ca, "tls_ca"), key, cert)
+        return partial(library.secure_channel, address, credentials, options=own)
 
 
 def _read(path: str | Path | None, option: str) -> bytes | None:

@@ -1,24 +1,19 @@
 """The stream of one request, for blocking callers."""
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import grpc
 
 from draftwire.client.call_errors import interruption_of
-from draftwire.client.completion import Completion, Piece
-from draftwire.client.request_progress import RequestProgress
+from draftwire.client.completion import Piece
+from draftwire.client.request_progress import RequestProgress, RequestStream, StartCall
 from draftwire.errors import UnavailableError
 from draftwire.v1 import gateway_pb2
 
-StartCall = Callable[[gateway_pb2.GenerateRequest, float | None], Any]
-"""Sends a request to the next gateway, with a timeout in seconds, and returns the call."""
 
-
-class CompletionStream(Iterator[Piece]):
+class CompletionStream(RequestStream, Iterator[Piece]):
     """Iterates over the pieces of one completion, or of several in the order of arrival; `completions` is complete at
     the end.
 
@@ -31,23 +26,10 @@ class CompletionStream(Iterator[Piece]):
 
     def __init__(self, start: StartCall, progress: RequestProgress) -> None:
         """Use `Client.stream`."""
-        self._start = start
-        self._progress = progress
-        self._pieces: deque[Piece] = deque()
-        self._is_over = False
+        super().__init__(start, progress)
         self._cancelled = threading.Event()
         progress.retry_policy.begin()
         self._call_now()
-
-    @property
-    def completions(self) -> list[Completion]:
-        """The finished completions, in the order of choices."""
-        return self._progress.completions
-
-    @property
-    def completion(self) -> Completion | None:
-        """The first completion; None until it is finished."""
-        return self._progress.completion
 
     def __iter__(self) -> Iterator[Piece]:
         """Yields the remaining pieces. Stopping before the end cancels the generation."""
@@ -141,8 +123,7 @@ class CompletionStream(Iterator[Piece]):
             raise UnavailableError("the completion was cancelled")
 
     def _call_now(self) -> None:
-        self._call = self._start(self._progress.request, self._progress.retry_policy.left_s)
-        self._messages: Iterator[gateway_pb2.GenerateResponse] = iter(self._call)
+        self._messages: Iterator[gateway_pb2.GenerateResponse] = iter(self._next_call())
 
     def _pause(self, seconds: float) -> None:
         self._cancelled.wait(seconds)

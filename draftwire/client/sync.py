@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import grpc
+from google.protobuf.message import Message
 
 from draftwire.client.batch import CONCURRENCY, ROOM_TIMEOUT_S, Batch
 from draftwire.client.batch_threads import BatchThreads
@@ -37,9 +38,9 @@ from draftwire.client.stream import CompletionStream
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
 
-__all__ = ["DEFAULT_ADDRESS", "Client"]
-
 Answer = TypeVar("Answer")
+Method = Callable[[gateway_pb2_grpc.GatewayServiceStub], Callable[..., Answer]]
+"""Returns a method of a gateway."""
 
 
 class Client:
@@ -74,7 +75,7 @@ class Client:
         """
         self._addresses = addresses_of(address)
         security = Security(tls_ca, tls_cert, tls_key, tls_target_name, token, allow_plaintext)
-        self._channels = [security.open_channel(one, CHANNEL_OPTIONS) for one in self._addresses]
+        self._channels = [security.channel_opener(one, CHANNEL_OPTIONS, grpc)() for one in self._addresses]
         self._metadata = security.metadata
         self._stubs = [gateway_pb2_grpc.GatewayServiceStub(channel) for channel in self._channels]
         self._turns = count(random.randrange(len(self._stubs)))
@@ -106,9 +107,7 @@ class Client:
             UnavailableError: here or while iterating: the server cannot be reached, or the deadline has passed.
         """
         request = make_request(prompt, options)
-        wait_s = options.get("wait_for_server_s")
-        if wait_s is not None:
-            self.wait_ready(wait_s)
+        self._wait_if_asked(options)
         return CompletionStream(self._start, RequestProgress(request, make_retry_policy(options, len(self._stubs))))
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
@@ -181,29 +180,17 @@ class Client:
             DraftwireError: as `generate`.
         """
         batch = Batch(prompts, options, concurrency, return_exceptions, room_timeout_s)
-        wait_s = options.get("wait_for_server_s")
-        if wait_s is not None:
-            self.wait_ready(wait_s)
+        self._wait_if_asked(options)
         BatchThreads(batch, lambda job: self.stream(job.prompt, **job.options)).run(prompts)
         return batch.outcomes()
 
     def server(self) -> gateway_pb2.GetServerResponse:
         """Returns the server's models, rules and defaults."""
-        try:
-            return self._get_server(ANSWER_SECONDS)
-        except grpc.RpcError as error:
-            raise error_of(error) from error
+        return self._ask(lambda stub: stub.GetServer, gateway_pb2.GetServerRequest())
 
     def explain_speculation(self) -> gateway_pb2.ExplainSpeculationResponse:
         """Returns what the server chooses the lengths of drafts by."""
-        request = gateway_pb2.ExplainSpeculationRequest()
-        try:
-            return self._first_answer(
-                lambda stub, timeout_s: stub.ExplainSpeculation(request, timeout=timeout_s, metadata=self._metadata),
-                ANSWER_SECONDS,
-            )
-        except grpc.RpcError as error:
-            raise error_of(error) from error
+        return self._ask(lambda stub: stub.ExplainSpeculation, gateway_pb2.ExplainSpeculationRequest())
 
     def wait_ready(self, timeout_s: float) -> None:
         """Returns when a gateway serves requests.
@@ -211,25 +198,28 @@ class Client:
         Raises:
             UnavailableError: no gateway serves requests within the time.
         """
-        readiness = Readiness(self._addresses, timeout_s)
+        readiness, request = Readiness(self._addresses, timeout_s), gateway_pb2.GetServerRequest()
         while True:
             try:
-                self._get_server(readiness.left_s)
+                self._first_answer(lambda stub: stub.GetServer, request, readiness.left_s)
                 return
             except grpc.RpcError as error:
                 readiness.check(error)
                 time.sleep(LOADING_PAUSE_S)
 
-    def _get_server(self, timeout_s: float) -> gateway_pb2.GetServerResponse:
-        request = gateway_pb2.GetServerRequest()
-        return self._first_answer(
-            lambda stub, share_s: stub.GetServer(request, timeout=share_s, metadata=self._metadata), timeout_s
-        )
+    def _wait_if_asked(self, options: Options) -> None:
+        wait_s = options.get("wait_for_server_s")
+        if wait_s is not None:
+            self.wait_ready(wait_s)
 
-    def _first_answer(
-        self, ask: Callable[[gateway_pb2_grpc.GatewayServiceStub, float], Answer], timeout_s: float
-    ) -> Answer:
-        """Returns the first answer of the gateways, which `ask` calls in turn, all together within `timeout_s`.
+    def _ask(self, method: Method[Answer], request: Message) -> Answer:
+        try:
+            return self._first_answer(method, request, ANSWER_SECONDS)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+
+    def _first_answer(self, method: Method[Answer], request: Message, timeout_s: float) -> Answer:
+        """Returns the first answer of the gateways, which are called in turn, all together within `timeout_s`.
 
         Raises:
             grpc.RpcError: the error of the last gateway, if none answers.
@@ -239,7 +229,7 @@ class Client:
         with self._open() as stubs:
             for stub, share_s in in_turn(stubs, timeout_s):
                 try:
-                    return ask(stub, share_s)
+                    return method(stub)(request, timeout=share_s, metadata=self._metadata)
                 except grpc.RpcError as error:
                     failure = error
         assert failure is not None, "there is a gateway"

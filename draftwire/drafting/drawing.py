@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,28 +50,6 @@ class _DrawMode(Enum):
     """Draws from all probabilities, which are sent."""
     UNSTATED = auto()
     """Draws from all probabilities, which are not sent: the rule does not read them, or they are one-hot."""
-
-
-class PlaceGuesses(Protocol):
-    """Guesses other tokens for the places of the blocks that are drawn, without influence on what is drawn."""
-
-    def see(self, blocks: Sequence[int], logits: Tensor) -> None:
-        """Keeps what it needs of the next places of some blocks, before the probabilities overwrite it.
-
-        Args:
-            blocks: as in `Drawer.draw`.
-            logits: `[blocks, vocab]`, not changed.
-        """
-
-    def rank(self, probs: Tensor) -> None:
-        """Guesses, before the tokens are drawn.
-
-        Args:
-            probs: `[blocks, vocab] float32`, the distributions of the places seen last. Not changed.
-        """
-
-    def added_to(self, drafts: Sequence[Draft | DraftwireError]) -> list[Draft | DraftwireError]:
-        """Returns all drafts of the drawer with their guesses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +100,10 @@ class Drawer:
 
     def goes_on(self, block: int) -> bool:
         """Returns whether another token of a block is to be drawn. Asked after each one, and no more once it is not."""
-        request = self.blocks[block].request
         if not self.num_left(block):
             return False
-        self._is_cut[block] = request.is_cut()
-        if self._is_cut[block]:
-            return False
-        return request.continuation is None or not request.continuation.takes_over(self.token_ids(block))
+        self._is_cut[block] = self.blocks[block].request.is_cut()
+        return not self._is_cut[block]
 
     def position(self, block: int) -> int:
         """Returns the position of a block's next token in the text."""

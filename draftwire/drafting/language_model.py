@@ -1,22 +1,21 @@
 """Drafts with a small language model, token by token, for many sequences at once."""
 
 import time
-from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from draftwire.drafting.drawing import BlockStart, Drawer, PlaceGuesses
+from draftwire.drafting.drawing import BlockStart, Drawer
 from draftwire.drafting.places import KeptEdits, span_of_next
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.method.devices import upload
 from draftwire.method.quantization import Quantization
-from draftwire.method.sampling import TokenEdits, probabilities_of_spans
-from draftwire.models.sequence_model import DraftModel, ForkingModel, Reading
+from draftwire.method.sampling import probabilities_of_spans
+from draftwire.models.sequence_model import DraftModel, Reading
 from draftwire.requests.session_parameters import SessionParameters
 
 PROMPT_TOKENS = 32
@@ -64,6 +63,11 @@ class LanguageModelSequence:
         return self.cached.length if self.model.extends_exactly else self._num_read_exactly
 
     @property
+    def num_kept(self) -> int:
+        """Tokens at the front of the cache that are not read again, as far as they are committed."""
+        return self.num_exact if self._calibrates else self.cached.base
+
+    @property
     def reads_fuzzily(self) -> bool:
         """Whether committed tokens are read approximately; the tokens that the sequence was opened with never are."""
         return not (self._calibrates or self.model.extends_exactly) and self.cached.length >= self._num_opened_with
@@ -71,21 +75,10 @@ class LanguageModelSequence:
     def calibrate(self, base_len: int, token_ids: list[int]) -> None:
         """Commits tokens. Cached tokens that are exact and committed are kept; the rest is read again."""
         agreeing = self._commit(base_len, token_ids)
-        kept = self.num_exact if self._calibrates else self.cached.base
         # The last token is always read again, because the next token is drawn from its logits.
-        length = min(agreeing, kept, self._num_committed - 1)
+        length = min(agreeing, self.num_kept, self._num_committed - 1)
         self.model.cache.truncate(self.cached, length)
         self._num_read_exactly = min(self._num_read_exactly, length)
-
-    def fork(self, model: ForkingModel, base_len: int, token_ids: list[int]) -> "LanguageModelSequence":
-        """Returns another sequence; see `ForkingStrategy.fork`. `model` is this one's."""
-        fork = copy(self)
-        fork.ids = self.ids[:base_len]
-        fork._commit(base_len, token_ids)
-        kept = self.num_exact if self._calibrates else self.cached.base
-        fork.cached = model.fork(self.cached, min(base_len, kept, fork._num_committed - 1))
-        fork._num_read_exactly = min(self._num_read_exactly, fork.cached.length)
-        return fork
 
     def note_exact_read(self) -> None:
         """Marks all tokens in the cache as read exactly."""
@@ -104,6 +97,10 @@ class LanguageModelSequence:
         start = self.cached.length
         return self.ids[start : self._num_committed if limit is None else min(self._num_committed, start + limit)]
 
+    def reading(self, unread: list[int], request: DraftRequest) -> Reading:
+        """Returns what to read before a block is drawn, the last committed tokens, and which logits to keep."""
+        return Reading(self.cached, unread, 1)
+
     def _commit(self, base_len: int, token_ids: list[int]) -> int:
         """Replaces the tokens after `base_len`; returns how many leading tokens are unchanged."""
         size, substitute = self.model.vocab_size, self._substitute_id
@@ -119,51 +116,82 @@ class LanguageModelSequence:
         return agreeing
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class BatchMember:
     """A sequence in a step that drafts."""
 
     sequence: LanguageModelSequence
     request: DraftRequest
-    ahead: list[int] = field(default_factory=list)
-    """Tokens that were read ahead of what is drawn, and are in the cache."""
-    rows: list[Tensor] = field(default_factory=list)
-    """`[vocab]` logits after each of them, which are good for a token whose text they are."""
 
-    @property
-    def text(self) -> tuple[DraftRequest, list[int], Callable[[DraftRequest], TokenEdits]]:
-        """Arguments of `span_of_next` for it."""
-        return self.request, self.sequence.ids, self.sequence.edits.of
 
-    def reading(self, unread: list[int], drawn: list[int]) -> Reading:
-        """Returns what to read for the next token: tokens that are certain, and those ahead of it.
+class Chains:
+    """The chains of a step, which are drawn together, token by token.
+
+    Drawn tokens feed the next forward pass on the device. The host waits for the device only where penalties or a form
+    need the text.
+    """
+
+    def __init__(self, model: DraftModel, members: Sequence[BatchMember], quantization: Quantization) -> None:
+        """Starts before the first token of each member's chain. The model has read what is committed of all."""
+        self.model, self.members = model, members
+        self.drawer = Drawer([_start(member, model.vocab_size) for member in members], quantization, model.device)
+        self.active = list(range(len(members)))
+        """Indices of the members whose chains go on."""
+        self.num_passes = 0
+        """Forward passes so far."""
+
+    def draw(self, logits: Tensor) -> list[Draft | DraftwireError]:
+        """Returns the drafts of all members, and adds them to their sequences.
+
+        A chain whose next logits are not finite ends there: a failure of the model for that sequence alone. One that is
+        cut ends after its last drawn token, without a further forward pass.
 
         Args:
-            unread: tokens of the text.
-            drawn: all tokens of the block, the last of which is the last of `unread`, if there are any.
+            logits: `[active, vocab]`, after the committed tokens of each. Overwritten.
         """
-        cached = self.sequence.cached
-        continuation, most = self.request.continuation, self.request.num_tokens - len(drawn) - 1
-        can_read = most > 0 and self.sequence.model.extends_exactly
-        self.ahead = continuation.may_follow(drawn)[:most] if continuation is not None and can_read else []
-        return Reading(cached, [*unread, *self.ahead], 1 + len(self.ahead))
+        while self.active:
+            probs = self.probabilities(self.masked(logits))
+            tokens = self.drawer.draw(self.active, probs)
+            going = [row for row, index in enumerate(self.active) if self.goes_on(index)]
+            if len(going) < len(self.active):
+                self.active = [self.active[row] for row in going]
+                tokens = tokens[upload(going, tokens.device, torch.int64)]
+            if self.active:
+                logits = self.extend(tokens)
+        drafts = self.drawer.drafts()
+        for member, draft in zip(self.members, drafts, strict=True):
+            member.sequence.ids += draft.token_ids if isinstance(draft, Draft) else []
+        return drafts
 
-    def row_after(self, token: int) -> Tensor | None:
-        """Returns the logits after a drawn token that was read ahead. Of another one there are none, nor of any after
-        it: then what was read is forgotten.
-        """
-        if self.ahead and self.ahead[0] == token:
-            del self.ahead[0]
-            return self.rows.pop(0)
-        self.forget_ahead()
-        return None
+    def masked(self, logits: Tensor) -> Tensor:
+        """Returns the logits of the next places, `[active, vocab]`, without ids beyond the target's vocabulary."""
+        for row, index in zip(logits, self.active, strict=True):
+            vocab_size = self.members[index].request.vocab_size
+            if vocab_size < len(row):
+                row[vocab_size:] = -torch.inf
+        return logits
 
-    def forget_ahead(self) -> None:
-        """Takes the tokens that were read ahead, and are not drawn, out of the cache."""
-        if self.ahead:
-            cached = self.sequence.cached
-            self.sequence.model.cache.truncate(cached, cached.length - len(self.ahead))
-        self.ahead, self.rows = [], []
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Returns the distributions of the next places, `[active, vocab] float32`. The logits are overwritten."""
+        spans = []
+        for index in self.active:
+            sequence, request = self.members[index].sequence, self.members[index].request
+            spans.append(span_of_next(self.drawer, index, request, sequence.ids, sequence.edits.of))
+        return probabilities_of_spans(logits, spans).float()
+
+    def goes_on(self, index: int) -> bool:
+        """Whether another token of a member's chain is to be drawn; see `Drawer.goes_on`."""
+        return self.drawer.goes_on(index)
+
+    def extend(self, tokens: Tensor) -> Tensor:
+        """Returns the logits after drawn tokens, one for each active member: `[active, vocab]`."""
+        self.num_passes += 1
+        return self.model.extend([self.members[index].sequence.cached for index in self.active], tokens)
+
+
+def _start(member: BatchMember, vocab_size: int) -> BlockStart:
+    """Returns the start of a member's chain, drawn by a model with a vocabulary of some size."""
+    return BlockStart(member.request, min(member.request.vocab_size, vocab_size), len(member.sequence.ids))
 
 
 class LanguageModelDrafter:
@@ -197,18 +225,6 @@ class LanguageModelDrafter:
         salt = parameters.cache_salt
         return LanguageModelSequence(self.model, token_ids, salt, self._substitute_id, self._calibrates)
 
-    @property
-    def can_fork(self) -> bool:
-        """Whether sequences can be forked: not those of a model that several ranks share, nor where what was read
-        approximately stays, so that little can be shared.
-        """
-        return isinstance(self.model, ForkingModel) and (self._calibrates or self.model.extends_exactly)
-
-    def fork(self, sequence: LanguageModelSequence, base_len: int, token_ids: list[int]) -> LanguageModelSequence:
-        """Returns another sequence that shares what the model has read; see `ForkingStrategy.fork`."""
-        assert isinstance(self.model, ForkingModel), "only asked of strategies that can fork"
-        return sequence.fork(self.model, base_len, token_ids)
-
     @torch.inference_mode()
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
         """Drafts for a batch: one forward pass for the tokens to read, then one for each drafted token."""
@@ -220,10 +236,11 @@ class LanguageModelDrafter:
             sequence = cast(LanguageModelSequence, drafting.sequence)
             unread = sequence.unread(drafting.max_read)
             num_read += len(unread)
-            if drafting.request is not None and len(unread) == sequence.num_unread:
+            request = drafting.request
+            if request is not None and len(unread) == sequence.num_unread:
                 assert unread, "calibrate comes first"
-                members[index] = BatchMember(sequence, drafting.request)
-                parts.append((sequence, members[index].reading(unread, [])))
+                members[index] = BatchMember(sequence, request)
+                parts.append((sequence, sequence.reading(unread, request)))
             elif unread:
                 parts.append((sequence, Reading(sequence.cached, unread, 0)))
         if not parts:
@@ -257,84 +274,15 @@ class LanguageModelDrafter:
         return torch.cat([rows[place] for place in range(len(parts))])
 
     def _draw(self, logits: Tensor, members: list[BatchMember]) -> tuple[list[Draft | DraftwireError], int]:
-        """Draws blocks, position by position, and returns them with the number of forward passes.
-
-        Drawn tokens feed the next forward pass on the device. The host waits for the device only where penalties, a
-        form or a continuation need the text. A block whose next logits are not finite ends there: a failure of
-        the model for that sequence alone. A block that is cut ends after its last drawn token, without a further
-        forward pass.
+        """Draws blocks, and returns them with the number of forward passes.
 
         Args:
-            logits: `[rows, vocab]`, after each member's committed tokens and what was read ahead of them.
+            logits: `[rows, vocab]`, those that the members' readings kept.
             members: those that draft.
         """
-        drawer = Drawer(
-            [self._start(member.sequence, member.request) for member in members], self._quantization, self.model.device
-        )
-        asked = [member.request.guesses for member in members if member.request.guesses is not None]
-        guesses: PlaceGuesses | None = asked[0].beside(drawer) if asked else None
-        active, num_passes = list(range(len(members))), 0
-        logits = _first_rows(logits, members)
-        while active:
-            for row, index in zip(logits, active, strict=True):
-                vocab_size = members[index].request.vocab_size
-                if vocab_size < len(row):
-                    row[vocab_size:] = -torch.inf
-            spans = [span_of_next(drawer, index, *members[index].text) for index in active]
-            if guesses is not None:
-                guesses.see(active, logits)
-            probs = probabilities_of_spans(logits, spans).float()
-            if guesses is not None:
-                guesses.rank(probs)
-                drawing = [row for row, index in enumerate(active) if drawer.num_left(index)]
-                if len(drawing) < len(active):  # in the first place alone: the others asked for guesses and no tokens
-                    active, probs = [active[row] for row in drawing], probs[upload(drawing, probs.device, torch.int64)]
-                    if not active:
-                        break
-            tokens = drawer.draw(active, probs)
-            going = [row for row, index in enumerate(active) if drawer.goes_on(index)]
-            if len(going) < len(active):
-                active, tokens = [active[row] for row in going], tokens[upload(going, tokens.device, torch.int64)]
-            if active:
-                logits, has_read = self._extend([members[index] for index in active], tokens, drawer, active)
-                num_passes += has_read
-        drafts = drawer.drafts() if guesses is None else guesses.added_to(drawer.drafts())
-        for member in members:
-            member.forget_ahead()
-        for member, draft in zip(members, drafts, strict=True):
-            member.sequence.ids += draft.token_ids if isinstance(draft, Draft) else []
-        return drafts, num_passes
+        chains = self._chains(members)
+        return chains.draw(logits), chains.num_passes
 
-    def _extend(
-        self, members: list[BatchMember], tokens: Tensor, drawer: Drawer, indices: list[int]
-    ) -> tuple[Tensor, bool]:
-        """Returns the logits after drawn tokens, `[members, vocab]`, and whether that took a forward pass."""
-        if not self.model.extends_exactly or all(member.request.continuation is None for member in members):
-            return self.model.extend([member.sequence.cached for member in members], tokens), True
-        rows: list[Tensor | None] = []
-        readings: dict[int, Reading] = {}
-        for place, (member, index) in enumerate(zip(members, indices, strict=True)):
-            drawn = drawer.token_ids(index)
-            rows.append(member.row_after(drawn[-1]))
-            if rows[place] is None:
-                readings[place] = member.reading([drawn[-1]], drawn)
-        if readings:
-            read = _first_rows(self.model.read(list(readings.values())), [members[place] for place in readings])
-            for place, row in zip(readings, read, strict=True):
-                rows[place] = row
-        return torch.stack([row for row in rows if row is not None]), bool(readings)
-
-    def _start(self, sequence: LanguageModelSequence, request: DraftRequest) -> BlockStart:
-        return BlockStart(request, min(request.vocab_size, self.model.vocab_size), len(sequence.ids))
-
-
-def _first_rows(logits: Tensor, members: list[BatchMember]) -> Tensor:
-    """Returns the logits for the next token of each member, and gives it those after what it has read ahead."""
-    if not any(member.ahead for member in members):
-        return logits
-    firsts, place = [], 0
-    for member in members:
-        firsts.append(place)
-        member.rows = list(logits[place + 1 : place + 1 + len(member.ahead)])
-        place += 1 + len(member.ahead)
-    return logits[upload(firsts, logits.device, torch.int64)]
+    def _chains(self, members: list[BatchMember]) -> Chains:
+        """Returns the chains of members, before their first tokens."""
+        return Chains(self.model, members, self._quantization)

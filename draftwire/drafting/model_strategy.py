@@ -3,16 +3,10 @@
 from typing import TypeVar
 
 from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.drafting.strategies import LoadedStrategy, StrategyContext
+from draftwire.drafting.strategies import StrategyContext
 from draftwire.models.card import ModelCard
 
 Drafter = TypeVar("Drafter", bound=LanguageModelDrafter)
-
-
-def load(_name: str, context: StrategyContext) -> LoadedStrategy:
-    """Loads a language model as a strategy."""
-    card, drafter = load_drafter(context, LanguageModelDrafter)
-    return LoadedStrategy(card, drafter)
 
 
 def load_drafter(context: StrategyContext, kind: type[Drafter]) -> tuple[ModelCard, Drafter]:

@@ -28,7 +28,7 @@ JOINT = "+"
 STRATEGIES = {
     **dict.fromkeys(TEXTS, "draftwire.options.model_free.model_free_drafter:load"),
     SCRIPTED: "draftwire.options.scripted.scripted_drafter:load",
-    MODEL: "draftwire.drafting.model_strategy:load",
+    MODEL: "draftwire.options.ahead.forking_drafter:load",
     **dict.fromkeys(("eagle", "eagle3", "medusa", "hydra", "mtp"), "draftwire.options.heads.fed_head:load"),
 }
 """Import paths of what loads the strategy of a name, called with the name and a `StrategyContext`."""

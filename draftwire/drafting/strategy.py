@@ -6,7 +6,7 @@ which are absent where an option is off: a token tree, guesses of other tokens, 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from draftwire.errors import DraftwireError
 from draftwire.method.encoding import DraftDistributions
@@ -35,9 +35,6 @@ class GuessRequest(Protocol):
     @property
     def most(self) -> int:
         """Guesses for each place, at most."""
-
-    def beside(self, drawer: Any) -> Any:
-        """Returns the `draftwire.drafting.drawing.PlaceGuesses` of the blocks that a drawer draws."""
 
 
 class Continuation(Protocol):
@@ -81,7 +78,7 @@ class DraftRequest:
     """Whether to end the block early. Called on the torch thread after each token. A block that is cut ends before its
     next token is drawn and keeps all drawn tokens: dropping a token because of its value would bias the output."""
     continuation: Continuation | None = None
-    """Decides whether the block ends, and reads beside it."""
+    """Only for a strategy that continues guesses: decides whether the block ends, and what is read beside it."""
     guesses: GuessRequest | None = None
     """Only for a strategy that can fork."""
     tree: TreeRequest | None = None

@@ -14,7 +14,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.card import ModelCard
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
-from draftwire.models.taps import FeatureSource
+from draftwire.models.kv_storage import StoredFeatures
 from draftwire.runtime.settings import AUTO, EngineSettings
 
 log = structlog.get_logger()
@@ -38,8 +38,8 @@ class CacheSize:
 class FeatureUser:
     """Reads features of a target: a head beside it, or the fusion of one elsewhere."""
 
-    source: FeatureSource
-    """Features that the target keeps for it."""
+    source: Callable[[int], StoredFeatures]
+    """Returns room for the features that the target keeps for it, of so many tokens."""
     token_bytes: int
     """Bytes that its own cache stores of a token."""
     resize: Callable[[int], None]

@@ -8,7 +8,7 @@ from draftwire.drafting.strategy import DraftRequest, DraftSequence
 from draftwire.engine.session_book import EngineSession
 from draftwire.errors import DraftwireError
 from draftwire.method.keys import DrawKey
-from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, Permit, RoundOutcome
+from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, Fence, Permit, RoundOutcome
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -163,6 +163,26 @@ class DraftOption:
     def may_draft(self, session: DraftSession) -> bool:
         """Whether a session's block may be drafted now. If not, `Scheduler.resume` is called once it may."""
         return True
+
+    def committed(self, session: DraftSession, fence: Fence, new_ids: list[int]) -> None:
+        """Takes note of the tokens that a session has committed before a round."""
+
+    def is_drafted(self, session: DraftSession, calibration: Calibration) -> bool:
+        """Whether the block that a session is asked for was drafted, or is being drafted, in which case it is finished
+        for this calibration.
+        """
+        return False
+
+    def spare_work(self) -> SpareWork | None:
+        """Returns what to draft while nothing is requested."""
+        return None
+
+    def completed(self, step: Step, result: StepResult) -> Sequence[tuple[DraftSession, DraftBlock]]:
+        """Takes note of a step; returns the blocks of its spare work that are to be sent."""
+        return ()
+
+    def abandoned(self, step: Step) -> None:
+        """Forgets a step that failed."""
 
     def closed(self, session: DraftSession) -> None:
         """Forgets a session."""

@@ -10,7 +10,6 @@ import torch
 
 from draftwire.engine.cache_sizing import FeatureUser, count_of, fitter_of, size_while_loading
 from draftwire.engine.model_settings import refuse_settings_of_weights, size_without_memory
-from draftwire.errors import InvalidRequestError
 from draftwire.method.devices import prepare
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.card import ModelCard
@@ -19,11 +18,10 @@ from draftwire.models.decoders import check_decoder, decoder_of
 from draftwire.models.huge_pages import LEAST_TOTAL_BYTES, resident_bytes, use_huge_pages
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import LoadedModel, load_lean_model, load_model
-from draftwire.models.parallel.layer_groups import LayerParallelism, written
 from draftwire.models.script import Script, is_scripted
 from draftwire.models.scripted import ScriptedTarget
 from draftwire.models.sequence_model import SequenceModel
-from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
+from draftwire.runtime.settings import EngineSettings, ModelSettings
 
 log = structlog.get_logger()
 
@@ -44,6 +42,8 @@ class FittedModel(Generic[AnyModel]):
 
 MakeHead = Callable[[ModelCard, Decoder], FeatureUser]
 """Loads the head of a target, onto its device, with room in its cache for the largest step."""
+MakeDrafting = Callable[[Decoder, str], DraftingDecoder]
+"""Makes what computes drafts with the weights of a decoder, which is the lean one, or else is not for some reason."""
 
 
 def load_target(
@@ -60,20 +60,16 @@ def load_target(
 
 
 def load_draft_model(
-    settings: ModelSettings, engine: EngineSettings, layers: LayerParallelSettings
+    settings: ModelSettings, engine: EngineSettings, make_drafting: MakeDrafting | None = None
 ) -> FittedModel[CachedModel]:
-    """Loads a drafter's model; see `load_model`.
-
-    Raises:
-        InvalidRequestError: its layers cannot be grouped as the settings say.
-    """
-    return _load(settings, engine, layers)
+    """Loads a drafter's model; see `load_model`."""
+    return _load(settings, engine, make_drafting=make_drafting)
 
 
 def _load(
     settings: ModelSettings,
     engine: EngineSettings,
-    layers: LayerParallelSettings | None = None,
+    make_drafting: MakeDrafting | None = None,
     make_head: MakeHead | None = None,
 ) -> FittedModel[CachedModel]:
     """Returns the model that runs the weights."""
@@ -90,9 +86,7 @@ def _load(
     head = None if make_head is None else make_head(loaded.card, decoder)
     move_weights(settings, decoder.device, resident)
     is_static = isinstance(decoder, LeanDecoder) and settings.cuda_graphs and decoder.device.type == "cuda"
-    drafting = None
-    if layers is not None and layers.is_parallel:
-        drafting = _layer_parallel(decoder, layers.parallelism, reason)
+    drafting = None if make_drafting is None else make_drafting(decoder, reason)
     features = None if head is None else head.source
     model = CachedModel(decoder, size_while_loading(engine), is_static, drafting, features)
     count = count_of(fitter, loaded.card, head)
@@ -119,14 +113,3 @@ def _decoder_of(loaded: LoadedModel, settings: ModelSettings) -> tuple[Decoder, 
     reason = "" if is_lean else why_not_lean(loaded.model) or "asked for"
     log.info("models.decoder_chosen", decoder="lean" if is_lean else "transformers", reason=reason)
     return decoder, reason
-
-
-def _layer_parallel(decoder: Decoder, layers: LayerParallelism, reason: str) -> DraftingDecoder:
-    """Returns a decoder that runs the layers of each group at the same time."""
-    from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
-
-    if not isinstance(decoder, LeanDecoder):
-        raise InvalidRequestError(f"layers run at the same time on the lean decoder alone, not here: {reason}")
-    groups = layers.of(decoder.num_layers)
-    log.info("models.layers_grouped", groups=written(groups))
-    return LayerParallelDecoder(decoder, groups)

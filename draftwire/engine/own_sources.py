@@ -4,10 +4,17 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import cast
 
-from draftwire.engine.target_session import LocalSource, OpenSource
+from draftwire.engine.target_session import LocalSource
 from draftwire.errors import InvalidRequestError
 from draftwire.method.rounds import TargetSessionSpec
 from draftwire.requests.import_paths import named_by
+
+OpenSource = Callable[[TargetSessionSpec, str], LocalSource | None]
+"""Opens the source of a strategy for a session; returns None if the strategy is of another kind.
+
+Raises:
+    InvalidRequestError: it is of no kind, and it is known why.
+"""
 
 MakeSource = Callable[[TargetSessionSpec, int], LocalSource]
 """Makes the source of one session, of its spec and the size of the target's vocabulary."""

@@ -5,7 +5,7 @@ drafter, whose blocks are pushed, and a run may name a strategy of the verifier.
 which may depend on the tokens in it: see docs/exactness.md.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -14,20 +14,20 @@ from typing_extensions import override
 from draftwire.audit import AuditSums
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.session_book import EngineSession
-from draftwire.method.round_parts import GuessPart
-from draftwire.method.rounds import Fence, ReceivedBlock, TargetSessionSpec, Verdict
+from draftwire.method.round_parts import GuessPart, LogprobsPart
+from draftwire.method.rounds import Fence, LocalDraft, Permit, ReceivedBlock, TargetSessionSpec, Verdict
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.verification import VerificationRule
-from draftwire.verification.deciding import JudgingOutcome, MadeMasks
+from draftwire.verification.deciding import Judgement, JudgingOutcome, MadeMasks, TokenReport, reports_prompt
 
 MAX_UINT32 = 2**32 - 1
 """Largest value of a count in a verdict."""
 NO_DRAFTER = -1
 """Identity of the sender of a local block: no drafter has it."""
 REPORTED_CHUNK = MAX_PROMPT_PART
-"""Most prompt tokens of a session with prompt log-probabilities in one step: each needs a row of logits over the
-vocabulary, and all are in one report."""
+"""Most prompt tokens of a session that reports them in one step: each needs a row of logits over the vocabulary, and
+all are in one report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +144,19 @@ class LocalSource(BlockSource):
         return replace(verdict, guess=GuessPart(self.strategy)) if is_own else verdict
 
 
-OpenSource = Callable[[TargetSessionSpec, str], LocalSource | None]
-"""Opens the source of a strategy for a session; returns None if the strategy is of another kind.
+FindSources = Callable[[LocalDraft, TargetSessionSpec, Iterable[LocalSource]], list[LocalSource]]
+"""Returns the sources of a session that a draft names, the preferred one first: those that it has, or new ones.
 
 Raises:
-    InvalidRequestError: it is of no kind, and it is known why.
+    InvalidRequestError: a strategy is unknown, or the number is out of range.
 """
+
+
+class SessionReport(TokenReport, Protocol):
+    """The same with what is told of it in verdicts."""
+
+    def of_round(self, block: ReceivedBlock | None, judgement: Judgement) -> LogprobsPart | None:
+        """Returns what the verdict on a block says. Used on the event loop."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
@@ -179,6 +186,8 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     """Time at which it was queued for a step, by the scheduler's clock."""
     masks: MadeMasks | None = None
     """The masks of its current round, if they were made before the step."""
+    report: SessionReport | None = None
+    """Reports about its tokens; None if nothing is reported."""
 
     @property
     def fence(self) -> Fence:
@@ -193,8 +202,7 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     @property
     def num_readable(self) -> int:
         """Unread tokens that one step may read."""
-        is_reported = self.spec.logprobs.prompt_logprobs is not None
-        return min(self.num_unread, REPORTED_CHUNK) if is_reported else self.num_unread
+        return min(self.num_unread, REPORTED_CHUNK) if reports_prompt(self.report) else self.num_unread
 
     @property
     def source(self) -> BlockSource | None:
@@ -230,6 +238,20 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     def has_speculation(self) -> bool:
         """Whether it accepts blocks: from its drafter or, before the first one, from a drafter with a permit."""
         return self.drafter_id is not None or bool(self.permit_number < 0 and self.spec.permit_key)
+
+    def seat(self, permit: Permit, drafter_id: int) -> None:
+        """Makes the holder of a permit its drafter."""
+        self.drafter_id, self.permit_number = drafter_id, permit.number
+        self.pushed.clear()
+
+    def commit(self, token_ids: list[int]) -> None:
+        """Commits the tokens of the current round. The next one has no block yet."""
+        self.committed.append(token_ids)
+        self.round += 1
+        self.masks, self.queued = None, False
+        has_stopped = not self.spec.parameters.stop_token_ids.isdisjoint(token_ids)
+        self.is_over = has_stopped or len(self.committed) >= self.spec.max_len
+        self.plain_rounds_left = 0 if self.is_over else max(0, self.plain_rounds_left - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,6 @@ class SparseRows:
     probs: Tensor
     """`[rows, support]` float: their probabilities, above 0 in used places and 0 in unused ones."""
     vocab_size: int
-    """Size of the vocabulary."""
 
     def probs_of(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Returns the probability of `tokens` in `rows`, both `[...] int64`; 0 outside the support."""

@@ -4,7 +4,6 @@ The default is sparse: a few token ids with integer weights that sum to 65,536. 
 so drafter and verifier use the same numbers, to the bit. Numpy only, no torch.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import gt
@@ -94,25 +93,6 @@ class DenseProbs:
 Decoded = Supports | DenseProbs
 """The distributions of a block that passed all checks: one row per draft token, or of a tree one for each token with
 children, in the order of `TokenTree.inner_nodes`."""
-
-
-def log_probs(decoded: Decoded, token_ids: Sequence[int], rows: Sequence[int] | None = None) -> list[float]:
-    """Returns the log-probability of tokens, nats; -inf for impossible ones.
-
-    Args:
-        decoded: the distributions.
-        token_ids: the tokens.
-        rows: of each token; by default token i is of row i.
-    """
-    values = []
-    for row, token in zip(range(len(token_ids)) if rows is None else rows, token_ids, strict=True):
-        if isinstance(decoded, Supports):
-            weight = int(decoded.weights[row][decoded.token_ids[row] == token].max(initial=0))
-            prob = weight / TOTAL_WEIGHT
-        else:
-            prob = float(decoded.probs[row, token]) if token < decoded.probs.shape[1] else 0.0
-        values.append(min(0.0, math.log(prob)) if prob > 0.0 else -math.inf)
-    return values
 
 
 def encode_dense(encoding: Encoding, rows: NDArray[np.floating]) -> DraftDistributions:
@@ -298,11 +278,7 @@ def _decode_sparse(claims: Sequence[Claim], target_vocab_size: int) -> list[Deco
 
     in_order = np.sort(np.where(used, token_ids, -1 - columns), axis=1)  # fillers are distinct and no ids
     faults = (
-        (
-            (token_ids >= vocab_size).any(axis=1),
-            Violation.TOKEN_ID,
-            "draft distribution has an id that does not exist",
-        ),
+        ((token_ids >= vocab_size).any(axis=1), Violation.TOKEN_ID, "draft distribution has an id that does not exist"),
         ((in_order[:, 1:] == in_order[:, :-1]).any(axis=1), Violation.TOKEN_ID, "draft distribution has an id twice"),
         (weights.sum(axis=1) != TOTAL_WEIGHT, Violation.WEIGHTS, f"draft weights do not sum to {TOTAL_WEIGHT}"),
         (is_outside, Violation.OUTSIDE_SUPPORT, OUTSIDE_SUPPORT),

@@ -46,7 +46,6 @@ class DrawKey:
     choice: int
     """Index of the completion that the session generates."""
     round: int
-    """Number of the round."""
 
     @property
     def round_words(self) -> tuple[int, int]:

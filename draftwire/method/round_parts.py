@@ -1,8 +1,18 @@
-"""Parts of a verdict that options add: what they report of a round. A part is None where its option is off."""
+"""Parts of messages that options add: what they ask for, and report of a round. None where the option is off."""
 
 from dataclasses import dataclass, field
 
 from draftwire.requests.logprobs import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class BranchLimits:
+    """How much a drafter may draft ahead for a session at once."""
+
+    max_branches: int
+    """Most texts that it drafts for, 1 or more."""
+    max_held_blocks: int = 0
+    """Most blocks of coming rounds that the verifier holds; 0 is as many as `max_branches`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from draftwire.errors import BlockViolationError
 from draftwire.method.block_shape import CHAIN, BlockShape
 from draftwire.method.encoding import Decoded, DraftDistributions
 from draftwire.method.keys import KEY_BYTES
-from draftwire.method.round_parts import AheadPart, GuessPart, LogprobsPart, TreePart
+from draftwire.method.round_parts import AheadPart, BranchLimits, GuessPart, LogprobsPart, TreePart
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart
 from draftwire.requests.session_parameters import SessionParameters
@@ -365,9 +365,7 @@ class DraftSessionSpec:
     """Upper bound of committed and drafted tokens together."""
     permit: Permit | None
     """None if it comes with the first calibration."""
-    max_branches: int = 0
-    """Texts to draft ahead for at once at most."""
-    max_held_blocks: int = 0
-    """Blocks of coming rounds that the verifier holds at most; 0 is as many as `max_branches`."""
+    ahead: BranchLimits | None = None
+    """None: nothing is drafted ahead."""
     max_tree_nodes: int = 0
     """Draft tokens of a token tree at most; 0: none is requested."""

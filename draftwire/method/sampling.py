@@ -81,7 +81,6 @@ class Span:
 
     params: SamplingParams
     num_rows: int
-    """Number of positions."""
     text: Sequence[int] = ()
     """The tokens before the last position; earlier positions see prefixes of it. Needed if params.penalizes, from
     `first_penalized` on: `prompt_len` and `text_len` then count from there too."""

@@ -41,8 +41,8 @@ class CachedModel:
             cache_tokens: capacity of the KV cache, tokens of all sequences together.
             is_static: whether some of the steps are run faster, by `StaticSteps`; by default all are run alike.
             drafting: computes `extend` with the same weights, approximately; by default `decoder` does.
-            features: returns room for what is kept of the hidden states of so many tokens, as `FeatureSource` does;
-                None keeps nothing. Not with `drafting`, which has no exact ones.
+            features: returns room for what is kept of the hidden states of so many tokens; None keeps
+                nothing. Not with `drafting`, which has no exact ones.
         """
         assert drafting is None or features is None, "approximate passes have no features"
         self.vocab_size = decoder.vocab_size

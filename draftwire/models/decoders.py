@@ -62,7 +62,8 @@ class TransformersDecoder:
         if not taps:
             yield states
             return
-        layers: Any = next((each for each in self._model.modules() if _are_layers(each, self.num_layers)), None)
+        lists = (each for each in self._model.modules() if isinstance(each, torch.nn.ModuleList))
+        layers: Any = next((each for each in lists if len(each) == self.num_layers), None)
         if layers is None:
             raise InvalidRequestError(f"hidden states of {self._model.name_or_path} cannot be read: no list of layers")
 
@@ -80,11 +81,6 @@ class TransformersDecoder:
                     hook = layers[-1].register_forward_hook(keep_output)
                 hooks.callback(hook.remove)
             yield states
-
-
-def _are_layers(module: torch.nn.Module, num_layers: int) -> bool:
-    """Whether a module is the list of a model's layers."""
-    return isinstance(module, torch.nn.ModuleList) and len(module) == num_layers
 
 
 def check_decoder(kind: str) -> None:

@@ -12,11 +12,11 @@ HEADS_FIRST_BYTES = 1024
 
 
 class Tap(Protocol):
-    """Takes the hidden states of a pass. A decoder finds it in the storage of its step; see `draftwire.models.taps`."""
+    """Takes the hidden states of a pass, those before some layers. A decoder finds it in the storage of its step."""
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The ids, in the order of the features; each once."""
+        """Ids of the layers, in the order of the features, each once; their number stands for behind the last one."""
 
     def take(self, states: Mapping[int, Tensor], slots: Tensor) -> None:
         """Takes the hidden states of a pass, once all layers have run; on the torch thread.

@@ -213,16 +213,13 @@ class LeanDecoder:
 
     def attention(self, index: int, hidden: Tensor, rotation: Rotation, step: PackedStep) -> Tensor:
         """Returns a layer's attention output, `[rows, hidden]`, without the residual; stores its keys and values.
-
-        Args:
-            index: of the layer.
-            hidden: `[rows, hidden]`, the step's tokens, perhaps `repeated`.
-            rotation: of these rows.
-            step: the step.
+        `hidden`, of the same shape, is of the step's tokens, perhaps `repeated`.
         """
         layer = self.attentions[index]
         assert layer is not None
-        queries, keys, values = self._projected(layer, layer.norm(hidden), rotation)
+        projected = layer.queries_keys_values(layer.norm(hidden)).unflatten(-1, (-1, self.head_dim))
+        norms = layer.query_norm, layer.key_norm
+        queries, keys, values = split_heads(projected, self.heads, self.kv_heads, norms, rotation)
         num_tokens = len(step.positions)
         if num_tokens < len(hidden):
             queries, keys, values = queries[:num_tokens], keys[:num_tokens], values[:num_tokens]
@@ -253,23 +250,12 @@ class LeanDecoder:
             self._group.all_reduce(part)
         return part
 
-    def _projected(self, layer: Attention, rows: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns a layer's queries, keys and values, `[tokens, heads, head_dim]` each, rotary embedding applied."""
-        projected = layer.queries_keys_values(rows).unflatten(-1, (-1, self.head_dim))
-        return split_heads(projected, self.heads, self.kv_heads, (layer.query_norm, layer.key_norm), rotation)
-
 
 def split_heads(
     projected: Tensor, heads: int, kv_heads: int, norms: tuple[Norm | None, Norm | None], rotation: Rotation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns queries, keys and values of `[tokens, heads + 2 * kv_heads, head_dim]`, rotary embedding applied.
-
-    Args:
-        projected: all of them, in this order.
-        heads: query heads.
-        kv_heads: key heads, and as many value heads.
-        norms: of queries and keys, if the layer has them.
-        rotation: of the tokens.
+    """Returns queries, keys and values, of all in this order, `[tokens, heads + 2 * kv_heads, head_dim]`: normalised
+    if the layer has `norms` of queries and keys, and rotated.
     """
     num_rotated = heads + kv_heads
     rotated, values = projected[:, :num_rotated], projected[:, num_rotated:]

@@ -37,7 +37,6 @@ def _cpu_info() -> str:
 
 
 LEAST_ROWS = least_rows(torch.backends.cpu.get_cpu_capability(), _cpu_info())
-"""See `least_rows`."""
 
 STREAMED_BYTES = 2**27
 """The weights of a larger model are streamed: its products take as long as reading them. Those of smaller models are

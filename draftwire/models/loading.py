@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
-"""Capabilities of CPUs that multiply bfloat16."""
 LARGE_PARAMETERS = 2**26
 """Parameters of a model whose steps on a CPU take as long as reading its weights does."""
 
@@ -93,8 +92,7 @@ def load_lean_model(name: str, dtype: str = "auto", device: str = "cpu") -> Load
         model.generation_config = GenerationConfig.from_pretrained(path)
     except OSError:  # there is none
         model.generation_config = GenerationConfig.from_model_config(config)
-    num_parameters = sum(weight.numel() for weight in model.parameters())
-    model.to(_dtype_on_cpu(config, num_parameters) if dtype == "auto" else getattr(torch, dtype))
+    model.to(dtype_on_cpu(model) if dtype == "auto" else getattr(torch, dtype))
     return LoadedModel(model, card_of(model, name, path, None, weights_fingerprint(model)))
 
 
@@ -137,26 +135,20 @@ def on_meta(config: Any) -> "PreTrainedModel":
         return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config).eval())
 
 
-def dtype_on_cpu(network: "PreTrainedModel") -> torch.dtype:
+def dtype_on_cpu(network: "PreTrainedModel | LeanModel") -> torch.dtype:
     """Returns the dtype of "auto" on a CPU: bfloat16 if a large model, which may be on the meta device, is stored so
     and this CPU multiplies it.
 
     Else float32: other CPUs convert bfloat16 in every product, and reading a small model takes no time.
     """
-    return _dtype_on_cpu(network.config, sum(weight.numel() for weight in network.parameters()))
-
-
-def _dtype_on_cpu(config: Any, num_parameters: int) -> torch.dtype:
-    is_stored_so = getattr(config, "dtype", None) is torch.bfloat16
-    is_fast = is_stored_so and num_parameters >= LARGE_PARAMETERS and cpu_multiplies_bfloat16()
-    return torch.bfloat16 if is_fast else torch.float32
+    is_stored_so = getattr(network.config, "dtype", None) is torch.bfloat16
+    is_large = sum(weight.numel() for weight in network.parameters()) >= LARGE_PARAMETERS
+    return torch.bfloat16 if is_stored_so and is_large and cpu_multiplies_bfloat16() else torch.float32
 
 
 def cpu_multiplies_bfloat16() -> bool:
     """Returns whether this CPU has instructions that multiply bfloat16; without, it is slower than float32."""
-    capabilities: Mapping[str, Any] = getattr(
-        torch.cpu, "get_capabilities", dict
-    )()  # older releases of torch do not say
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older releases do not say
     return any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
 
 

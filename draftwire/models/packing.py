@@ -14,7 +14,6 @@ from functools import lru_cache
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from draftwire.method.devices import upload
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for, slots_between, slots_of
@@ -58,7 +57,7 @@ def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> P
             slots[own] = slots_between(segment.sequence, first, stop)
             positions[own], trees = _in_trees([segment], np.arange(first, stop)[None], device)
             sees_all = segment.num_tokens == 1 and trees is None
-            masks = Masks(_tensor(positions[None, own], device), int(lengths[index]), sees_all, trees)
+            masks = Masks(upload(positions[None, own], device), int(lengths[index]), sees_all, trees)
             lone.append(LoneSegment(own, runs, masks))
         if not members:
             continue
@@ -71,14 +70,14 @@ def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> P
         position, trees = _in_trees([segments[index] for index in members], places, device)
         positions[tokens] = position
         slots[tokens] = np.take_along_axis(table, places, axis=1)
-        mask = None if real.all() else _tensor(real, device)
+        mask = None if real.all() else upload(real, device)
         sees_all = tokens.shape[1] == 1 and trees is None and bool((length == table.shape[1]).all())
-        masks = Masks(_tensor(position, device), table.shape[1], sees_all, trees)
-        groups.append(SegmentGroup(_tensor(tokens, device), mask, _tensor(table, device), masks))
+        masks = Masks(upload(position, device), table.shape[1], sees_all, trees)
+        groups.append(SegmentGroup(upload(tokens, device), mask, upload(table, device), masks))
     lone.sort(key=lambda each: each.tokens.start)
     are_single = not groups and all(len(each.runs) == 1 and each.masks.sees_all for each in lone)
     spans = [(each.runs[0].start, each.masks.num_keys) for each in lone] if are_single else []
-    return PackedStep(storage, _tensor(slots, device), _tensor(positions, device), groups, lone, spans)
+    return PackedStep(storage, upload(slots, device), upload(positions, device), groups, lone, spans)
 
 
 def _of_one_token(segment: Segment, storage: KvStorage, device: torch.device) -> PackedStep | None:
@@ -108,7 +107,7 @@ def _in_trees(
     if not width:
         return places, None
     bases, distances, positions = laid_out_trees(segments, places, width)
-    return positions, Trees(_tensor(bases, device), _tensor(distances, device))
+    return positions, Trees(upload(bases, device), upload(distances, device))
 
 
 def positions_of(segment: Segment) -> list[int]:
@@ -165,12 +164,8 @@ def _by_shape(segments: Sequence[Segment]) -> Iterable[list[int]]:
 def _runs_to_read(segment: Segment, storage: KvStorage, device: torch.device, least_bytes: int) -> list[slice]:
     """Returns the runs of slots that a segment's keys are in; none if it is faster to gather them.
 
-    Args:
-        segment: of the step.
-        storage: of its keys.
-        device: of the model.
-        least_bytes: keys and values of a layer that take less are gathered; 0 for a segment without any like it, which
-            on other devices than a CPU is the only one to be read in place.
+    Keys and values of a layer that take less than `least_bytes` are gathered. It is 0 for a segment without any like
+    it, which on other devices than a CPU is the only one to be read in place.
     """
     sequence = segment.sequence
     is_on_cpu = device.type == "cpu"
@@ -187,7 +182,3 @@ def _runs_to_read(segment: Segment, storage: KvStorage, device: torch.device, le
         runs.append(slice(start, start + min(end * BLOCK_SIZE, sequence.length) - first * BLOCK_SIZE))
         first = end
     return runs
-
-
-def _tensor(array: NDArray[np.int64] | NDArray[np.bool_], device: torch.device) -> Tensor:
-    return upload(array, device)

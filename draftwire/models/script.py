@@ -6,12 +6,12 @@ machine. No torch here.
 """
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.card import ModelCard
@@ -73,12 +73,11 @@ class Script:
         given = dict(item.partition("=")[::2] for item in items)
         if len(given) < len(items):
             raise InvalidRequestError(f"script: a setting is named twice in {text!r}")
-        unknown = given.keys() - {field.name for field in fields(cls)}
-        if unknown:
-            known = ", ".join(field.name for field in fields(cls))
-            raise InvalidRequestError(f"script: unknown {', '.join(sorted(unknown))}; known: {known}")
+        kinds = {field.name: field.type for field in fields(cls)}
+        if unknown := given.keys() - kinds.keys():
+            raise InvalidRequestError(f"script: unknown {', '.join(sorted(unknown))}; known: {', '.join(kinds)}")
         try:
-            return cls(**_values(given))
+            return cls(**{name: _value(kinds[name], value) for name, value in given.items()})
         except ValueError as error:
             raise InvalidRequestError(f"script: {error}") from error
 
@@ -132,29 +131,15 @@ def wait(seconds: float) -> None:
         time.sleep(seconds)
 
 
-def _values(given: Mapping[str, str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, text in given.items():
-        if name in ("acceptance", "late_acceptance"):
-            values[name] = tuple(float(part) for part in text.split("/"))
-        else:
-            values[name] = int(text) if name in ("vocab_size", "context_length", "late_from") else float(text)
-    return values
+def _value(kind: Any, text: str) -> Any:
+    """Returns a setting, of type int, float, or a tuple of floats."""
+    return kind(text) if kind in (int, float) else tuple(map(float, text.split("/")))
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer whose token i is the byte i."""
-    alphabet = _byte_letters()
-    model = models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
-    tokenizer = Tokenizer(model)
+    letters = bytes_to_unicode()
+    tokenizer = Tokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
-
-
-def _byte_letters() -> list[str]:
-    """Returns the characters that byte-level tokenizers use for the bytes 0 to 255 (GPT-2's table)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    return [letters[byte] for byte in range(256)]

@@ -5,7 +5,7 @@ Everything here uses tensors and must run on the process's one torch thread.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -126,31 +126,3 @@ class DraftModel(SequenceModel, Protocol):
         Raises:
             NoRoomError: as `read`.
         """
-
-
-@runtime_checkable
-class ForkingModel(DraftModel, Protocol):
-    """A model that can continue a text in several ways at once."""
-
-    def fork(self, sequence: CachedSequence, length: int) -> CachedSequence:
-        """Opens another sequence that has read the first `length` tokens of this one; see `KvCache.fork`.
-
-        Raises:
-            NoRoomError: the cache is full.
-        """
-
-
-class FeatureReader(Protocol[Text]):
-    """A holder of the features of texts' tokens; see `draftwire.models.taps`."""
-
-    def features(self, spans: Sequence[FeatureSpan[Text]]) -> Tensor:
-        """Returns what is kept of some tokens' hidden states.
-
-        Returns:
-            `[sum of stop - start, kept]` on the device of who reads them, for each span in order.
-        """
-
-
-@runtime_checkable
-class FeatureModel(SequenceModel, FeatureReader[CachedSequence], Protocol):
-    """A model that keeps features of the tokens that it has read."""

@@ -73,7 +73,6 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Creates the warm-up and capture streams on a GPU."""
         self._device = device
         self._warm_up, self._capture = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._anchor: torch.cuda.CUDAGraph | None = None  # the first graph, keeps the shared pool alive

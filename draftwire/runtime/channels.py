@@ -1,4 +1,4 @@
-"""gRPC channel arguments of clients and servers: message sizes, keep-alive, flow control.
+"""gRPC channel arguments of clients and servers, message sizes, keep-alive, flow control; and the port of a server.
 
 gRPC silently ignores a misspelt argument; the tests look up every name in the compiled library.
 """
@@ -9,8 +9,9 @@ from typing import TypeVar
 import grpc
 from google.protobuf.message import Message as ProtoMessage
 
-from draftwire.errors import InvalidRequestError
+from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.models.description import ModelDescription
+from draftwire.runtime.addresses import host_and_port, is_taken
 from draftwire.runtime.call_limits import CallLimits
 from draftwire.runtime.settings import LEAST_KEEPALIVE_S, LEAST_MESSAGE_BYTES, ConnectionSettings
 
@@ -87,6 +88,24 @@ def server_options(settings: ConnectionSettings, limits: CallLimits) -> ChannelA
         # Otherwise a second server on the same port would silently take half of the calls.
         ("grpc.so_reuseport", 0),
     ]
+
+
+def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
+    """Has a server listen, in plaintext without credentials, and returns the port.
+
+    Raises:
+        UnavailableError: the port is not available.
+    """
+    address = host_and_port(host, port)
+    failure = UnavailableError(f"cannot listen on {address}: is something else running there?")
+    if is_taken(host, port):  # which gRPC would log in its own way
+        raise failure
+    try:
+        if credentials is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, credentials))
+    except (RuntimeError, OSError) as error:
+        raise failure from error
 
 
 def _options_of_both(settings: ConnectionSettings, message_bytes: int) -> ChannelArguments:

@@ -1,8 +1,8 @@
 """Converts dataclasses to messages and back: fields of the same name and type, by a table for each pair.
 
 A field has the same name in the message, but durations: `verify_us` is `verify_duration_us` there. A dataclass within
-the dataclass that the message has no field for is a *part*: its fields are the message's own, and a part that may be
-None is there if any of them is set.
+the dataclass that the message has no message for is a *part*: its fields are the message's own, and stand in the same
+table. A part with a default is not written where it is just that, and is read where any of its fields is set.
 
 Messages of every round are converted. So each table is compiled once, to functions such as one would write by hand; a
 loop over the table takes half as long again.
@@ -78,15 +78,15 @@ class Codec(Generic[Value, Proto]):
         Args:
             kind: the dataclass. Its properties are written, and not read.
             message: the type of the message.
-            names: names of fields in the message, where they differ.
+            names: names of fields in the message, where they differ. Like the other two also of the fields of parts.
             checks: of fields that are read.
             own: conversions of fields that their types do not determine.
 
         Raises:
             TypeError: a field has no place in the message, or nothing determines its conversion.
         """
-        source = _Source(message)
-        source.add(kind, "value", names, checks, own)
+        source = _Source(message, names, checks, own, {})
+        source.add(kind, "value")
         keywords = ", ".join(f"{name}={value}" if name else f"**{value}" for name, value in source.written)
         self.encode: Callable[[Value], Proto] = source.compiled("value", f"{source.name_of(message)}({keywords})")
         """Returns the message."""
@@ -96,17 +96,21 @@ class Codec(Generic[Value, Proto]):
             "message", f"{source.name_of(kind)}({', '.join(source.read)})"
         )
         """Returns the dataclass. Raises InvalidRequestError: a value is refused."""
-        self.part = MessagePart(self.fields_of, self.decode)
-        """The conversion of the dataclass as a part of another one, of the same message."""
 
 
 class _Source:
-    """Source of the functions of a table, and what they call."""
+    """Source of the functions of a table, and what they call; or of a part's share in them."""
 
-    def __init__(self, message: type[Message]) -> None:
+    def __init__(
+        self,
+        message: type[Message],
+        names: Mapping[str, str],
+        checks: Mapping[str, FieldCheck],
+        own: Mapping[str, Conversion | MessagePart],
+        scope: dict[str, Any],
+    ) -> None:
+        self._message, self._names, self._checks, self._own, self._scope = message, names, checks, own, scope
         self._on_wire = message.DESCRIPTOR.fields_by_name
-        self._message = message
-        self._scope: dict[str, Any] = {}
         self.written: list[tuple[str, str]] = []
         """Name and value of the message's fields; without a name, several of them."""
         self.read: list[str] = []
@@ -114,59 +118,58 @@ class _Source:
         self.set: list[str] = []
         """Conditions, for each field that it is set."""
 
-    def add(
-        self,
-        kind: type,
-        root: str,
-        names: Mapping[str, str] = _NONE,
-        checks: Mapping[str, FieldCheck] = _NONE,
-        own: Mapping[str, Conversion | MessagePart] = _NONE,
-    ) -> None:
-        """Adds the fields of a dataclass, which is `root` in the source; see `Codec`."""
+    def add(self, kind: type, root: str) -> None:
+        """Adds the fields of a dataclass, which is `root` in the source."""
         hints = get_type_hints(kind)
         for field in fields(kind):
-            name, conversion = field.name, own.get(field.name)
-            wire = _wire_name(name, names, self._on_wire)
+            name, value, conversion = field.name, f"{root}.{field.name}", self._own.get(field.name)
+            place, within = self._place_of(name), _without_none(hints[name])[0]
             if isinstance(conversion, MessagePart):
-                self.written.append(("", f"{self.name_of(conversion.encode)}({root}.{name})"))
+                self.written.append(("", f"{self.name_of(conversion.encode)}({value})"))
                 read = f"{self.name_of(conversion.decode)}(message)"
-            elif wire is None:
-                read = self._part(hints[name], f"{root}.{name}")
+            elif conversion is None and is_dataclass(within) and (place is None or place.message_type is None):
+                read = self._part(field, within, value)
+            elif place is not None:
+                read = self._field(field, place, conversion or _conversion(hints[name]), value)
             else:
-                read = self._field(field, wire, conversion or _conversion(hints[name]), f"{root}.{name}")
-            self.read.append(f"{self.name_of(checks[name])}({read})" if name in checks else read)
+                raise TypeError(f"{self._message.DESCRIPTOR.name} has no field {value}")
+            self.read.append(f"{self.name_of(self._checks[name])}({read})" if name in self._checks else read)
         properties = (name for name, member in vars(kind).items() if isinstance(member, property))
         self.written += [(name, f"{root}.{name}") for name in properties if name in self._on_wire]
 
-    def _field(self, field: "Field[Any]", wire: str, conversion: Conversion, value: str) -> str:
+    def _field(self, field: "Field[Any]", place: Any, conversion: Conversion, value: str) -> str:
         """Adds a field of the message, and returns what is read of it."""
         encoded = value if conversion.encode is _copy else f"{self.name_of(conversion.encode)}({value})"
         is_checked = conversion.is_optional and encoded != value
-        self.written.append((wire, f"({encoded} if {value} is not None else None)" if is_checked else encoded))
-        raw, has_presence = f"message.{wire}", self._on_wire[wire].has_presence
-        self.set.append(f"message.HasField('{wire}')" if has_presence else raw)
+        self.written.append((place.name, f"({encoded} if {value} is not None else None)" if is_checked else encoded))
+        raw, is_set = f"message.{place.name}", f"message.HasField('{place.name}')"
+        self.set.append(is_set if place.has_presence else raw)
         decoded = raw if conversion.decode is _copy else f"{self.name_of(conversion.decode)}({raw})"
         if conversion.is_optional:
-            return f"({decoded} if message.HasField('{wire}') else None)"
-        if has_presence and field.default is not MISSING:
-            return f"({decoded} if message.HasField('{wire}') else {self.name_of(field.default)})"
+            return f"({decoded} if {is_set} else None)"
+        if place.has_presence and field.default is not MISSING:
+            return f"({decoded} if {is_set} else {self.name_of(field.default)})"
         return decoded
 
-    def _part(self, hint: Any, root: str) -> str:
+    def _part(self, field: "Field[Any]", kind: Any, value: str) -> str:
         """Adds a dataclass whose fields are the message's own, and returns what is read of it."""
-        kind, is_optional = _without_none(hint)
-        if not is_dataclass(kind):
-            raise TypeError(f"{self._message.DESCRIPTOR.name} has no field {root}")
-        part = _Source(self._message)
-        part._scope = self._scope
-        part.add(kind, root)  # type: ignore[arg-type]
+        part = _Source(self._message, self._names, self._checks, self._own, self._scope)
+        part.add(kind, value)
         self.set += part.set
         read = f"{self.name_of(kind)}({', '.join(part.read)})"
-        if not is_optional:
+        if field.default is MISSING:
             self.written += part.written
             return read
-        self.written.append(("", f"({_literal(part.written)} if {root} is not None else {{}})"))
-        return f"({read} if {' or '.join(part.set)} else None)"
+        absent = self.name_of(field.default)
+        is_there = f"{value} is not None" if field.default is None else f"{value} != {absent}"
+        self.written.append(("", f"({_literal(part.written)} if {is_there} else {{}})"))
+        return f"({read} if {' or '.join(part.set)} else {absent})"
+
+    def _place_of(self, name: str) -> Any:
+        """Returns the descriptor of a field in the message; None if there is none."""
+        longer = name.removesuffix("_us") + "_duration_us" if name.endswith("_us") else name
+        names = (self._names.get(name, name), longer)
+        return next((self._on_wire[one] for one in names if one in self._on_wire), None)
 
     def name_of(self, value: Any) -> str:
         """Returns a name of a value in the source."""
@@ -212,12 +215,6 @@ def enumeration(members: Mapping[int, Any], refusal: str) -> Conversion:
 def _literal(written: list[tuple[str, str]]) -> str:
     """Returns the source of fields by name."""
     return f"{{{', '.join(f'{name!r}: {value}' if name else f'**{value}' for name, value in written)}}}"
-
-
-def _wire_name(name: str, names: Mapping[str, str], on_wire: Mapping[str, Any]) -> str | None:
-    """Returns the name of a field in the message; None if there is none."""
-    longer = name.removesuffix("_us") + "_duration_us" if name.endswith("_us") else name
-    return next((one for one in (names.get(name, name), longer) if one in on_wire), None)
 
 
 def _conversion(hint: Any) -> Conversion:

@@ -18,7 +18,6 @@ class Tally:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
-        """Sum of all values."""
 
     def observe(self, value: float, times: int = 1) -> None:
         """Counts a value, `times` times."""

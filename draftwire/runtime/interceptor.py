@@ -176,10 +176,10 @@ class ServiceGate(grpc.aio.ServerInterceptor):
         return serving(given) if self._is_public or given is not None else nullcontext()
 
     async def _serve_own(self, handler: Handler, method: str, context: Context) -> Any:
-        """Serves a call of the package `draftwire.v1`."""
         if self.refusal:
             raise UnavailableError(f"service is {self.refusal}")
-        decode = _decoder(handler, method)
+        found = descriptor_pool.Default().FindMethodByName(method.removeprefix("/").replace("/", "."))
+        decode = _decoder(handler, lambda data: check_num_fields(data, found.input_type))
         with self._calls.one():
             with self._admit(method, context.invocation_metadata() or ()):
                 request = (
@@ -202,7 +202,7 @@ class ServiceGate(grpc.aio.ServerInterceptor):
 
     async def _serve_common(self, handler: Handler, method: str, context: Context) -> Any:
         """Serves a call of health or reflection, for which nobody needs a token."""
-        inner, decode = _inner(handler), _question_decoder(handler)
+        inner, decode = _inner(handler), _decoder(handler, _check_question)
         if handler.request_streaming:
             with self._reflections.one():
                 async with asyncio.timeout(ARRIVAL_SECONDS):
@@ -227,7 +227,6 @@ async def _abort(context: Context, code: grpc.StatusCode, message: str, trailing
 
 
 def _inner(handler: Handler) -> Callable[..., Any]:
-    """Returns the servicer's method."""
     inner: Callable[..., Any] | None = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     )
@@ -235,34 +234,24 @@ def _inner(handler: Handler) -> Callable[..., Any]:
     return inner
 
 
-def _decoder(handler: Handler, method: str) -> Callable[[bytes], Any]:
-    """Returns what decodes the requests of a method of ours. It raises InvalidRequestError."""
-    found = descriptor_pool.Default().FindMethodByName(method.removeprefix("/").replace("/", "."))
+def _decoder(handler: Handler, check: Callable[[bytes], None]) -> Callable[[bytes], Any]:
+    """Returns what decodes the requests of a method, after `check`. It raises InvalidRequestError."""
+    deserialize = handler.request_deserializer
+    assert deserialize is not None, "generated code sets one"
 
     def decode(data: bytes) -> Any:
-        check_num_fields(data, found.input_type)
-        return _deserialized(handler, data)
+        check(data)
+        try:
+            return deserialize(data)
+        except DecodeError:
+            raise InvalidRequestError(MALFORMED) from None
 
     return decode
 
 
-def _question_decoder(handler: Handler) -> Callable[[bytes], Any]:
-    """Returns what decodes the requests of health and reflection. It raises InvalidRequestError."""
-
-    def decode(data: bytes) -> Any:
-        if len(data) > MAX_QUESTION_BYTES:
-            raise InvalidRequestError(f"a request takes at most {MAX_QUESTION_BYTES} bytes here")
-        return _deserialized(handler, data)
-
-    return decode
-
-
-def _deserialized(handler: Handler, data: bytes) -> Any:
-    assert handler.request_deserializer is not None, "generated code sets one"
-    try:
-        return handler.request_deserializer(data)
-    except DecodeError:
-        raise InvalidRequestError(MALFORMED) from None
+def _check_question(data: bytes) -> None:
+    if len(data) > MAX_QUESTION_BYTES:
+        raise InvalidRequestError(f"a request takes at most {MAX_QUESTION_BYTES} bytes here")
 
 
 def _present(data: Any) -> bytes:

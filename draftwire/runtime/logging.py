@@ -70,16 +70,7 @@ def _parts(error: BaseException, seen: set[int]) -> list[str]:
     return parts
 
 
-def _format_exception(
-    _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict
-) -> structlog.typing.EventDict:
-    given = event.pop("exc_info", None)
-    error = given if isinstance(given, BaseException) else given[1] if isinstance(given, tuple) else None
-    if given and error is None:
-        error = sys.exc_info()[1]
-    if error is not None:
-        event["exception"] = traceback_text(error)
-    return event
+_format_exception = structlog.processors.ExceptionRenderer(lambda info: traceback_text(info[1]))
 
 
 class _Forwarder(logging.Handler):

@@ -36,7 +36,7 @@ from draftwire.method.rounds import (
 from draftwire.method.token_source import TokenSource
 from draftwire.method.tree_limits import MAX_TREE_NODES
 from draftwire.models.description import ModelDescription, check_protocol
-from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
+from draftwire.requests.logprobs import LogprobsMode, TokenLogprob
 from draftwire.requests.packed_logprobs import PackedTop, pack_top, unpack_top
 from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, SamplingParams
 from draftwire.requests.rules import RuleFacts
@@ -130,24 +130,16 @@ parameters_to_proto, parameters_from_proto = converters(
     SessionParameters, session_pb2.SessionParameters, checks={"traceparent": _traceparent}
 )
 converters(LocalDraft, verifier_pb2.LocalDraft)
-_LOGPROBS_REQUEST = Codec(
-    LogprobsRequest,
-    verifier_pb2.OpenTargetSessionRequest,
-    {"mode": "logprobs_mode"},
-    mode=Conversion(lambda mode: mode.value, lambda name: LogprobsMode.named(name) if name else LogprobsMode.RAW),
-)
 _TARGET_SPEC = Codec(
     TargetSessionSpec,
     verifier_pb2.OpenTargetSessionRequest,
-    {"reports_draft_logprobs": "draft_logprobs"},
+    {"mode": "logprobs_mode", "reports_draft_logprobs": "draft_logprobs"},
     {
         "verifying_key": _key,
         "permit_key": lambda key: key and _key(key),
         **_at_most(max_held_blocks=MAX_BRANCHES, max_tree_nodes=MAX_TREE_NODES),
     },
-    logprobs=MessagePart(
-        lambda wanted: {} if wanted == NO_LOGPROBS else _LOGPROBS_REQUEST.fields_of(wanted), _LOGPROBS_REQUEST.decode
-    ),
+    mode=Conversion(lambda mode: mode.value, lambda name: LogprobsMode.named(name) if name else LogprobsMode.RAW),
 )
 _DRAFT_SPEC = Codec(
     DraftSessionSpec,
@@ -155,6 +147,7 @@ _DRAFT_SPEC = Codec(
     checks={
         "drafting_key": _key,
         "permit": _permit,
+        "ahead": lambda limits: limits if limits and limits.max_branches else None,
         **_at_most(max_branches=MAX_BRANCHES, max_held_blocks=MAX_BRANCHES, max_tree_nodes=MAX_TREE_NODES),
     },
 )
@@ -279,9 +272,7 @@ def _prompt_fields(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 prompt_read_to_proto, prompt_read_from_proto = converters(
-    PromptRead,
-    verifier_pb2.PromptRead,
-    part=Codec(PromptPart, verifier_pb2.PromptRead, tokens=MessagePart(_prompt_fields, tokens_from_proto)).part,
+    PromptRead, verifier_pb2.PromptRead, tokens=MessagePart(_prompt_fields, tokens_from_proto)
 )
 converters(WatchedGuess, session_pb2.WatchedGuess)
 verdict_to_proto, verdict_from_proto = converters(

@@ -6,6 +6,7 @@ A probe costs one small answer here, and no process, connection with TLS or gRPC
 import asyncio
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from draftwire.runtime.addresses import is_loopback, is_named_here
@@ -59,15 +60,10 @@ class MetricsApp:
             status, content = 405, b"only GET and HEAD are answered\n"
         else:
             status, content = await self._answer(scope["path"])
-        headers = [
-            (b"content-type", (CONTENT_TYPE_PLAIN_0_0_4 if scope["path"] == METRICS else PLAIN).encode()),
-            (b"content-length", str(len(content)).encode()),
-        ]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": content})
+        kind = CONTENT_TYPE_PLAIN_0_0_4 if scope["path"] == METRICS else PLAIN
+        await Response(content, status, media_type=kind)(scope, receive, send)
 
     async def _answer(self, path: str) -> tuple[int, bytes]:
-        """Returns status and content of a page."""
         state = self._state
         match path:
             case "/metrics":

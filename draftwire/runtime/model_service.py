@@ -1,11 +1,8 @@
 """Servicer of `ModelService`, for drafters and verifiers."""
 
-from __future__ import annotations  # the generics of grpc exist for the type checker only
-
 import asyncio
 from collections.abc import Callable
 
-import grpc
 from typing_extensions import override
 
 from draftwire.models.card import ModelCard
@@ -23,26 +20,18 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         self._files: dict[str, bytes] | None = None
 
     @override
-    async def GetModel(
-        self,
-        request: model_pb2.GetModelRequest,
-        context: grpc.aio.ServicerContext[model_pb2.GetModelRequest, model_pb2.GetModelResponse],
-    ) -> model_pb2.GetModelResponse:
+    async def GetModel(self, request: model_pb2.GetModelRequest, context: object) -> model_pb2.GetModelResponse:
         return model_pb2.GetModelResponse(model=messages.model_to_proto(self._card().description))
 
     @override
     async def GetVocabulary(
-        self,
-        request: model_pb2.GetVocabularyRequest,
-        context: grpc.aio.ServicerContext[model_pb2.GetVocabularyRequest, model_pb2.GetVocabularyResponse],
+        self, request: model_pb2.GetVocabularyRequest, context: object
     ) -> model_pb2.GetVocabularyResponse:
         return model_pb2.GetVocabularyResponse(tokens=self._card().vocabulary)
 
     @override
     async def GetTokenizer(
-        self,
-        request: model_pb2.GetTokenizerRequest,
-        context: grpc.aio.ServicerContext[model_pb2.GetTokenizerRequest, model_pb2.GetTokenizerResponse],
+        self, request: model_pb2.GetTokenizerRequest, context: object
     ) -> model_pb2.GetTokenizerResponse:
         if self._files is None:  # slow: written to a folder and read back
             self._files = await asyncio.to_thread(tokenizer_files, self._card().tokenizer)

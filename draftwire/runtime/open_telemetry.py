@@ -136,9 +136,7 @@ class OtlpSpan:
 
 
 class OtlpTracer:
-    """Makes spans, and exports them over OTLP. No method but `close` waits for the collector, and none fails if it is
-    unreachable.
-    """
+    """Makes spans, and exports them over OTLP. Only `close` waits for the collector, and none fails without it."""
 
     def __init__(self, exporter: SpanExporter, service: str, instance: str) -> None:
         """Exports through `exporter`, as an instance of a service; see `tracing.open_tracer`."""

@@ -1,23 +1,32 @@
-"""A service as a process of its own: signals and exit status."""
+"""A service as a process of its own: signals, exit status, and how many files and sockets it may open."""
 
 import asyncio
+import errno
 import gc
 import os
+import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from draftwire.runtime.open_files import OpenFilesLog, allow_open_files
+from draftwire.runtime.channels import MAX_CONNECTIONS
 from draftwire.runtime.service import Running, Service, start
 from draftwire.runtime.status import is_expected, root_cause
 
 log = structlog.get_logger()
 
 _IMPORTED_AT = time.monotonic()
+
+OPEN_FILES = 2 * MAX_CONNECTIONS + 1024
+"""Files that a service asks for, open at once: the connections of gRPC that it accepts, as many for HTTP, whose servers
+take half of the files at most (`MAX_HTTP_CONNECTIONS`), those to its peers, and its own."""
+AGAIN_SECONDS = 60.0
+"""Seconds after which it is logged again that no more files can be opened."""
 
 
 async def run_service(service: Service) -> int:
@@ -56,6 +65,36 @@ async def run_service(service: Service) -> int:
     return int(service.is_lost())
 
 
+def allow_open_files() -> None:
+    """Raises the soft limit of open files, which connections would reach before their own: then nothing else works."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < OPEN_FILES:
+        log.warning("process.open_files_limited", limit=most, wanted=OPEN_FILES)
+
+
+class OpenFilesLog:
+    """Logs seldom that no more files can be opened: the event loop says so of each connection that it cannot accept."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._logged_at = -AGAIN_SECONDS
+        self._num_failures = 0
+
+    def takes(self, error: BaseException | None) -> bool:
+        """Returns whether an error is of this kind: then nothing else is to be logged of it."""
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            return False
+        self._num_failures += 1
+        if self._clock() - self._logged_at >= AGAIN_SECONDS:
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            log.error("process.open_files_exhausted", limit=soft, num_failures=self._num_failures)
+            self._logged_at, self._num_failures = self._clock(), 0
+        return True
+
+
 class LostErrors:
     """Logs exceptions that were never retrieved. asyncio's own handler would also print the task's contents."""
 
@@ -74,8 +113,14 @@ async def _wait_for_stop(with_stdin: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+
+    def read() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):  # the process at the other end of the pipe has exited
+            loop.remove_reader(sys.stdin.fileno())
+            stopping.set()
+
     if with_stdin:
-        _stop_with_stdin(stopping)
+        loop.add_reader(sys.stdin.fileno(), read)
     await stopping.wait()
 
 
@@ -107,15 +152,3 @@ def _age_s() -> float:
         return time.monotonic() - _IMPORTED_AT
     started_at_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_at_ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _stop_with_stdin(stopping: asyncio.Event) -> None:
-    """Sets `stopping` at the end of standard input: the process at the other end of the pipe has exited."""
-    loop = asyncio.get_running_loop()
-
-    def read() -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
-            loop.remove_reader(sys.stdin.fileno())
-            stopping.set()
-
-    loop.add_reader(sys.stdin.fileno(), read)

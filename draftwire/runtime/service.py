@@ -11,10 +11,8 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from draftwire.errors import UnavailableError
-from draftwire.runtime.addresses import host_and_port, is_taken
 from draftwire.runtime.call_limits import CallLimits
-from draftwire.runtime.channels import server_options
+from draftwire.runtime.channels import bind, server_options
 from draftwire.runtime.http_connection import ON_THE_WAY_SECONDS
 from draftwire.runtime.http_server import HttpListener
 from draftwire.runtime.interceptor import Admit, EndedCall, ServiceGate, admit_all, ignore_ends
@@ -111,7 +109,8 @@ class Running:
         reflection.enable_server_reflection(names, self._server)
         for name in service.grpc_names:
             await self._probe.set(name, NOT_SERVING)
-        ports: dict[str, int | None] = {"port": _bind(self._server, service), "metrics_port": None}
+        port = bind(self._server, service.settings.host, service.settings.port, service.credentials)
+        ports: dict[str, int | None] = {"port": port, "metrics_port": None}
         for listener in self._listeners:
             ports[f"{listener.name}_port"] = await listener.start(self._gate)
         self.ports = ports
@@ -125,7 +124,8 @@ class Running:
         self._gate.refusal = ""
         for name in service.grpc_names:
             await self._probe.set(name, SERVING)
-        self._tasks = [asyncio.create_task(_run(service, self._listeners)), asyncio.create_task(self._watch())]
+        works = (_run(service, self._listeners), self._watch_device(), self._watch_readiness())
+        self._tasks = [asyncio.create_task(work) for work in works]
 
     async def wait(self) -> None:
         """Returns once the service's work has ended by itself; `drain` raises its error."""
@@ -139,8 +139,9 @@ class Running:
 
         Raises the error that ended the service's work, if that has ended.
         """
-        service, (run, watch) = self._service, self._tasks
-        watch.cancel()
+        service, (run, *watches) = self._service, self._tasks
+        for watch in watches:  # health is as it has to be from here on
+            watch.cancel()
         drain_s = service.settings.drain_seconds
         await self._probe.enter_graceful_shutdown()
         await asyncio.gather(self._send_away(drain_s), *(listener.drain() for listener in self._listeners))
@@ -181,10 +182,6 @@ class Running:
     def _count(self, call: EndedCall) -> None:
         self._service.metrics.count_call(call.method, call.code)
         self._service.on_call_end(call)
-
-    async def _watch(self) -> None:
-        """Keeps what health says true."""
-        await asyncio.gather(self._watch_device(), self._watch_readiness())
 
     async def _watch_readiness(self) -> None:
         """Sets health of the services, not of the process, to what `ServiceGate.unready` says."""
@@ -235,20 +232,6 @@ async def start(service: Service) -> Running:
         await running.stop()
         raise
     return running
-
-
-def _bind(server: grpc.aio.Server, service: Service) -> int:
-    host, port = service.settings.host, service.settings.port
-    address = host_and_port(host, port)
-    failure = UnavailableError(f"cannot listen on {address}: is something else running there?")
-    if is_taken(host, port):  # which gRPC would log in its own way
-        raise failure
-    try:
-        if service.credentials is None:
-            return int(server.add_insecure_port(address))
-        return int(server.add_secure_port(address, service.credentials))
-    except (RuntimeError, OSError) as error:
-        raise failure from error
 
 
 async def _run(service: Service, listeners: Sequence[HttpListener]) -> None:

@@ -31,15 +31,11 @@ STATUS: dict[type[BaseException], grpc.StatusCode] = {
     TimeoutError: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 
-ERROR: dict[grpc.StatusCode, type[DraftwireError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
-    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
-    grpc.StatusCode.PERMISSION_DENIED: WrongRoleError,
-    grpc.StatusCode.NOT_FOUND: UnknownSessionError,
-    grpc.StatusCode.FAILED_PRECONDITION: ProtocolViolationError,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: NoRoomError,
+ERROR = {
+    code: kind for kind, code in STATUS.items() if issubclass(kind, DraftwireError) and kind is not ModelMismatchError
 }
-"""Errors by status code, for the clients of services. All other codes become UnavailableError."""
+"""Errors by status code, for the clients of services; those that break a condition have violated the protocol. All
+other codes become UnavailableError."""
 
 MAX_MESSAGE = 1000
 """Most bytes of a status message. Percent-encoding can triple it, and one too long for the trailers would turn into

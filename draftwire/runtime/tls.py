@@ -22,18 +22,13 @@ OLD_CHANNEL_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """A certificate chain and its private key, PEM."""
-
-    chain: bytes
-    key: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class TlsMaterial:
     """Validated contents of a service's TLS files."""
 
-    identity: Identity | None
+    chain: bytes | None
+    """PEM certificates of the service and those between it and its issuer."""
+    key: bytes | None
+    """PEM private key of the first of them."""
     ca: bytes | None
     """PEM certificates of the trusted issuers."""
     validities: Mapping[str, Validity] = field(default_factory=dict)
@@ -72,24 +67,20 @@ def watch_tls(settings: TlsSettings) -> TlsFiles | None:
 
 
 def read_material(settings: TlsSettings) -> TlsMaterial:
-    """Reads and validates the TLS files.
-
-    Raises:
-        InvalidRequestError: a file is missing, unreadable or malformed; the message names it and its option.
-    """
-    identity = ca = None
+    """Reads and validates the TLS files; errors are those of `watch_tls`."""
+    chain = key = ca = None
     found: dict[str, Validity] = {}
     if settings.tls_cert is not None and settings.tls_key is not None:
-        identity = Identity(read_bytes(settings.tls_cert, "tls_cert"), read_bytes(settings.tls_key, "tls_key"))
+        chain, key = read_bytes(settings.tls_cert, "tls_cert"), read_bytes(settings.tls_key, "tls_key")
         _check_identity(settings.tls_cert, settings.tls_key)
-        if of_chain := validities(identity.chain):
+        if of_chain := validities(chain):
             found["tls_cert"] = min(of_chain, key=lambda one: one.end)
     if settings.tls_ca is not None:
         ca = read_bytes(settings.tls_ca, "tls_ca")
         _check_certificates(settings.tls_ca, "tls_ca")
         if of_issuers := validities(ca):
             found["tls_ca"] = max(of_issuers, key=lambda one: one.end)
-    return TlsMaterial(identity, ca, found)
+    return TlsMaterial(chain, key, ca, found)
 
 
 def expiries_of(files: TlsFiles | None) -> Mapping[str, float]:
@@ -159,10 +150,10 @@ def _server_context(material: TlsMaterial, settings: TlsSettings) -> ssl.SSLCont
 
 
 def _certificate_configuration(material: TlsMaterial, settings: TlsSettings) -> grpc.ServerCertificateConfiguration:
-    assert material.identity is not None, "a server has a certificate, or no TLS"
-    pair = (material.identity.key, material.identity.chain)
+    assert material.key is not None, "a server has a certificate, or no TLS"
+    assert material.chain is not None, "which comes with its key"
     ca = material.ca if settings.requires_client_cert else None
-    return grpc.ssl_server_certificate_configuration([pair], ca)
+    return grpc.ssl_server_certificate_configuration([(material.key, material.chain)], ca)
 
 
 class Dialler:
@@ -193,8 +184,7 @@ class Dialler:
         material = self.material
         if material is None:
             return grpc.aio.insecure_channel(address, options=options)
-        key, chain = (material.identity.key, material.identity.chain) if material.identity else (None, None)
-        credentials = grpc.ssl_channel_credentials(material.ca, key, chain)
+        credentials = grpc.ssl_channel_credentials(material.ca, material.key, material.chain)
         name = self._settings.tls_target_name
         named = [("grpc.ssl_target_name_override", name)] if name is not None else []
         return grpc.aio.secure_channel(address, credentials, options=[*options, *named])
@@ -230,7 +220,6 @@ class RenewedChannel:
 
 
 def _check_identity(cert: Path, key: Path) -> None:
-    """Checks that a certificate and a key are well-formed and match."""
     _check_certificates(cert, "tls_cert")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draftwire.training.precision import fast_type
+from draftwire.training.muon import fast_type
 
 STEP_DECAY = 0.8
 """Weight of a draft token's loss, as a share of that of the one before it: it only matters if that one is accepted."""

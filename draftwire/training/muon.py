@@ -5,6 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from draftwire.models.loading import cpu_multiplies_bfloat16
+
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 """Coefficients of the polynomial that brings every singular value near one, applied `STEPS` times."""
 STEPS = 5
@@ -59,3 +61,8 @@ def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:
         gram = rows @ rows.T
         rows = torch.addmm(rows, torch.addmm(gram, gram, gram, beta=square, alpha=fourth), rows, beta=scale)
     return rows.T if is_tall else rows
+
+
+def fast_type(device: torch.device) -> torch.dtype:
+    """Returns bfloat16 where the device has instructions that multiply it, else float32, which is faster there."""
+    return torch.bfloat16 if device.type != "cpu" or cpu_multiplies_bfloat16() else torch.float32

@@ -13,9 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from draftwire.training.batches import TrainingBatch
-from draftwire.training.muon import Muon
+from draftwire.training.muon import Muon, fast_type
 from draftwire.training.plan import TrainingPlan
-from draftwire.training.precision import fast_type
 
 LossFunction = Callable[..., Tensor]
 """Maps the model and the tensors of a batch to a scalar loss in nats per token."""

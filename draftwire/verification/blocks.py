@@ -153,13 +153,8 @@ class BlockBatch:
         return torch.zeros_like(scales).index_put_(inside, mass)
 
     def target_row_after(self, num_accepted: Tensor) -> Tensor:
-        """Returns a copy of the target's distribution after the first `num_accepted` draft tokens of each block.
-
-        Args:
-            num_accepted: `[batch] int64`, 0 to the block's length.
-
-        Returns:
-            `[batch, vocab]`.
+        """Returns a copy of the target's distribution after so many draft tokens of each block, `[batch, vocab]`.
+        `num_accepted` is `[batch] int64`, 0 to the block's length.
         """
         rows = self.target_rows.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
         return self.target_probs.index_select(0, rows)

@@ -57,14 +57,8 @@ class CoupledRule:
 
 
 def raced(target_probs: Tensor, rows: Tensor, noise: Noise, blocks: Tensor, offsets: Tensor) -> RaceOutcome:
-    """Returns the target's winners with the noise of their positions.
-
-    Args:
-        target_probs: `[any, vocab]`.
-        rows: `[rows] int64`, of `target_probs`.
-        noise: the random numbers.
-        blocks: `[rows] int64`, as `Noise.exponentials` takes them.
-        offsets: `[rows] int64`, likewise.
+    """Returns the winners of some `rows`, `[rows] int64`, of the target, `[any, vocab]`, with the noise of their
+    positions: of the `blocks` and `offsets` that `Noise.exponentials` takes.
     """
     vocab_size = target_probs.shape[1]
     at_once = ENTRIES_AT_ONCE.get(rows.device.type, MOST_ENTRIES_AT_ONCE)

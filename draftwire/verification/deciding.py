@@ -3,7 +3,7 @@
 The one definition of what a verifier decides, whichever engine computed the logits. Runs on the torch thread.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -24,10 +24,9 @@ from draftwire.method.sampling import (
     probabilities_of_spans,
 )
 from draftwire.requests.automaton import Automaton, BlockMasks
-from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
+from draftwire.requests.logprobs import PromptPart, TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.blocks import BlockBatch, ShapedBatch
-from draftwire.verification.reported_logprobs import EmittedRows, log_softmax_of, of_emitted
 from draftwire.verification.rule import KeyedNoise, VerificationRule, verify
 
 NEAR_TIE = 1e-4
@@ -66,8 +65,8 @@ class Case:
     """How many of the committed ids are the prompt."""
     stop_token_ids: frozenset[int] = frozenset()
     """The tokens that `SamplingParams.min_tokens` masks."""
-    logprobs: LogprobsRequest = NO_LOGPROBS
-    """The log-probabilities to report; those of the prompt are not reported here."""
+    report: "TokenReport | None" = None
+    """Reports about its tokens; None if nothing is reported."""
     masks: BlockMasks | None = None
     """Masks of the form of its text, if it has one."""
     edits: TokenEdits | None = None
@@ -84,21 +83,19 @@ class Case:
         return len(self.draft_tokens) + 1
 
     @property
-    def spans(self) -> list[Span]:
+    def span(self) -> Span:
         """The positions of the rows: those of a chain follow each other; in another shape each has a text of its own,
         which matters where the text does.
         """
-        if self.tree is None or not (self.sampling.penalizes or self.sampling.min_tokens):
-            return [self._span_after(self.draft_tokens)]
-        return [replace(self._span_after(()), paths=self.tree.texts(self.draft_tokens))]
-
-    def _span_after(self, drafted: Sequence[int]) -> Span:
-        """Returns the positions of the rows, the last one after the committed tokens and `drafted`."""
-        first = first_penalized(self.sampling, self.prompt_len)
-        text = [*self.committed[first:], *drafted] if self.sampling.penalizes else ()
+        sampling, paths = self.sampling, None
+        if self.tree is not None and (sampling.penalizes or sampling.min_tokens):
+            paths = self.tree.texts(self.draft_tokens)
+        drafted = self.draft_tokens if paths is None else []
+        first = first_penalized(sampling, self.prompt_len)
+        text = [*self.committed[first:], *drafted] if sampling.penalizes else ()
         prompt_len, text_len = self.prompt_len - first, self.num_committed + len(drafted) - first
         rows = self.masks.rows if self.masks is not None else None
-        return Span(self.sampling, self.num_rows, text, prompt_len, self.stop_token_ids, text_len, rows, self.edits)
+        return Span(sampling, self.num_rows, text, prompt_len, self.stop_token_ids, text_len, rows, self.edits, paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +216,43 @@ class ScoredBlock:
         return replace(self, bad_rows=tuple(row for row, good in enumerate(own) if not good))
 
 
+FinishReport = Callable[[dict[int, Judgement], Tensor], None]
+"""Adds what is reported to judgements, by `ScoredBlock.index`, from the target's probabilities `[any, vocab]`."""
+
+
+class TokenReport(Protocol):
+    """Reports of an option about the tokens of a session, all of one kind in a step. Used on the torch thread."""
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether tokens of the prompt are reported: the logits before each of them are then needed."""
+
+    def of_prompt(self, case: Case, start: int, logits: Tensor) -> PromptPart | DraftwireError:
+        """Returns what is reported of some tokens of a session's prompt, or the error that ends the session.
+
+        Args:
+            case: of the session, with its committed tokens.
+            start: position of the token before the first of these.
+            logits: `[num_tokens, vocab]`: the target's before each of them, unprocessed. Not changed.
+        """
+
+    def begin(self, members: Sequence[ScoredBlock], logits: Tensor) -> FinishReport:
+        """Prepares what is reported of the tokens that a step emits, for all blocks together.
+
+        Args:
+            members: the blocks of which something is reported.
+            logits: `[any, vocab]`: the target's, unprocessed, which are overwritten next. Not changed.
+
+        Returns:
+            To be called with the judgements once the blocks are decided.
+        """
+
+
+def reports_prompt(report: TokenReport | None) -> bool:
+    """Returns whether tokens of a session's prompt are reported."""
+    return report is not None and report.reads_prompt
+
+
 class ShapeDecider(Protocol):
     """Decides about blocks of one kind of shape: `BlockShape.decider`."""
 
@@ -287,8 +321,10 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
         scored.append(ScoredBlock(index, case, case.draft or no_rows(logits.shape[1]), num_rows))
         num_rows += case.num_rows
     near_tie = NEAR_TIES.get(logits.dtype, NEAR_TIE)
-    raw = _RawRows.of(logits, scored)  # before the probabilities overwrite the logits
-    target_probs = probabilities_of_spans(logits, [span for case in cases for span in case.spans])
+    reported = [one for one in scored if one.case.report is not None]
+    report = reported[0].case.report if reported else None
+    finish_report = report.begin(reported, logits) if report is not None else None  # before they are overwritten
+    target_probs = probabilities_of_spans(logits, [case.span for case in cases])
     is_good = is_distribution(target_probs).tolist()
     if not all(is_good):
         _hold_places(target_probs, is_good)
@@ -304,7 +340,8 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
             continue
         batches.append(_batch(members, target_probs))
         decided.update(_decide(members, batches[-1].blocks, near_tie))
-    _report(scored, decided, raw, target_probs)
+    if finish_report is not None:
+        finish_report(decided, target_probs)
     outcomes: list[Judgement | DraftwireError | None] = [decided.get(index) for index in range(len(cases))]
     for index in sorted(is_bad.difference(not_decided)):
         outcomes[index] = UnavailableError(NOT_FINITE)
@@ -325,46 +362,6 @@ def _hold_places(target_probs: Tensor, is_good: list[bool]) -> None:
     rows = upload([row for row, good in enumerate(is_good) if not good], target_probs.device, torch.int64)
     target_probs[rows] = 0.0
     target_probs[rows, 0] = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class _RawRows:
-    """Unprocessed log-probabilities of the sequences that request them."""
-
-    log_probs: Tensor
-    starts: dict[int, int]
-    """First row of each such case."""
-
-    @classmethod
-    def of(cls, logits: Tensor, scored: list[ScoredBlock]) -> "_RawRows | None":
-        """Computes the rows; None if no sequence requests them."""
-        starts: dict[int, int] = {}
-        rows: list[int] = []
-        for one in scored:
-            wanted = one.case.logprobs
-            if wanted.logprobs is not None and wanted.mode is LogprobsMode.RAW:
-                starts[one.index] = len(rows)
-                rows.extend(range(one.first_row, one.end_row))
-        return cls(log_softmax_of(logits, rows), starts) if rows else None
-
-
-def _report(
-    scored: list[ScoredBlock], decided: dict[int, Judgement], raw: _RawRows | None, target_probs: Tensor
-) -> None:
-    """Adds requested log-probabilities to the judgements."""
-    emitted: dict[int, EmittedRows] = {}
-    for one in scored:
-        num_top, mode = one.case.logprobs.logprobs, one.case.logprobs.mode
-        if num_top is not None and one.index in decided:
-            token_ids = decided[one.index].token_ids
-            first = raw.starts[one.index] if raw is not None and mode is LogprobsMode.RAW else one.first_row
-            rows = [first + row for row in decided[one.index].rows]
-            emitted[one.index] = EmittedRows(rows, token_ids, num_top, mode)
-    if not emitted:
-        return
-    reported = of_emitted(raw.log_probs if raw is not None else None, target_probs, list(emitted.values()))
-    for index, tokens in zip(emitted, reported, strict=True):
-        decided[index] = replace(decided[index], logprobs=tokens)
 
 
 def _decide(members: list[ScoredBlock], blocks: BlockBatch, bound: float) -> dict[int, Judgement]:

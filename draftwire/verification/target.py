@@ -4,21 +4,19 @@ Reading is done here, by a `SequenceModel`; what is decided is defined in `draft
 torch thread.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.errors import DraftwireError
 from draftwire.method.devices import upload
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import Reading, SequenceModel
 from draftwire.requests.automaton import Automaton, BlockMasks
 from draftwire.requests.logprobs import PromptPart
 from draftwire.verification.deciding import (
-    NOT_FINITE,
     Case,
     Decided,
     DecidedShapes,
@@ -28,8 +26,8 @@ from draftwire.verification.deciding import (
     StillReading,
     decide,
     make_masks,
+    reports_prompt,
 )
-from draftwire.verification.reported_logprobs import PromptRows, of_prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +53,10 @@ class Judging(Case):
             return self.made_masks
         return make_masks(self.automaton, self.committed[self.prompt_len :], self.draft_tokens, self.tree)
 
-    def prompt_rows(self, num_read: int) -> PromptRows | None:
-        """Returns the prompt tokens to report if the next `num_read` committed tokens are read, or None."""
-        start, num_top = self.sequence.length, self.logprobs.prompt_logprobs
-        end = min(start + num_read, self.prompt_len - 1)
-        if num_top is None or end <= start:
-            return None
-        text = self.committed[: end + 1]
-        mode, stops = self.logprobs.mode, self.stop_token_ids
-        return PromptRows(text, end - start, num_top, mode, self.sampling, stops, self.edits)
+    def num_reported(self, num_read: int) -> int:
+        """Returns how many prompt tokens are reported if the next `num_read` committed tokens are read."""
+        start = self.sequence.length
+        return max(0, min(start + num_read, self.prompt_len - 1) - start) if reports_prompt(self.report) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +78,16 @@ class _Prompt:
     """Prompt tokens of one sequence that this step reads and reports."""
 
     index: int
+    start: int
+    """Position of the token before the first of them."""
     first_row: int
-    """Its first row among all kept logits."""
-    rows: PromptRows
+    """Their first row among all kept logits."""
+    num_rows: int
 
-    def read_off(self, logits: Tensor) -> PromptPart:
-        """Returns the log-probabilities, from all kept logits."""
-        own = logits[self.first_row : self.first_row + self.rows.num_rows]
-        return PromptPart(len(self.rows.text) - self.rows.num_rows, of_prompt(own, self.rows))
+    def read_off(self, judging: Judging, logits: Tensor) -> PromptPart | DraftwireError:
+        """Returns what is reported of them, from all kept logits."""
+        assert judging.report is not None, "tokens are reported"
+        return judging.report.of_prompt(judging, self.start, logits[self.first_row : self.first_row + self.num_rows])
 
 
 @dataclass(slots=True)
@@ -113,14 +108,14 @@ class _Plan:
         is_partial = judging.max_read is not None and len(unread) > judging.max_read
         if is_partial:
             unread = unread[: judging.max_read]
-        prompt = judging.prompt_rows(len(unread))
+        num_reported = judging.num_reported(len(unread))
         token_ids = unread if is_partial else unread + judging.draft_tokens
         num_scored = 0 if is_partial else len(judging.draft_tokens) + 1
         if not is_partial:
             self.scored.append(index)
-        if prompt is not None:
-            self.prompts.append(_Prompt(index, self.num_kept, prompt))
-        keep = num_scored if prompt is None else len(token_ids)
+        if num_reported:
+            self.prompts.append(_Prompt(index, judging.sequence.length, self.num_kept, num_reported))
+        keep = len(token_ids) if num_reported else num_scored
         parents = judging.tree.parents if judging.tree is not None and not is_partial else ()
         self.readings.append(Reading(judging.sequence, token_ids, keep, parents))
         self.num_kept += keep
@@ -134,15 +129,18 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
         return StepOutcome([], [])
     plan = _Plan()
     # Sequences that report prompts come last, so that the rows of all others are contiguous and not copied.
-    for index in sorted(range(len(judgings)), key=lambda index: judgings[index].logprobs.prompt_logprobs is not None):
+    for index in sorted(range(len(judgings)), key=lambda index: reports_prompt(judgings[index].report)):
         plan.add(index, judgings[index])
     lengths = [judging.sequence.length for judging in judgings]
     logits = model.read(plan.readings)
     masks, failures = _masks(judgings, plan.scored)  # overlaps with the forward pass on a GPU
-    prompts = {one.index: one.read_off(logits) for one in plan.prompts}
-    for index, part in prompts.items():
-        if any(math.isnan(token.logprob) for token in part.tokens):
-            failures.setdefault(index, UnavailableError(NOT_FINITE))
+    prompts: dict[int, PromptPart] = {}
+    for one in plan.prompts:
+        part = one.read_off(judgings[one.index], logits)
+        if isinstance(part, DraftwireError):
+            failures.setdefault(one.index, part)
+        else:
+            prompts[one.index] = part
     if plan.rows == list(range(len(plan.rows))):
         logits = logits[: len(plan.rows)]
     else:

@@ -35,19 +35,12 @@ class Texts:
     @classmethod
     def empty(cls, contexts: int) -> "Texts":
         """Returns an empty text after each context."""
-        index = torch.arange(contexts)
-        return cls(
-            index, torch.zeros_like(index), torch.ones(contexts, dtype=torch.float64), Modifications.none(contexts)
-        )
+        index, probs = torch.arange(contexts), torch.ones(contexts, dtype=torch.float64)
+        return cls(index, torch.zeros_like(index), probs, Modifications.none(contexts))
 
     def select(self, index: Tensor) -> "Texts":
         """Returns the texts at `index`, `[any] int64`."""
-        state = Modifications(self.state.ratios[index], self.state.left[index])
-        return Texts(self.numbers[index], self.lengths[index], self.probs[index], state)
-
-    def last_tokens(self, vocab_size: int) -> Tensor:
-        """Returns the row of a model's table that continues each text, `[texts] int64`."""
-        return torch.where(self.lengths > 0, self.numbers % vocab_size, self.numbers)
+        return Texts(self.numbers[index], self.lengths[index], self.probs[index], self.state.select(index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +51,20 @@ class Continued:
     """`[rows] int64`: which text each block follows."""
     blocks: Tensor
     """`[rows] int64`: index of the block among all blocks."""
-    modified: ModifiedBlocks
-    """The blocks with the modified target."""
+    state: Modifications
+    """Of each block's text."""
     given: BlockBatch
     """The blocks as passed to the rule."""
+    modified: ModifiedBlocks
 
     @classmethod
     def of(cls, texts: Texts, blocks: AllBlocks) -> "Continued":
         """Returns the blocks that begin with each text's last token."""
-        starts = texts.last_tokens(blocks.pair.vocab_size)
-        text_of, block_of = (starts.unsqueeze(1) == blocks.contexts).nonzero(as_tuple=True)
-        given, state = chosen(blocks.batch, block_of), texts.select(text_of).state
-        return cls(text_of, block_of, modify(given, state), given)
+        vocab_size = blocks.pair.vocab_size
+        last_tokens = torch.where(texts.lengths > 0, texts.numbers % vocab_size, texts.numbers)
+        text_of, block_of = (last_tokens.unsqueeze(1) == blocks.contexts).nonzero(as_tuple=True)
+        given, state = chosen(blocks.batch, block_of), texts.state.select(text_of)
+        return cls(text_of, block_of, state, given, modify(given, state))
 
 
 def law_of_rounds(rule: "GreedyBlockRule", pair: Pair, block_length: int, length: int) -> Tensor:
@@ -102,11 +97,10 @@ def drawing_deviation(rule: "GreedyBlockRule", pair: Pair, block_length: int) ->
     for _ in range(2):
         rows = Continued.of(texts, blocks)
         count = num_codes(pair.vocab_size, block_length + 1)
-        state = texts.select(rows.texts).state
 
-        def codes(cases: Tensor, numbers: Tensor, rows: Continued = rows, state: Modifications = state) -> Tensor:
+        def codes(cases: Tensor, numbers: Tensor, rows: Continued = rows) -> Tensor:
             batch, fresh = chosen(rows.given, cases), type(rule)()
-            fresh.modifications = Modifications(state.ratios[cases], state.left[cases])
+            fresh.modifications = rows.state.select(cases)
             return emitted_codes(batch, fresh.decide(batch, FixedNoise(numbers)))
 
         decided = integrate(codes, len(rows.texts), 2, count).probs
@@ -120,7 +114,7 @@ def drawing_deviation(rule: "GreedyBlockRule", pair: Pair, block_length: int) ->
             for token in range(pair.vocab_size):
                 places = emitted_codes(rows.given, Outcome(outcome, torch.full_like(index, token)))
                 expected[index, places] += weights[:, token]
-        result = max(result, largest_deviation(decided, expected), float(_forgets(rule, rows, state)))
+        result = max(result, largest_deviation(decided, expected), float(_forgets(rule, rows)))
         texts = _joined(_round(rule, texts, blocks))
         texts = texts.select((texts.state.left > 0).any(dim=1).nonzero().squeeze(1)[:8])
         if not len(texts.numbers):
@@ -128,10 +122,10 @@ def drawing_deviation(rule: "GreedyBlockRule", pair: Pair, block_length: int) ->
     return result
 
 
-def _forgets(rule: "GreedyBlockRule", rows: Continued, state: Modifications) -> bool:
+def _forgets(rule: "GreedyBlockRule", rows: Continued) -> bool:
     """Returns whether the rule's state after a decision differs from the one that follows from it."""
     fresh = type(rule)()
-    fresh.modifications = state
+    fresh.modifications = rows.state
     numbers = torch.rand(len(rows.texts), 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     outcome = fresh.decide(rows.given, FixedNoise(numbers))
     expected, found = advance(rows.modified, outcome), fresh.modifications

@@ -30,6 +30,10 @@ class Modifications:
         ratios = torch.zeros(batch_size, 0, dtype=torch.float64, device=device)
         return cls(ratios, torch.zeros(batch_size, 0, dtype=torch.int64, device=device))
 
+    def select(self, index: Tensor) -> "Modifications":
+        """Returns the modifications of the texts at `index`, `[any] int64`."""
+        return Modifications(self.ratios[index], self.left[index])
+
 
 @dataclass(frozen=True, slots=True)
 class ModifiedBlocks:
@@ -85,10 +89,7 @@ def advance(modified: ModifiedBlocks, outcome: Outcome) -> Modifications:
     left = torch.cat([modified.left, blocks.lengths.unsqueeze(1)], dim=1) - committed.unsqueeze(1)
     in_force = (left > 0) & torch.isfinite(ratios)  # an infinite ratio leaves the target as it is
     kept = in_force.any(dim=0)
-    return Modifications(
-        torch.where(in_force, ratios, 0.0)[:, kept],
-        torch.where(in_force, left, 0)[:, kept],
-    )
+    return Modifications(torch.where(in_force, ratios, 0.0)[:, kept], torch.where(in_force, left, 0)[:, kept])
 
 
 def path_ratios(blocks: BlockBatch) -> Tensor:

@@ -102,17 +102,12 @@ class _Step:
 
     def residual(self) -> Tensor:
         """Returns the weights of the extra token, `[batch, vocab] float64`."""
-        taken, accepted = _overlap(self.target, self.draft, self.ratio), self.accepted
+        taken = _overlap(self.target, self.draft, self.ratio)
         mass = taken.sum(dim=1)
+        accepted = _accepted(mass, self.is_followed.sum(dim=1))
         scale = torch.where(mass > 0.0, accepted / torch.where(mass > 0.0, mass, 1.0), 0.0)
         left = (self.target - taken * scale.unsqueeze(1)).clamp(min=0.0)
         return torch.where(left.sum(dim=1, keepdim=True) > 0.0, left, self.target)
-
-    @property
-    def accepted(self) -> Tensor:
-        """The probability that a path is accepted, before they are drawn, `[batch] float64`."""
-        mass = _overlap(self.target, self.draft, self.ratio).sum(dim=1)
-        return 1.0 - (1.0 - mass).clamp(min=0.0) ** self.is_followed.sum(dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +150,11 @@ def _overlap(target: Tensor, draft: Tensor, ratio: Tensor) -> Tensor:
     return torch.minimum(draft, target / ratio.unsqueeze(1))
 
 
+def _accepted(mass: Tensor, num_paths: Tensor) -> Tensor:
+    """Returns the probability that a path is accepted, before they are drawn, `[batch] float64`."""
+    return 1.0 - (1.0 - mass).clamp(min=0.0) ** num_paths
+
+
 def _ratio(target: Tensor, draft: Tensor, num_paths: Tensor) -> Tensor:
     """Returns r for each row, `[batch] float64`."""
     low = torch.ones(len(target), dtype=torch.float64)
@@ -162,6 +162,6 @@ def _ratio(target: Tensor, draft: Tensor, num_paths: Tensor) -> Tensor:
     for _ in range(BISECTIONS):
         middle = 0.5 * (low + high)
         mass = _overlap(target, draft, middle).sum(dim=1)
-        is_enough = 1.0 - (1.0 - mass).clamp(min=0.0) ** num_paths <= middle * mass
+        is_enough = _accepted(mass, num_paths) <= middle * mass
         low, high = torch.where(is_enough, low, middle), torch.where(is_enough, middle, high)
     return high

@@ -24,7 +24,7 @@ from draftwire.method.encoding import (
     encode_sparse,
 )
 from draftwire.method.quantization import Encoding
-from draftwire.method.round_parts import AheadPart, GuessPart, LogprobsPart, TreePart, WatchedGuess
+from draftwire.method.round_parts import AheadPart, BranchLimits, GuessPart, LogprobsPart, TreePart, WatchedGuess
 from draftwire.method.rounds import (
     BlockSent,
     Calibration,
@@ -453,8 +453,7 @@ WIRE: dict[type, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Callabl
         made(
             DraftSessionSpec,
             session_id=UINT64,
-            max_branches=BRANCHES,
-            max_held_blocks=BRANCHES,
+            ahead=st.none() | st.builds(BranchLimits, st.integers(1, MAX_BRANCHES), BRANCHES),
             max_tree_nodes=NODES,
         ),
         lambda spec: messages.draft_spec_to_proto(spec, LEASE),
@@ -824,6 +823,13 @@ REFUSED: list[tuple[type, Message, str]] = [
         for size in (0, 15, 17)
     ),
 ]
+
+
+def test_session_without_branches_is_not_drafted_ahead_for() -> None:
+    spec = messages.draft_spec_from_proto(sent(changed(DRAFT, max_branches=0, max_held_blocks=4)))
+    assert spec.ahead is None
+    spec = messages.draft_spec_from_proto(sent(changed(DRAFT, max_branches=2, max_held_blocks=0)))
+    assert spec.ahead == BranchLimits(2)
 
 
 def test_malformed_message_is_refused_by_the_name_of_what_is_wrong() -> None:

@@ -19,7 +19,7 @@ from draftwire.client.request_maker import make_request
 from draftwire.errors import NoRoomError
 from draftwire.method.encoding import DraftDistributions, Supports, encode_dense, encode_sparse
 from draftwire.method.quantization import Encoding
-from draftwire.method.round_parts import AheadPart, GuessPart, LogprobsPart, TreePart, WatchedGuess
+from draftwire.method.round_parts import AheadPart, BranchLimits, GuessPart, LogprobsPart, TreePart, WatchedGuess
 from draftwire.method.rounds import (
     BlockSent,
     Calibration,
@@ -192,7 +192,7 @@ VALUES: dict[str, Any] = {
     "target session with raw log-probabilities": replace(TARGET, logprobs=LogprobsRequest(3)),
     "draft session": DRAFT,
     "draft session with everything": replace(
-        DRAFT, parameters=PARAMETERS, permit=PERMIT, max_branches=6, max_held_blocks=4, max_tree_nodes=12
+        DRAFT, parameters=PARAMETERS, permit=PERMIT, ahead=BranchLimits(6, 4), max_tree_nodes=12
     ),
     "model": MODEL,
     "model with everything": replace(

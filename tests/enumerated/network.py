@@ -57,6 +57,7 @@ from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.core import DrafterCore
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.metrics import DrafterMetrics
+from draftwire_drafter.strategy_options import StrategyOptions
 from draftwire_gateway.options.mask_allowance import MaskAllowance
 from draftwire_gateway.session.committed_text import Delta, Finish
 from draftwire_gateway.session.generation import Generation
@@ -76,6 +77,7 @@ from draftwire_verifier.core import VerifierCore
 from draftwire_verifier.drafter_peers import BlockRefused
 from draftwire_verifier.drafters import Greeting
 from draftwire_verifier.engine import TargetEngine
+from draftwire_verifier.local_sources import LocalSources
 from draftwire_verifier.metrics import VerifierMetrics
 from draftwire_verifier.target_loader import LoadedEngine
 from tests.enumerated.tables import CACHE_TOKENS, POSITIONS, PlacedTable, Speed
@@ -289,18 +291,19 @@ class VirtualVerifier(_VirtualService, VerifierCore):
         engine = TargetEngine(model, POSITIONS - 1, drafters)  # type: ignore[arg-type]
         texts = network.make_texts()
         own = own_sources(network.sources, model.vocab_size, ())
-        self._local = [
+        kinds = [
             *own.values(),
             *(partial(HeadSource.open, name, partial(self.trust.may_draft, name)) for name in drafters),
             partial(LocalText.open, texts, model.vocab_size),
         ]
+        self._local = LocalSources(kinds, (*drafters, *texts.names, *own))
         if network.mask_us is not None:
             engine.step = partial(_step_with_masks, engine.step, network.mask_us)  # type: ignore[method-assign]
         described = describe("target", model.vocab_size)
         facts = {
             "capabilities": verifier_core.CAPABILITIES,
             "rules": tuple(map(facts_of, RULES.values())),
-            "local_strategies": (*drafters, *texts.names, *own),
+            "local_strategies": self._local.names,
             "max_tree_nodes": SETTINGS.max_tree_nodes,
         }
         card: Any = SimpleNamespace(description=replace(described, **facts))
@@ -376,6 +379,21 @@ class VirtualVerifier(_VirtualService, VerifierCore):
             drafter.lose_verifier(self.address)
 
 
+class VirtualOptions(StrategyOptions):
+    """Options whose clock is the network's."""
+
+    def __init__(self, network: "Network") -> None:
+        super().__init__()
+        self._network = network
+
+    def draft_ahead(self, *arguments: Any) -> None:
+        is_new = self.ahead is None
+        super().draft_ahead(*arguments)
+        if is_new and self.ahead is not None:
+            self.ahead.lookahead.clock = lambda: time.perf_counter()
+            self.ahead.lookahead.endings.acceptance = self._network.acceptance
+
+
 class VirtualDrafter(_VirtualService, DrafterCore):
     """A drafter's core with a table, and its side of the links."""
 
@@ -386,6 +404,7 @@ class VirtualDrafter(_VirtualService, DrafterCore):
         self._blocks: dict[str, VirtualBlockLink] = {}
         settings = replace(SETTINGS, max_tree_nodes=network.max_tree_nodes)
         super().__init__(DrafterConfig(ModelSettings("table"), engine=settings), self._connect_to)
+        self._options = VirtualOptions(network)
         self._torch.until = self.awake_at  # type: ignore[attr-defined]
         self.inboxes: dict[tuple[int, int], Inbox] = {}
         self._known_as: dict[str, int] = {}
@@ -399,17 +418,11 @@ class VirtualDrafter(_VirtualService, DrafterCore):
         network = self.network
         model = PlacedTable(self.rows.float(), network.times.drafter, self._torch.wait, network.bad_drafts)
         strategy = network.strategy(model)
-        engine = DraftEngine(strategy, self._options)
-        description = replace(describe("drafter", model.vocab_size, network.draft_context), capabilities=self._add_options(engine))
-        description = replace(description, max_tree_nodes=self.config.engine.max_tree_nodes)
+        engine, max_tree_nodes = DraftEngine(strategy, self._options.added), self.config.engine.max_tree_nodes
+        capabilities = self._options.add(engine, max_tree_nodes)
+        description = replace(describe("drafter", model.vocab_size, network.draft_context), capabilities=capabilities)
+        description = replace(description, max_tree_nodes=max_tree_nodes)
         return SimpleNamespace(description=description), engine
-
-    def _draft_ahead(self) -> Any:
-        is_new, ahead = self._ahead is None, super()._draft_ahead()
-        if is_new and ahead is not None:
-            ahead.lookahead.clock = lambda: time.perf_counter()
-            ahead.lookahead.endings.acceptance = self.network.acceptance
-        return ahead
 
     async def begin(self) -> None:
         await self.start()

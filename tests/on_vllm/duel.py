@@ -29,6 +29,7 @@ from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import exponentials
 from draftwire.method.rounds import CommittedTokens, PlainRun, ReceivedBlock
 from draftwire.models.sequence_model import Reading
+from draftwire.options.logprobs.session_logprobs import LogprobsReport
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import Judgement, StillReading
 from draftwire_verifier import scheduler as verifying
@@ -86,6 +87,7 @@ class Duel:
             room=Room(64, 16_384, 128, 9),
             pacer=pacer,
             waits=DraftWaits(float),
+            report_of=LogprobsReport.of,
         )
 
     def open(self, session_id: int, prompt: list[int], automaton: Any = None, **given: Any) -> TargetSession:

@@ -10,6 +10,8 @@ from unittest import mock
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from draftwire.verification.deciding import reports_prompt
+
 Step = dict[str, Any]
 
 
@@ -43,7 +45,7 @@ class Recording:
                 "draft_tokens": item.draft_tokens,
                 "max_read": item.max_read,
                 "prompt_len": item.prompt_len,
-                "reports": item.logprobs.prompt_logprobs is not None,
+                "reports": reports_prompt(item.report),
             }
             for name, item in scheduler.items.items()
         }

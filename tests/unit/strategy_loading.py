@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 from draftwire.drafting.strategies import AUTO, LoadedStrategy, load_strategy
 from draftwire.engine.ranks.place import Place
-from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings, TextDraftSettings
+from draftwire.options.layer_parallel.layer_settings import LayerParallelSettings
+from draftwire.runtime.settings import EngineSettings, ModelSettings, TextDraftSettings
 from draftwire_drafter.config import DrafterConfig, DraftSettings
 from draftwire_drafter.strategy_context import ConfiguredContext
 

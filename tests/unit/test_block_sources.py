@@ -23,6 +23,7 @@ from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
 from draftwire_verifier.engine import TargetEngine
+from draftwire_verifier.local_sources import LocalSources
 from draftwire_verifier.scheduler import Scheduler
 
 torch.set_num_threads(1)
@@ -93,7 +94,7 @@ class Verifier:
             max_draft_tokens=8,
             room=Room(8, CACHE_TOKENS),
             pacer=PrefillPacer(1.0),
-            local=[ModelSource.open],
+            local=LocalSources([ModelSource.open]).find,
         )
 
     def texts(self, num_draft_tokens: int, num_sessions: int = 2) -> tuple[list[list[int]], list[Verdict]]:

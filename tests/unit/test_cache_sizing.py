@@ -28,8 +28,9 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.script import Script
 from draftwire.models.sequence_model import Reading
+from draftwire.options.layer_parallel.layer_settings import LayerParallelSettings
 from draftwire.options.trees.session_trees import SessionTrees
-from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
+from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.strategy_context import ConfiguredContext
 from draftwire_verifier.config import VerifierConfig

@@ -12,21 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
-from draftwire.method.encoding import (
-    Claim,
-    DraftDistributions,
-    Supports,
-    decode_one,
-    encode_dense,
-    encode_sparse,
-    log_probs,
-)
+from draftwire.method.encoding import Claim, DraftDistributions, Supports, decode_one, encode_dense, encode_sparse
 from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
+from draftwire.options.logprobs.draft_logprobs import log_probs
 from draftwire.options.model_free.cascade_drafter import LEAST_MATCH, LEAST_READ_AHEAD, CascadeDrafter, with_certain
-from draftwire.options.model_free.suffix import SuffixDrafter
+from draftwire.options.model_free.continued_chains import ContinuedDrafter
+from draftwire.options.model_free.suffix import SuffixText
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 
@@ -71,8 +65,9 @@ def stated(draft: Draft) -> list[float]:
 
 
 def strategies(model: CachedModel, encoding: Encoding) -> tuple[LanguageModelDrafter, CascadeDrafter]:
-    alone = LanguageModelDrafter(model, 256, quantization=Quantization(encoding))
-    return alone, CascadeDrafter(alone, SuffixDrafter())
+    quantization = Quantization(encoding)
+    continued = ContinuedDrafter(model, 256, quantization=quantization)
+    return LanguageModelDrafter(model, 256, quantization=quantization), CascadeDrafter(continued, SuffixText)
 
 
 ENCODINGS = [Encoding.SPARSE_UINT16, Encoding.DENSE_FLOAT32, Encoding.DENSE_FLOAT16]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from draftwire.checking import Kind, Round, check, check_round, check_trees, checks, known_rules, load_rule, tree_checks
 from draftwire.checking.all_blocks import all_blocks, sparse_rows
-from draftwire.checking.checks import QUICK, CheckPlan, Size
+from draftwire.checking.checks import CheckPlan, Size
 from draftwire.checking.coupling import race_law
 from draftwire.checking.cube import LAST, edge_points, integrate
 from draftwire.checking.emissions import encoded, largest_deviation, num_codes
@@ -162,7 +162,7 @@ def test_sparse_rows_without_the_targets_other_mass_are_seen() -> None:
 
 
 def test_rule_that_raises_fails_and_says_what_it_raised() -> None:
-    (failure, *_) = check(M.Raises(), QUICK).failures
+    (failure, *_) = check(M.Raises(), SMALL).failures
     assert failure.kind is Kind.RAISED
     assert "ZeroDivisionError: no ratio" in failure.where
 

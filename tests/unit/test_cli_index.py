@@ -3,6 +3,7 @@
 import errno
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from draftwire.cli.exits import FAILED, MISUSED
 from draftwire.models import card
 from draftwire.models.card import load_card
 from draftwire.options.model_free import store_building
-from draftwire.options.model_free.retrieval import RetrievalDrafter
+from draftwire.options.model_free.retrieval import RetrievalText
 from draftwire.options.model_free.retrieval_store import RetrievalStore
 from draftwire.options.model_free.text_drafter import Guess
 
@@ -49,9 +50,9 @@ def test_command_builds_a_store_of_the_targets_tokens(tmp_path: Path, model: Pat
     assert ended.stdout.endswith(f" s: {out}\n")
     store = opened(out, model)
     assert store.index.vocab_size == 8, "rows of the model, of which the tokenizer has fewer"
-    drafter = RetrievalDrafter(store)
-    assert drafter.open([3, 0]).guess(3) == Guess([1], 2), "of equally frequent ones the lower"
-    assert drafter.open([1, 2]).guess(3) == Guess([3, 0, 4], 2)
+    drafter = partial(RetrievalText, store)
+    assert drafter([3, 0]).guess(3) == Guess([1], 2), "of equally frequent ones the lower"
+    assert drafter([1, 2]).guess(3) == Guess([3, 0, 4], 2)
 
 
 def test_target_of_up_is_the_default(tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

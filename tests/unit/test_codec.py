@@ -16,6 +16,14 @@ class Waste:
     held_bytes: int = 0
 
 
+NO_WASTE = Waste()
+
+
+@dataclass(frozen=True)
+class Known:
+    waste: Waste = NO_WASTE
+
+
 @dataclass(frozen=True)
 class Sources:
     token_ids: tuple[int, ...]
@@ -56,6 +64,25 @@ def test_part_is_there_if_any_of_its_fields_is_set(waste: Waste) -> None:
     assert SOURCES.decode(message) == whole
     assert SOURCES.decode(SOURCES.encode(replace(whole, waste=Waste()))).waste is None
     assert SOURCES.encode(replace(whole, waste=Waste())) == SOURCES.encode(replace(whole, waste=None))
+
+
+def test_part_with_a_default_is_left_out_where_it_is_that_and_has_its_fields_in_the_table() -> None:
+    given = Conversion(lambda size: size + 1, lambda size: size - 1)
+    codec = Codec(Known, session_pb2.Verdict, {"held_bytes": "queue_duration_us"}, held_bytes=given)
+    assert codec.encode(Known(Waste())) == session_pb2.Verdict()
+    assert codec.decode(session_pb2.Verdict()).waste is NO_WASTE
+    known = Known(Waste(True, 3))
+    assert codec.encode(known) == session_pb2.Verdict(next_is_held=True, queue_duration_us=4)
+    assert codec.decode(codec.encode(known)) == known
+
+
+def test_dataclass_is_a_part_where_the_message_has_a_number_of_its_name() -> None:
+    part = dataclass(type("Part", (), {"__annotations__": {"num_draft_tokens": int, "is_ahead": bool}}))
+    whole = dataclass(type("Whole", (), {"__annotations__": {"num_draft_tokens": part}}))
+    codec = Codec(whole, session_pb2.Verdict)
+    message = session_pb2.Verdict(num_draft_tokens=2, is_ahead=True)
+    assert codec.encode(whole(part(2, True))) == message
+    assert codec.decode(message) == whole(part(2, True))
 
 
 def test_absent_field_is_none_or_has_the_dataclass_default() -> None:

@@ -320,7 +320,7 @@ async def test_ended_texts_are_closed() -> None:
     await rig.ask(r0=[1, 1])
     assert rig.drafter.closed == [ended]
     rig.now += IDLE_SECONDS
-    rig.texts.end_idle()
+    rig.texts.end(IDLE_SECONDS)
     assert not rig.drafter.texts
     assert not rig.texts.texts
 

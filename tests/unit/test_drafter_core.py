@@ -30,9 +30,10 @@ from draftwire.models.card import ModelCard
 from draftwire.options.heads.features import SessionFeatures
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import ModelSettings
-from draftwire_drafter import core
+from draftwire_drafter import verifier_links
 from draftwire_drafter.config import DrafterConfig
-from draftwire_drafter.core import BlockLink, DrafterCore
+from draftwire_drafter.core import DrafterCore
+from draftwire_drafter.verifier_links import BlockLink
 
 PROMPT = [1, 2, 3, 4]
 PERMIT = Permit(2, bytes(KEY_BYTES))
@@ -182,7 +183,7 @@ async def test_links_without_sessions_are_closed_oldest_first_if_there_are_many(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gateway names the verifiers, and may name any."""
-    monkeypatch.setattr(core, "MAX_IDLE_LINKS", 2)
+    monkeypatch.setattr(verifier_links, "MAX_IDLE_LINKS", 2)
     await rig.open(0, "used:1")
     for session_id in range(1, 6):
         await rig.open(session_id, f"idle:{session_id}")
@@ -318,7 +319,7 @@ async def test_features_that_the_engine_cannot_take_fail_their_session_alone(
 
     for session_id in (1, 2):
         await rig.open(session_id)
-    monkeypatch.setattr(rig.core, "_feeding", SimpleNamespace(take=lambda *_: True, feed=fail))
+    monkeypatch.setattr(rig.core._options, "feeding", SimpleNamespace(take=lambda *_: True, feed=fail))
     rig.core.feed("a:1", SessionFeatures(1, 0, 0, 1, b""))
     await until(lambda: rig.events, "no session failed")
     (failed,) = rig.events

@@ -11,19 +11,19 @@ from virtual_time import in_virtual_time, now
 
 from benchmarks.pair_simulation import round_times
 from draftwire.errors import NoRoomError
-from draftwire.method.round_parts import AheadPart, TreePart
+from draftwire.method.round_parts import AheadPart, BranchLimits, TreePart
 from draftwire.method.rounds import BlockSent, DraftTimings, Permit, SendDrafted, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ISSUED_IDENTITIES, PARTIAL_BLOCKS
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import MAX_PLACE_S, StructuredOutput
-from draftwire_gateway.session.block_wait import MAX_STRETCH
 from draftwire_gateway.session.drafter_seat import MAX_MISSING_BLOCKS, NO_BLOCK, DrafterSeat
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource, Policy
 from draftwire_gateway.session.ports import DrafterLost, DrafterReady, PeerEvent, SessionEvent
 from draftwire_gateway.session.round_planner import RoundPlanner
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.session.round_trip_estimate import FIRST_TIMEOUT_S, LEAST_FLUSH_S, LEAST_TIMEOUT_S
+from draftwire_gateway.session.seated_drafter import MAX_STRETCH
 from draftwire_gateway.session.session_option import RunRequest
 from draftwire_gateway.session.session_state import SessionState
 from draftwire_gateway.session_plugs import options_of, policy_of
@@ -128,7 +128,7 @@ async def test_rounds_are_counted_by_whether_their_block_was_drafted_ahead() -> 
     one.target.description = replace(one.target.description, capabilities=frozenset({HELD_BLOCKS}))
     one.drafters[0].description = replace(one.drafters[0].description, capabilities=frozenset({DRAFT_AHEAD}))
     drafter = await one.seek_until_ready()
-    assert (drafter.spec.max_branches, drafter.spec.max_held_blocks) == (8, 12)
+    assert drafter.spec.ahead == BranchLimits(8, 12)
     ends = [{}, {"is_ahead": True}, {"next_is_held": True}, {"is_ahead": True, "held_bytes": 7}]
     ends += [{"next_is_held": True}, {}]  # the last one's block is held, and set aside
     counts = []
@@ -361,7 +361,7 @@ async def test_silent_drafter_is_asleep_and_asked_again_when_it_replies() -> Non
     await one.learn(0.01)
     one.seat.drafter.request_block(chain(4))
     one.seat.drafter.request_flush()
-    one.seat.fall_asleep()
+    one.seat.drafter.fall_asleep()
     assert is_idle(one.seat) == (False, True, False)
     one.end_round(STORY[1:2])
     one.end_round(STORY[2:3])
@@ -385,7 +385,7 @@ async def test_block_that_is_judged_wakes_its_drafter() -> None:
             drafter.description = replace(drafter.description, capabilities=capabilities)
         one.seat.drafter.request_block(chain(4))
         one.seat.drafter.request_flush()
-        one.seat.fall_asleep()
+        one.seat.drafter.fall_asleep()
         one.end_round(STORY[:3], num_draft_tokens=4)
         assert is_idle(one.seat) == (False, False, True)
         assert one.session.statistics.num_drafters_lost == 0
@@ -399,7 +399,7 @@ async def test_drafter_that_cannot_reply_is_given_up_with_its_late_block() -> No
     assert one.seat.drafter.flush_timeout_s(5.0) == 5.0
     one.seat.drafter.request_block(chain(4))
     one.seat.drafter.request_flush()
-    one.seat.fall_asleep()
+    one.seat.drafter.fall_asleep()
     one.end_round(STORY[:1])
     assert (one.seat.error, one.session.statistics.num_drafters_lost) == (NO_BLOCK, 1)
 
@@ -413,7 +413,7 @@ async def test_drafter_that_replied_is_given_up_if_its_blocks_keep_missing() -> 
         one.seat.drafter.request_flush()
         assert one.reply(one.session.round), "it is the verifier's turn"
         assert not one.reply(one.session.round), "a reply that is repeated wins no time"
-        one.seat.fall_asleep()
+        one.seat.drafter.fall_asleep()
         assert is_idle(one.seat) == (False, False, True)
         one.end_round(STORY[:1], num_draft_tokens=4 * (number == 0))
         if number == 0:
@@ -429,7 +429,7 @@ async def test_drafter_that_sleeps_for_long_is_given_up_only_for_another_one() -
         await one.seek_until_ready()
         one.seat.drafter.request_block(chain(4))
         one.seat.drafter.request_flush()
-        one.seat.fall_asleep()
+        one.seat.drafter.fall_asleep()
         one.end_round(STORY[:1])
         for seconds in (4.0, 2.0):
             assert one.session.statistics.num_drafters_lost == 0

@@ -17,12 +17,12 @@ from scheduler_contract import FixedPacer
 from session_specs import draft_spec
 from test_cut_blocks import TableModel
 
-from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.engine.admission import Room
 from draftwire.engine.draft_session import DraftOption, Step
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.ahead_limits import held_blocks
 from draftwire.method.encoding import Claim, decode
+from draftwire.method.round_parts import BranchLimits
 from draftwire.method.rounds import (
     Calibration,
     CommittedTokens,
@@ -38,6 +38,7 @@ from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import Reading
 from draftwire.options.ahead.ahead_drafting import AheadDrafting
 from draftwire.options.ahead.branch_drafter import BranchItem, BranchWork
+from draftwire.options.ahead.forking_drafter import ForkingDrafter
 from draftwire.options.ahead.held_blocks import HeldBlocks, HeldFate, HeldTally
 from draftwire.requests.parameters import SamplingParams
 from draftwire_drafter.engine import DraftEngine
@@ -80,7 +81,7 @@ class Rig:
         seconds = itertools.count(0, 1000)  # so long takes a round that every branch is worthwhile
         self.model = make_table()
         options = list[DraftOption]()
-        drafter = LanguageModelDrafter(self.model, 4096)
+        drafter = ForkingDrafter(self.model, 4096)
         self.engine = DraftEngine(drafter, options)
         room, pacer = Room(8, 100_000), FixedPacer(tokens=1000)
         self.scheduler = Scheduler(context_length=4096, max_draft_tokens=8, room=room, pacer=pacer, options=options)
@@ -89,10 +90,9 @@ class Rig:
         self.ahead = AheadDrafting(drafter, self.engine.sequences, self.scheduler, post, count)
         self.ahead.lookahead.clock = lambda: next(seconds)
         self.branches = self.ahead.drafter.branches
-        self.scheduler.ahead = self.ahead
         options.append(self.ahead)
         self.sent: list[DraftBlock] = []
-        given = {"token_ids": PROMPT, "drafting_key": KEY, "max_branches": BRANCHES, "max_len": 400}
+        given = {"token_ids": PROMPT, "drafting_key": KEY, "ahead": BranchLimits(BRANCHES), "max_len": 400}
         self.spec: DraftSessionSpec = draft_spec(**(given | {"max_draft_tokens": 4, "target_vocab_size": VOCAB} | spec))
         self.scheduler.open(self.spec, 1)
 
@@ -211,7 +211,7 @@ def test_block_is_the_same_whether_it_was_drafted_ahead_or_requested(name: str) 
     assert len(ahead) == BRANCHES
     for block in ahead:
         longer = text_of(block, endings(rig, text))
-        strict = Rig(**SAMPLINGS[name], max_branches=0)
+        strict = Rig(**SAMPLINGS[name], ahead=None)
         strict.calibrate(text, len(PROMPT), max_rounds_ahead=0)
         strict.run()
         strict.calibrate(longer, len(text.committed), max_rounds_ahead=0)
@@ -300,7 +300,7 @@ def test_calibration_that_contradicts_an_outcome_is_a_violation() -> None:
 
 @pytest.mark.parametrize("rounds_ahead", [0, 1])
 def test_session_without_branches_goes_on_at_an_outcome_as_far_as_its_calibration_lets_it(rounds_ahead: int) -> None:
-    rig, text = Rig(max_branches=0), Text().commit(4)
+    rig, text = Rig(ahead=None), Text().commit(4)
     rig.calibrate(text, len(PROMPT), max_rounds_ahead=rounds_ahead)
     rig.run()
     longer = text.copy().commit(5)
@@ -309,7 +309,7 @@ def test_session_without_branches_goes_on_at_an_outcome_as_far_as_its_calibratio
     assert len(rig.blocks_of(2)) == rounds_ahead, "nothing is drafted before the outcome"
     rig.calibrate(longer, len(text.committed), max_rounds_ahead=0)
     rig.run()
-    strict = Rig(max_branches=0)
+    strict = Rig(ahead=None)
     strict.calibrate(text, len(PROMPT), max_rounds_ahead=0)
     strict.run()
     strict.calibrate(longer, len(text.committed), max_rounds_ahead=0)
@@ -319,7 +319,7 @@ def test_session_without_branches_goes_on_at_an_outcome_as_far_as_its_calibratio
 
 
 def test_outcome_that_comes_before_its_calibration_has_the_block_after_drafted_at_the_calibration() -> None:
-    rig, text = Rig(max_branches=0), Text().commit(4)
+    rig, text = Rig(ahead=None), Text().commit(4)
     rig.calibrate(text, len(PROMPT))
     rig.run()
     second = text.copy().commit(5)
@@ -385,7 +385,7 @@ def test_branch_that_comes_true_while_drafted_is_alone_in_the_cache(is_asked: bo
     rig.run()
     assert [block.fence for block in rig.sent].count(last.fence) == 1
     assert len(rig.model.cache.sequences) == 1 + len(rig.branches)
-    strict = Rig(max_branches=0)
+    strict = Rig(ahead=None)
     strict.calibrate(last, len(PROMPT), max_rounds_ahead=0)
     strict.run()
     assert next(block for block in rig.sent if block.fence == last.fence).token_ids == strict.sent[0].token_ids
@@ -451,7 +451,7 @@ def test_verifier_is_sent_no_more_than_it_holds(rounds: int, seed: int, is_spaci
     """
     chance = random.Random(seed)
     most = held_blocks(BRANCHES, rounds) if is_spacious else BRANCHES
-    rig = Rig(max_held_blocks=most if is_spacious else 0)
+    rig = Rig(ahead=BranchLimits(BRANCHES, most if is_spacious else 0))
     holding = Holding(rig, Text().commit(4), most)
     base_len, num_hits, num_expected = len(PROMPT), 0, 0
     for _ in range(40):
@@ -525,11 +525,11 @@ def test_what_is_requested_ends_what_nobody_asked_for() -> None:
 @pytest.mark.parametrize("branches", [1, BRANCHES])
 def test_block_that_ends_before_a_bad_row_is_sent_and_not_drafted_again(value: float, branches: int) -> None:
     """Time has not cut it: there is nothing to try again until the verdict."""
-    healthy, text = begun(max_branches=branches)
+    healthy, text = begun(ahead=BranchLimits(branches))
     lasts = {block.fence: text_of(block, endings(healthy, text)).committed.ids[-1] for block in healthy.blocks_of(2)}
     num_short = 0
     for token in range(VOCAB):
-        rig = Rig(max_branches=branches)
+        rig = Rig(ahead=BranchLimits(branches))
         rig.calibrate(text, len(PROMPT))
         rig.run(3)  # the prompt, the block, and what may follow it
         rig.model.spoil(token, value)

@@ -17,7 +17,8 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire.runtime.settings import ModelSettings
 from draftwire_drafter.config import DrafterConfig
-from draftwire_drafter.core import BlockLink, DrafterCore
+from draftwire_drafter.core import DrafterCore
+from draftwire_drafter.verifier_links import BlockLink
 from tests.unit.test_drafter_core import PROMPT, FakeLink, Rig
 
 TOKENS = ["a", "b", "ab", "c", "<e>"]

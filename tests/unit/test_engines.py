@@ -41,6 +41,7 @@ from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
 from draftwire.models.script import Script, expected_tokens
 from draftwire.models.scripted import ScriptedTarget
 from draftwire.models.sequence_model import Reading
+from draftwire.options.logprobs.session_logprobs import LogprobsReport
 from draftwire.options.scripted import scripted_drafter as scripted_drafting
 from draftwire.options.scripted.scripted_drafter import ScriptedDrafter
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
@@ -553,9 +554,8 @@ def test_long_lists_are_read_once_for_all_parts_of_a_processed_prompt(
     verifier = Verifier()
     prompt = PROMPT * (num_parts * REPORTED_CHUNK // len(PROMPT))
     session = verifier.open(token_ids=prompt)
-    wanted = LogprobsRequest(prompt_logprobs=1, mode=LogprobsMode.PROCESSED)
     token_ids = with_long_list("allowed_token_ids", session)
-    session.spec = changed(session.spec, logprobs=wanted)
+    session.report = LogprobsReport(LogprobsRequest(prompt_logprobs=1, mode=LogprobsMode.PROCESSED))
     assert len(verifier.run()) > num_parts
     assert token_ids.num_walks == 1
 

@@ -107,8 +107,8 @@ def test_head_that_begins_in_the_middle_knows_nothing_of_the_text_before() -> No
     assert not any(head.begins)
     assert all(alone_head.begins)
     fed.feed(sequence, parted(table, 30, 40))
-    assert sequence.head is not None
-    assert (sequence.head.first, len(head.sequences)) == (30, 1), "behind a gap it begins anew"
+    assert sequence.received is not None
+    assert (sequence.received.head.first, len(head.sequences)) == (30, 1), "behind a gap it begins anew"
 
 
 def test_block_that_is_cut_ends_after_the_token_that_is_being_drawn() -> None:

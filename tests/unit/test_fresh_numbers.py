@@ -14,7 +14,7 @@ from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.body import CompletionBody
 from draftwire_gateway.http.choice_deltas import ResponseOptions
-from draftwire_gateway.http.routes import Completions
+from draftwire_gateway.http.routes import COMPLETIONS
 from draftwire_gateway.requested_generation import (
     GeneratedChoice,
     RequestedGeneration,
@@ -116,7 +116,7 @@ async def over_grpc(core: GatewayCore, said: dict[str, Any]) -> None:
 async def over_http(core: GatewayCore, said: dict[str, Any]) -> None:
     body = CompletionBody(model="target", prompt=[list(PROMPT)], max_tokens=20, **said)
     async with core.queue.place(1) as place:
-        generations = await core.complete(await Completions().requested(body, ResponseOptions(1), core, ""))
+        generations = await core.complete(await COMPLETIONS.requested(body, ResponseOptions(1), core, ""))
         async for _ in core.generate(generations, place):
             pass
 

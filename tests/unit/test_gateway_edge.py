@@ -24,7 +24,7 @@ from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.body import CompletionBody
 from draftwire_gateway.http.choice_deltas import ResponseOptions
-from draftwire_gateway.http.routes import Completions
+from draftwire_gateway.http.routes import COMPLETIONS
 from draftwire_gateway.server import GENERATE, GatewayServicer
 from draftwire_gateway.session.session_state import SessionState
 from draftwire_gateway.text.tokenizer_pool import TokenizerPool
@@ -227,5 +227,5 @@ async def test_prompts_are_tokenised_in_the_turn_of_their_bearer_token() -> None
             await servicer.Generate(request, Context())  # type: ignore[arg-type]
     body = CompletionBody(model="target", prompt=["abc"])
     with pytest.raises(InvalidRequestError, match="seen"):
-        await Completions().requested(body, ResponseOptions(1), core, "bob")
+        await COMPLETIONS.requested(body, ResponseOptions(1), core, "bob")
     assert callers == ["alice", "alice", "bob"]

@@ -607,7 +607,7 @@ def test_new_completion_waits_for_a_verifier_to_be_ready_not_for_room(
 def test_new_completion_does_not_wait_for_a_verifier_that_was_gone_before(gone_for_s: float, waits_s: float) -> None:
     async def fail() -> Exception:
         loop = make_loop([], None, LIMITS)
-        loop._verifier._peers.usable_at = now() - gone_for_s
+        loop.verifier._peers.usable_at = now() - gone_for_s
         return await error_of(loop, Result())
 
     raised, seconds = run(timed(fail()))

@@ -22,9 +22,9 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
 from draftwire.models.sequence_model import FeatureSpan, Reading
-from draftwire.models.taps import FeatureSource
 from draftwire.options.heads import head_drafter
 from draftwire.options.heads.head_drafter import HeadDrafter, HeadDrafting, HeadSequence
+from draftwire.options.heads.taps import FeatureSource
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 

@@ -24,14 +24,15 @@ from draftwire.method.token_source import TokenSource
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE
-from draftwire.models.taps import FeatureSource
 from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_drafts import HeadDrafts, HeadSource
+from draftwire.options.heads.taps import FeatureSource
 from draftwire.options.model_free.local_texts import LocalText
 from draftwire.options.model_free.registry import TextDrafters
 from draftwire.requests.automaton import Automaton
 from draftwire.requests.parameters import SamplingParams
 from draftwire_verifier.engine import TargetEngine
+from draftwire_verifier.local_sources import LocalSources
 from draftwire_verifier.scheduler import Scheduler
 from tests.unit.verdict_parts import strategy_of, watched_of
 
@@ -67,10 +68,12 @@ class Verifier:
             max_draft_tokens=8,
             room=Room(8, CACHE_TOKENS),
             pacer=PrefillPacer(1e-9),
-            local=[
-                partial(HeadSource.open, HEAD, lambda: self.is_trusted),
-                partial(LocalText.open, TextDrafters(), VOCAB_SIZE),
-            ],
+            local=LocalSources(
+                [
+                    partial(HeadSource.open, HEAD, lambda: self.is_trusted),
+                    partial(LocalText.open, TextDrafters(), VOCAB_SIZE),
+                ]
+            ).find,
         )
 
     def open(

@@ -13,21 +13,20 @@ from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import load_lean_model
-from draftwire.models.tapped_pass import features_and_logits
-from draftwire.models.taps import FeatureSource
 from draftwire.options.heads.draft_head import HeadConfig, PairReading
 from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_loading import load_head
 from draftwire.options.heads.head_names import HeadKind
 from draftwire.options.heads.head_shape import HeadShape
+from draftwire.options.heads.tapped_pass import features_and_logits
+from draftwire.options.heads.taps import FeatureSource
 from draftwire.requests.parameters import SamplingParams
 from draftwire.training.batches import TrainingTexts
 from draftwire.training.distillation import head_loss
 from draftwire.training.heads.eagle_trainee import EagleTrainee
-from draftwire.training.heads.head_lessons import streamed_lessons
 from draftwire.training.heads.head_recipe import HeadRecipe
 from draftwire.training.heads.head_saving import save_head
-from draftwire.training.heads.head_training import STATE, head_shape, start_from, train_head
+from draftwire.training.heads.head_training import STATE, head_shape, start_from, streamed_lessons, train_head
 from draftwire.training.heads.mlp_trainee import MlpTrainee
 from draftwire.training.plan import Phase
 from draftwire.training.trainer import Trainer

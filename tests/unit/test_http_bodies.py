@@ -24,7 +24,7 @@ from draftwire_gateway.http.body import CompletionBody
 from draftwire_gateway.http.body_reading import MAX_PARSERS, PIECE_BYTES, BodyReader
 from draftwire_gateway.http.json_parsing import MAX_OBJECTS, parse
 from draftwire_gateway.http.refusal import RefusedError
-from draftwire_gateway.http.routes import Completions
+from draftwire_gateway.http.routes import COMPLETIONS
 from draftwire_gateway.http.streaming import GeneratingRoute
 from draftwire_gateway.metrics import GatewayMetrics
 
@@ -396,7 +396,7 @@ class Callers:
 def route_and_core(budget: BodyBudget, waiting: BodyBudget | None = None) -> tuple[GeneratingRoute[Any], Core, Callers]:
     bodies, core, callers = Noting(2**20, budget), Core(budget), Callers()
     bodies.core = core
-    return GeneratingRoute(Completions(), core, list, callers, bodies, waiting or BodyBudget()), core, callers  # type: ignore[arg-type]
+    return GeneratingRoute(COMPLETIONS, core, list, callers, bodies, waiting or BodyBudget()), core, callers  # type: ignore[arg-type]
 
 
 async def ask(route: GeneratingRoute[Any], receive: Receive, token: bytes = b"Bearer good") -> None:

@@ -28,7 +28,7 @@ from draftwire_gateway.http.error_bodies import body_of, headers_of, is_expected
 from draftwire_gateway.http.playground_pages import HEADERS, read_pages
 from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.http.request_guard import MOST_IN_A_TURN, Guard
-from draftwire_gateway.http.routes import Chat, in_names
+from draftwire_gateway.http.routes import CHAT, in_names
 from draftwire_gateway.http.usage import metrics_of, usage_of
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.statistics import Statistics
@@ -164,7 +164,7 @@ def test_error_of_a_chat_is_in_the_words_of_its_route(
     said: dict[str, Any], message: str, told: str, param: str
 ) -> None:
     asked = ChatBody.model_validate({**CHAT_BODY, **said})
-    with pytest.raises(RefusedError) as refused, in_names(Chat().names(asked)):
+    with pytest.raises(RefusedError) as refused, in_names(CHAT.names(asked)):
         raise InvalidRequestError(message)
     assert json.loads(body_of(refused.value))["error"] == {
         "message": told,

@@ -18,6 +18,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import Reading
+from draftwire.options.logprobs.session_logprobs import LogprobsReport
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.options.trees.walk import COUPLED_WALK, TargetOnlyRule, walking_rule
 from draftwire.requests.automaton import BlockMasks
@@ -123,8 +124,8 @@ def plain_text(rule: VerificationRule, sampling: SamplingParams, length: int, **
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     "with a form": {"automaton": Parity()},
-    "with raw logprobs": {"logprobs": LogprobsRequest(3, None, LogprobsMode.RAW)},
-    "with processed logprobs": {"logprobs": LogprobsRequest(2, None, LogprobsMode.PROCESSED)},
+    "with raw logprobs": {"report": LogprobsReport(LogprobsRequest(3, None, LogprobsMode.RAW))},
+    "with processed logprobs": {"report": LogprobsReport(LogprobsRequest(2, None, LogprobsMode.PROCESSED))},
 }
 
 

@@ -28,6 +28,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.sequence_model import Reading
+from draftwire.options.model_free.continued_chains import ContinuedDrafter
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES
@@ -103,6 +104,12 @@ def make_drafter(networks: dict[torch.dtype, PreTrainedModel]) -> MakeDrafter:
 def drafter(make_drafter: MakeDrafter) -> LanguageModelDrafter:
     """In float64, so that drafts of differently filled caches can be compared closely."""
     return make_drafter()
+
+
+@pytest.fixture
+def continued(networks: dict[torch.dtype, PreTrainedModel]) -> ContinuedDrafter:
+    """The same, which takes guesses of how its chains go on."""
+    return ContinuedDrafter(CountingModel(networks[torch.float64], 4096), CONTEXT_LENGTH, quantization=DENSE)
 
 
 def request(
@@ -643,17 +650,16 @@ PASSES = {"right": 0, "too much": 0, "right and then wrong": 1, "wrong": 4, "the
 @pytest.mark.parametrize("sampling", [GREEDY[0], SAMPLED[0], TEXTUAL], ids=str)
 @pytest.mark.parametrize("rule", ["block", "coupled"])
 def test_what_is_drawn_does_not_depend_on_what_is_read_ahead(
-    drafter: LanguageModelDrafter, sampling: SamplingParams, rule: str, kind: str
+    continued: ContinuedDrafter, sampling: SamplingParams, rule: str, kind: str
 ) -> None:
     """Nor do the following rounds: what was read ahead and not drawn is forgotten."""
     committed = [*PROMPT]
-    sequence, plain = started(drafter, committed), started(drafter, committed)
+    sequence, plain = started(continued, committed), started(continued, committed)
     for number in range(6):
         wanted = request(5, sampling, number, rule=rule)
-        expected = drafted(drafter, plain, wanted)
-        (draft,) = (
-            step := drafter.step([Drafting(sequence, replace(wanted, continuation=Guesser(kind, expected.token_ids)))])
-        ).drafts
+        expected = drafted(continued, plain, wanted)
+        guesser = Guesser(kind, expected.token_ids)
+        (draft,) = (step := continued.step([Drafting(sequence, replace(wanted, continuation=guesser))])).drafts
         assert isinstance(draft, Draft)
         assert_equal(draft, expected)
         assert step.num_passes == PASSES[kind]
@@ -664,27 +670,27 @@ def test_what_is_drawn_does_not_depend_on_what_is_read_ahead(
         committed += new
 
 
-def test_members_of_a_step_read_ahead_each_for_itself(drafter: LanguageModelDrafter) -> None:
+def test_members_of_a_step_read_ahead_each_for_itself(continued: ContinuedDrafter) -> None:
     """Beside others that do not, and end at other lengths."""
     wanted = [request(1 + number % 5, SAMPLED[number % 2], number) for number in range(12)]
     texts = [[number % VOCAB_SIZE, *PROMPT] for number in range(12)]
-    expected = [fresh(drafter, text, one) for text, one in zip(texts, wanted, strict=True)]
+    expected = [fresh(continued, text, one) for text, one in zip(texts, wanted, strict=True)]
     kinds = [*PASSES] * 2
     asked = [
         replace(one, continuation=Guesser(kind, draft.token_ids)) if number % 3 else one
         for number, (one, kind, draft) in enumerate(zip(wanted, kinds, expected, strict=True))
     ]
-    draftings = [Drafting(started(drafter, text), one) for text, one in zip(texts, asked, strict=True)]
-    for draft, one in zip(drafter.step(draftings).drafts, expected, strict=True):
+    draftings = [Drafting(started(continued, text), one) for text, one in zip(texts, asked, strict=True)]
+    for draft, one in zip(continued.step(draftings).drafts, expected, strict=True):
         assert isinstance(draft, Draft)
         assert_equal(draft, one)
 
 
-def test_block_that_is_cut_forgets_what_it_read_ahead(drafter: LanguageModelDrafter) -> None:
+def test_block_that_is_cut_forgets_what_it_read_ahead(continued: ContinuedDrafter) -> None:
     wanted = request(5)
-    expected = fresh(drafter, PROMPT, wanted)
-    sequence = started(drafter, PROMPT)
+    expected = fresh(continued, PROMPT, wanted)
+    sequence = started(continued, PROMPT)
     cut = replace(wanted, continuation=Guesser("right", expected.token_ids), is_cut=cut_after(2))
-    draft = drafted(drafter, sequence, cut)
+    draft = drafted(continued, sequence, cut)
     assert draft.token_ids == expected.token_ids[:2]
     assert sequence.cached.length <= len(sequence.ids)

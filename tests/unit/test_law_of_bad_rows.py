@@ -16,6 +16,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import KvCache
 from draftwire.models.sequence_model import Reading
+from draftwire.options.logprobs.session_logprobs import LogprobsReport
 from draftwire.requests.logprobs import LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, LawRule
@@ -104,9 +105,9 @@ def test_blocks_have_the_law_of_plain_decoding_and_fail_as_often(rule: str, bloc
 def one_block(model: OverflowingModel, rule: str, tokens: list[int], committed: list[int], seed: int = 0) -> Judging:
     sequence = model.cache.open(committed, f"{rule} {seed}")
     rows = DenseRows(draft_rows(tuple(committed[len(PROMPT) :]), tuple(tokens)).float())
-    wanted = LogprobsRequest(logprobs=0)
+    report = LogprobsReport(LogprobsRequest(logprobs=0))
     key = DrawKey(bytes(16), seed, 0)
-    return judging_of(sequence, committed, tokens, rows, SAMPLING, RULES[rule], key, len(PROMPT), logprobs=wanted)
+    return judging_of(sequence, committed, tokens, rows, SAMPLING, RULES[rule], key, len(PROMPT), report=report)
 
 
 @every("rule", RULES)

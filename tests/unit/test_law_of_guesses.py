@@ -7,7 +7,7 @@ before, is planted in `test_law_of_services.py`.
 
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +17,13 @@ from enumeration import Law, largest_deviation, law_of_target, outcome_law
 from torch import Tensor
 
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
-from draftwire.options.model_free.longest_match import LongestMatch
-from draftwire.options.model_free.prompt_lookup import PromptLookup
-from draftwire.options.model_free.retrieval import RetrievalDrafter
+from draftwire.options.model_free.prompt_lookup import LookupText
+from draftwire.options.model_free.registry import LongestMatchText
+from draftwire.options.model_free.retrieval import RetrievalText
 from draftwire.options.model_free.retrieval_store import RetrievalStore
 from draftwire.options.model_free.shared_texts import SharedTexts
 from draftwire.options.model_free.store_building import build_store
-from draftwire.options.model_free.suffix import SuffixDrafter
+from draftwire.options.model_free.suffix import SuffixText
 from draftwire.options.model_free.text_drafter import TextDrafter
 from draftwire.verification import RULES
 
@@ -39,29 +39,29 @@ Guess = Callable[[tuple[int, ...]], list[int]]
 PAIRS = (*random_pairs(2), *adversarial_pairs(3)[:4], random_pairs(3)[2])
 
 
-def shared() -> SuffixDrafter:
-    drafter = SuffixDrafter(least_match=1, shared=SharedTexts(1000))
+def shared() -> TextDrafter:
+    drafter = partial(SuffixText, least_match=1, shared=SharedTexts(1000))
     for text in OTHERS:
-        drafter.open(text, "").close(0)
-    reader = drafter.open([0], "")
+        drafter(text, "").close(0)
+    reader = drafter([0], "")
     for _ in range(10):
         reader.guess(1)
     return drafter
 
 
 @cache
-def retrieval(folder: Path) -> RetrievalDrafter:
+def retrieval(folder: Path) -> TextDrafter:
     build_store(folder, [np.array([*text, 3]) for text in OTHERS], b"", 3)
-    return RetrievalDrafter(RetrievalStore.open(folder, b""), least_match=1)
+    return partial(RetrievalText, RetrievalStore.open(folder, b""), least_match=1)
 
 
 def text_drafter(name: str, folder: Path) -> TextDrafter:
     one_of = {
-        "suffix": lambda: SuffixDrafter(least_match=1),
-        "lookup": lambda: PromptLookup(least_match=1, most_match=2),
+        "suffix": lambda: partial(SuffixText, least_match=1),
+        "lookup": lambda: partial(LookupText, least_match=1, most_match=2),
         "retrieval": lambda: retrieval(folder / "store"),
         "shared": shared,
-        "joined": lambda: LongestMatch([shared(), retrieval(folder / "store")]),
+        "joined": lambda: partial(LongestMatchText, [shared(), retrieval(folder / "store")]),
     }
     return one_of[name]()
 
@@ -95,7 +95,7 @@ def law_of_texts(pair: Pair, rule: str, guess: Guess) -> Law:
 
 def guess_of(drafter: TextDrafter, vocab_size: int) -> Guess:
     def guess(text: tuple[int, ...]) -> list[int]:
-        token_ids = drafter.open([0, 1, *text], "").guess(MOST).token_ids
+        token_ids = drafter([0, 1, *text], "").guess(MOST).token_ids
         return token_ids[: next((place for place, token in enumerate(token_ids) if token >= vocab_size), MOST)]
 
     return guess
@@ -136,7 +136,7 @@ def law_of_cascades(pair: Pair, rule: str, state: State) -> Law:
     """Returns the law of texts whose blocks are the model's up to where the guess takes over: as soon as two tokens,
     committed or drawn, match an earlier place.
     """
-    drafter = SuffixDrafter(least_match=1)
+    drafter = partial(SuffixText, least_match=1)
     certain = torch.eye(pair.vocab_size, dtype=torch.float64)
     finished: Law = defaultdict(float)
     growing: Law = {(): 1.0}
@@ -148,7 +148,7 @@ def law_of_cascades(pair: Pair, rule: str, state: State) -> Law:
             whole = []
             while blocks:
                 tokens, rows, share = blocks.pop()
-                guess = drafter.open(text).guess(max(1, most - len(tokens)), tokens)
+                guess = drafter(text).guess(max(1, most - len(tokens)), tokens)
                 if len(tokens) == most or guess.match_len >= 2:
                     rest = guess.token_ids[: most - len(tokens)]
                     whole.append(((*tokens, *rest), [*rows, *certain[rest]], share))

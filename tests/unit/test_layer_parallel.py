@@ -33,7 +33,8 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import CachedSequence, slots_of
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import load_model
-from draftwire.models.parallel.layer_groups import (
+from draftwire.models.sequence_model import Reading
+from draftwire.options.layer_parallel.layer_groups import (
     LayerGroups,
     LayerParallelism,
     groups_of_size,
@@ -41,11 +42,11 @@ from draftwire.models.parallel.layer_groups import (
     runs_in_parallel,
     written,
 )
-from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
-from draftwire.models.sequence_model import Reading
+from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder
+from draftwire.options.layer_parallel.layer_settings import LayerParallelSettings
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
-from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
+from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire_drafter.config import DraftSettings
 
 torch.set_num_threads(1)

@@ -69,7 +69,7 @@ def test_listener_that_fails_is_raised_and_the_service_is_still_read(play: Play,
     with pytest.raises(type(error)):
         stack.start()
     assert stack.services["verifier"].process.wait(20) == 0, "it would wait for room in the pipe"
-    assert stack.wait() == "verifier"
+    assert stack.next_end(None).name == "verifier"
     assert len(calls) == 1
 
 
@@ -80,7 +80,7 @@ def test_listener_that_fails_later_ends_the_wait(play: Play) -> None:
 
     script = "import threading; threading.Timer(0.3, say, ['later']).start(); serve()"
     with play({"verifier": script}, on_log=fail) as stack, pytest.raises(BrokenPipeError):
-        stack.wait()
+        stack.next_end(None)
 
 
 def test_first_failure_ends_the_start_whatever_the_others_do(play: Play) -> None:
@@ -214,7 +214,7 @@ def test_losses_after_a_minute_of_service_are_none_in_a_row(play: Play, monkeypa
 def test_wait_names_the_service_that_ended(play: Play) -> None:
     with play({"verifier": "serve()", "drafter": "serve()"}) as stack:
         stack.services["drafter"].process.kill()
-        assert stack.wait() == "drafter"
+        assert stack.next_end(None).name == "drafter"
 
 
 def test_script_speaks_as_a_service_does() -> None:

@@ -35,13 +35,14 @@ from draftwire.method.rounds import (
     Verdict,
 )
 from draftwire.method.token_source import TokenSource
+from draftwire.options.logprobs import reported_logprobs as reading
+from draftwire.options.logprobs.session_logprobs import LogprobsReport
 from draftwire.requests.logprobs import MAX_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.packed_logprobs import PackedTop, pack_top, unpack_top
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime import messages
 from draftwire.v1 import session_pb2
-from draftwire.verification import RULES, deciding
-from draftwire.verification import reported_logprobs as reading
+from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement, StillReading
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.engine import TargetEngine
@@ -98,11 +99,16 @@ def check_all(tokens: list[TokenLogprob], start: int, text: Sequence[int], num_t
     logits = logits_of(text)
     for position, token in enumerate(tokens, start):
         expected = logits[position - 1].log_softmax(0)
-        if one.logprobs.mode is PROCESSED:
+        if wanted_by(one).mode is PROCESSED:
             prompt_len = min(one.prompt_len, position)
             law = defined_law(logits[position - 1].tolist(), one.sampling, text[:position], prompt_len, STOP_TOKENS)
             expected = torch.tensor(law).log()
         check(token, expected, text[position], num_top)
+
+
+def wanted_by(one: Judging) -> LogprobsRequest:
+    assert isinstance(one.report, LogprobsReport)
+    return one.report.wanted
 
 
 def told(verdict: Verdict) -> list[TokenLogprob]:
@@ -149,23 +155,26 @@ def test_reported_tokens_match_a_plain_pass_and_reporting_changes_nothing(
             length,
             rule=rule,
             sampling=sampling,
-            logprobs=LogprobsRequest(generator.choice(numbers), mode=generator.choice(list(LogprobsMode))),
+            report=LogprobsReport(
+                LogprobsRequest(generator.choice(numbers), mode=generator.choice(list(LogprobsMode)))
+            ),
         )
         for rule in RULES.values()
         for length in range(5)
         for sampling, numbers in ((SAMPLINGS[name], [0, 1, 5, 20]), (generator.choice(others), [None, 0, 3]))
     ]
-    silent = [replace(one, sequence=model.cache.open(()), logprobs=LogprobsRequest()) for one in parts]
+    silent = [replace(one, sequence=model.cache.open(()), report=None) for one in parts]
     counts = set()
     for one, outcome, untold in zip(parts, judge(model, parts).outcomes, judge(model, silent).outcomes, strict=True):
         assert isinstance(outcome, Judgement)
         assert replace(outcome, logprobs=[]) == untold
-        if one.logprobs.logprobs is None:
+        num_top = wanted_by(one).logprobs
+        if num_top is None:
             assert outcome.logprobs == []
             continue
         tokens = through_the_wire(outcome.logprobs)
         assert [token.token_id for token in tokens] == outcome.token_ids
-        check_all(tokens, len(one.committed), one.committed + outcome.token_ids, one.logprobs.logprobs, one)
+        check_all(tokens, len(one.committed), one.committed + outcome.token_ids, num_top, one)
         counts.add(outcome.num_accepted - len(one.draft_tokens))
     assert 0 in counts, "bonus tokens"
 
@@ -173,7 +182,7 @@ def test_reported_tokens_match_a_plain_pass_and_reporting_changes_nothing(
 def test_nothing_is_computed_for_those_who_do_not_ask(model: WatchedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = random.Random(1)
     taken, reported = Mock(wraps=reading.log_softmax_of), Mock(wraps=reading.reported)
-    monkeypatch.setattr(deciding, "log_softmax_of", taken)
+    monkeypatch.setattr(reading, "log_softmax_of", taken)
     monkeypatch.setattr(reading, "reported", reported)
     parts = [make(model, generator, random_ids(generator, 8), length) for length in (0, 3, 2, 4)]
     judge(model, parts)
@@ -181,8 +190,8 @@ def test_nothing_is_computed_for_those_who_do_not_ask(model: WatchedModel, monke
     assert not reported.called
     assert sum(reading.keep for reading in model.readings) == 1 + 4 + 3 + 5
     parts = [replace(one, sequence=model.cache.open(())) for one in parts]
-    parts[1] = replace(parts[1], logprobs=LogprobsRequest(3))
-    parts[2] = replace(parts[2], logprobs=LogprobsRequest(0, mode=PROCESSED))
+    parts[1] = replace(parts[1], report=LogprobsReport(LogprobsRequest(3)))
+    parts[2] = replace(parts[2], report=LogprobsReport(LogprobsRequest(0, mode=PROCESSED)))
     first, second, third, _ = judge(model, parts).outcomes
     ((_, rows), _), ((rows_read_off, *_), _) = taken.call_args, reported.call_args
     assert (taken.call_count, len(rows)) == (1, 4), "the raw rows of the one who asks for them"
@@ -209,12 +218,12 @@ def test_every_token_of_a_prompt_but_the_first_is_reported_once(
             3,
             prompt_len=prompt_len,
             sampling=SAMPLINGS[name],
-            logprobs=wanted,
+            report=LogprobsReport(wanted),
             max_read=chunk,
         )
         parts: list[PromptPart] = []
         while True:
-            other = make(model, generator, random_ids(generator, 9), 2, logprobs=LogprobsRequest(1))
+            other = make(model, generator, random_ids(generator, 9), 2, report=LogprobsReport(LogprobsRequest(1)))
             outcome, beside = judge(model, [one, other] if chunk % 2 else [other, one]).outcomes[
                 :: 1 if chunk % 2 else -1
             ]
@@ -234,7 +243,7 @@ def test_every_token_of_a_prompt_but_the_first_is_reported_once(
 
 
 def test_prompt_of_one_token_has_nothing_to_report(model: WatchedModel) -> None:
-    one = make(model, random.Random(0), [3], 2, logprobs=LogprobsRequest(prompt_logprobs=2))
+    one = make(model, random.Random(0), [3], 2, report=LogprobsReport(LogprobsRequest(prompt_logprobs=2)))
     (outcome,) = judge(model, [one]).outcomes
     assert isinstance(outcome, Judgement)
     assert (outcome.prompt, outcome.logprobs) == (None, [])
@@ -246,10 +255,8 @@ def test_prompt_of_one_token_has_nothing_to_report(model: WatchedModel) -> None:
 def test_bad_logits_in_a_prompt_fail_its_session_alone(max_read: int | None, number: float, mode: LogprobsMode) -> None:
     model = fresh_model()
     generator = random.Random(2)
-    one, other = (
-        make(model, generator, random_ids(generator, 20), 0, prompt_len=20, logprobs=LogprobsRequest(1, 1, mode))
-        for _ in range(2)
-    )
+    report = LogprobsReport(LogprobsRequest(1, 1, mode))
+    one, other = (make(model, generator, random_ids(generator, 20), 0, prompt_len=20, report=report) for _ in range(2))
     model.bad[one.sequence] = (5, number)
     failed, outcome = judge(model, [replace(one, max_read=max_read), other]).outcomes
     assert isinstance(failed, UnavailableError)
@@ -284,7 +291,14 @@ def make_spec(session_id: int, prompt: list[int], **changes: object) -> TargetSe
 
 def make_scheduler() -> Scheduler:
     room, pacer = Room(8, 4096), PrefillPacer(1.0)
-    return Scheduler(context_length=400, vocab_size=VOCAB_SIZE, max_draft_tokens=4, room=room, pacer=pacer)
+    return Scheduler(
+        context_length=400,
+        vocab_size=VOCAB_SIZE,
+        max_draft_tokens=4,
+        room=room,
+        pacer=pacer,
+        report_of=LogprobsReport.of,
+    )
 
 
 def run(scheduler: Scheduler, engine: TargetEngine) -> Iterator[tuple[int, Verdict | PromptRead]]:

@@ -13,11 +13,12 @@ from draftwire.errors import InvalidRequestError
 from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.method.quantization import Encoding
 from draftwire.models.loading import load_model
+from draftwire.options.layer_parallel.layer_settings import LayerParallelSettings
 from draftwire.options.model_free.cascade_drafter import CascadeDrafter
 from draftwire.options.model_free.store_building import build_store
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
-from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings, TextDraftSettings
+from draftwire.runtime.settings import EngineSettings, ModelSettings, TextDraftSettings
 from tests.tiny_models import save_tiny_model
 
 VOCAB_SIZE = 20

@@ -2,6 +2,7 @@
 
 import random
 import time
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -10,14 +11,14 @@ from hypothesis import strategies as st
 from tiny_models import tiny_compiler
 
 from draftwire.options.model_free.possible import following
-from draftwire.options.model_free.prompt_lookup import PromptLookup
-from draftwire.options.model_free.suffix import SuffixDrafter
+from draftwire.options.model_free.prompt_lookup import LookupText
+from draftwire.options.model_free.suffix import SuffixText
 from draftwire.options.model_free.suffix_index import SuffixIndex, SuffixMatch
 from draftwire.options.model_free.text_drafter import TextDrafter, continued
 from draftwire.requests.structured_output import StructuredOutput
 
 TEXTS = st.lists(st.integers(0, 2), max_size=60)
-DRAFTERS = {"suffix": SuffixDrafter(least_match=1), "lookup": PromptLookup(least_match=1, most_match=3)}
+DRAFTERS = {"suffix": partial(SuffixText, least_match=1), "lookup": partial(LookupText, least_match=1, most_match=3)}
 
 
 def longest_match(text: list[int], most: int) -> int:
@@ -50,7 +51,7 @@ def test_match_is_the_longest_suffix_of_another_text_while_the_index_grows(
         index.append(token)
     match = SuffixMatch(index)
     for place, token in enumerate(text, 1):
-        match.append(token)
+        match.extend([token])
         suffixes = (text[start:place] for start in range(place))
         ends = {tuple(known[start:end]): end for end in range(len(known) + 1) for start in range(end)}
         longest = next((suffix for suffix in suffixes if tuple(suffix) in ends), [])
@@ -65,7 +66,7 @@ def test_match_is_the_longest_suffix_of_another_text_while_the_index_grows(
 @pytest.mark.parametrize("name", DRAFTERS)
 @given(text=TEXTS, num_tokens=st.integers(1, 8))
 def test_guess_is_what_followed_an_earlier_place_like_the_end(name: str, text: list[int], num_tokens: int) -> None:
-    followed = DRAFTERS[name].open(text)
+    followed = DRAFTERS[name](text)
     guess = followed.guess(num_tokens)
     expected = longest_match(text, len(text) if name == "suffix" else 3)
     assert guess.match_len == expected
@@ -83,7 +84,7 @@ def test_guess_is_what_followed_an_earlier_place_like_the_end(name: str, text: l
 def test_guess_behind_drafted_tokens_continues_their_end_without_commit(
     name: str, text: list[int], drafted: list[int]
 ) -> None:
-    followed = DRAFTERS[name].open(text)
+    followed = DRAFTERS[name](text)
     before, guess = followed.guess(5), followed.guess(5, drafted)
     assert followed.guess(5) == before
     whole = [*text, *drafted]
@@ -99,35 +100,37 @@ def test_guess_behind_drafted_tokens_continues_their_end_without_commit(
 @pytest.mark.parametrize("name", DRAFTERS)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 60), max_size=5))
 def test_guess_does_not_depend_on_how_the_text_arrived(name: str, text: list[int], cuts: list[int]) -> None:
-    followed = DRAFTERS[name].open(())
+    followed = DRAFTERS[name](())
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     for start, end in pairwise(borders):
         followed.commit(text[start:end])
         followed.guess(3)
-    assert followed.guess(5) == DRAFTERS[name].open(text).guess(5)
+    assert followed.guess(5) == DRAFTERS[name](text).guess(5)
 
 
 def test_repetition_that_has_just_begun_goes_on() -> None:
     assert continued([1, 2, 3, 4], 2, 5) == [3, 4, 3, 4, 3]
-    assert SuffixDrafter().open([9, 1, 2, 3, 1, 2, 3]).guess(7).token_ids == [1, 2, 3, 1, 2, 3, 1]
+    assert SuffixText([9, 1, 2, 3, 1, 2, 3]).guess(7).token_ids == [1, 2, 3, 1, 2, 3, 1]
 
 
-@pytest.mark.parametrize("drafter", [SuffixDrafter(least_match=3), PromptLookup(least_match=3, most_match=4)])
+@pytest.mark.parametrize(
+    "drafter", [partial(SuffixText, least_match=3), partial(LookupText, least_match=3, most_match=4)]
+)
 def test_matches_that_are_too_short_are_no_ground_for_a_guess(drafter: TextDrafter) -> None:
-    assert drafter.open([1, 2, 7, 1, 2]).guess(4).token_ids == []
-    assert drafter.open([1, 2, 3, 7, 1, 2, 3]).guess(4).token_ids == [7, 1, 2, 3]
+    assert drafter([1, 2, 7, 1, 2]).guess(4).token_ids == []
+    assert drafter([1, 2, 3, 7, 1, 2, 3]).guess(4).token_ids == [7, 1, 2, 3]
 
 
 def test_latest_place_is_read() -> None:
     text = [1, 2, 3, 5, 1, 2, 4, 6, 1, 2]
-    assert SuffixDrafter().open(text).guess(1).token_ids == [4]
-    assert PromptLookup().open(text).guess(1).token_ids == [4]
+    assert SuffixText(text).guess(1).token_ids == [4]
+    assert LookupText(text).guess(1).token_ids == [4]
 
 
 def test_token_of_a_long_text_takes_microseconds() -> None:
     """A bound that only a search through the text would miss: 8,192 tokens, 200 guesses and commits."""
     generator = random.Random(0)
-    followed = SuffixDrafter().open([generator.randrange(200) for _ in range(8192)])
+    followed = SuffixText([generator.randrange(200) for _ in range(8192)])
     started = time.perf_counter()
     for _ in range(200):
         followed.guess(8)

@@ -33,9 +33,6 @@ from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import load_model
 from draftwire.models.parallel import sharded_loading
-from draftwire.models.parallel.layer_groups import LayerParallelism
-from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
-from draftwire.models.parallel.layer_parallel_loading import load_layer_parallel
 from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
 from draftwire.models.parallel.sharded_loading import Checkpoint, ModelSource, Part, load_parallel_target
 from draftwire.models.parallel.spread_decoder import HEAD, SpreadTransformersDecoder
@@ -50,7 +47,10 @@ from draftwire.models.parallel.step_plan import (
 )
 from draftwire.models.parallel.tensor_parallel import ParallelModel, check_divides, follow
 from draftwire.models.sequence_model import FeatureSpan, Reading, Segment
-from draftwire.models.taps import FeatureSource
+from draftwire.options.heads.taps import FeatureSource
+from draftwire.options.layer_parallel.layer_groups import LayerParallelism
+from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder
+from draftwire.options.layer_parallel.layer_parallel_loading import load_layer_parallel
 
 torch.set_num_threads(1)
 

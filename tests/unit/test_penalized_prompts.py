@@ -19,13 +19,13 @@ from draftwire.drafting.strategy import DraftRequest
 from draftwire.method import sampling
 from draftwire.method.keys import DrawKey
 from draftwire.method.sampling import Span, TokenEdits, first_penalized, probabilities_of_spans
+from draftwire.options.logprobs.reported_logprobs import of_prompt
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.options.trees.tree_drafting import GrowingTree
 from draftwire.requests.logprobs import LogprobsMode
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Case
-from draftwire.verification.reported_logprobs import PromptRows, of_prompt
 
 VOCAB_SIZE = 8
 STOPS = frozenset({2, 5})
@@ -44,8 +44,7 @@ def prompt_of(length: int) -> list[int]:
 def of_case(params: SamplingParams, prompt: list[int], tree: TokenTree | None = None) -> Span:
     committed = [*prompt, *GENERATED]
     case = Case(DRAFTED, None, params, RULES["coupled"], KEY, len(committed), committed, len(prompt), STOPS, tree=tree)
-    (span,) = case.spans
-    return span
+    return case.span
 
 
 def of_tree_case(params: SamplingParams, prompt: list[int]) -> Span:
@@ -119,7 +118,8 @@ def test_reported_prompt_is_penalized_for_repetition_alone(penalty: float) -> No
     params, text = replace(NO_REPETITION, repetition_penalty=penalty), prompt_of(7)
     logits = torch.randn(6, VOCAB_SIZE + 1, generator=torch.Generator().manual_seed(1))
     whole = probabilities_of_spans(logits.clone(), [Span(params, 6, text[:-1], 6, STOPS)]).log()
+    case = Case([], None, params, RULES["coupled"], KEY, len(text), text, len(text), STOPS)
     with patch.object(sampling, "_penalize", wraps=sampling._penalize) as penalize:
-        reported = of_prompt(logits, PromptRows(text, 6, 0, LogprobsMode.PROCESSED, params, STOPS))
+        reported = of_prompt(case, 0, logits, 0, LogprobsMode.PROCESSED)
     assert penalize.called is (penalty != 1.0)
     assert [one.logprob for one in reported] == [float(row[token]) for row, token in zip(whole, text[1:], strict=True)]

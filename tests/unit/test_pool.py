@@ -124,7 +124,7 @@ def test_drafter_that_is_free_and_near_drafts(
     pool = make_pool([FakeLink(**verifier)], links, near_drafter_sessions=2)
     chosen = next(iter(pool.drafters_for(pool.verifiers.links[0], but)), None)
     assert chosen is (None if expected is None else links[expected])
-    assert pool.connected_drafters == [link for link in links if link.connected]
+    assert pool.drafters.connected == [link for link in links if link.connected]
 
 
 def test_service_that_left_serves_nothing_new() -> None:
@@ -134,7 +134,7 @@ def test_service_that_left_serves_nothing_new() -> None:
     pool.drafters.links[0].has_left.set()
     assert list(pool.targets()) == [staying]
     assert not pool.drafters_for(staying, ())  # type: ignore[arg-type]
-    assert pool.connected_drafters == []
+    assert pool.drafters.connected == []
 
 
 @pytest.mark.parametrize(("wanted", "missing"), [((), []), (("suffix",), []), (("eagle3", "suffix"), ["eagle3"])])

@@ -14,8 +14,7 @@ from structlog.typing import EventDict
 
 from draftwire.errors import UnavailableError
 from draftwire.runtime.metrics import ServiceMetrics
-from draftwire.runtime.open_files import OPEN_FILES, OpenFilesLog, allow_open_files
-from draftwire.runtime.process import run_service
+from draftwire.runtime.process import OPEN_FILES, OpenFilesLog, allow_open_files, run_service
 from draftwire.runtime.service import Service
 from draftwire.runtime.settings import ConnectionSettings, ServerSettings
 

@@ -20,7 +20,8 @@ from draftwire.engine.ranks.place import Place, WantedGroup, find_place
 from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.engine.torch_thread import TorchThread
 from draftwire.errors import GroupLostError, InvalidRequestError, NoRoomError, UnavailableError
-from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
+from draftwire.options.layer_parallel.layer_settings import LayerParallelSettings
+from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire.runtime.status import status_of
 from draftwire_drafter.config import DrafterConfig
 from draftwire_verifier.config import TensorParallelSettings, VerifierConfig
@@ -102,7 +103,7 @@ def test_followers_command_line_says_what_rank_0_was_told() -> None:
 def test_drafters_follower_is_told_of_its_layers() -> None:
     rank = RankConfig.of(DrafterConfig(ModelSettings("m"), layers=LAYERS), Place(1, 2, 1, "127.0.0.1:7"))
     assert RankConfig.parse(rank.text) == rank
-    assert (rank.service, rank.layers) == ("drafter", LAYERS)
+    assert (rank.service, LayerParallelSettings.parse(rank.loader_settings)) == ("drafter", LAYERS)
 
 
 @pytest.mark.parametrize(

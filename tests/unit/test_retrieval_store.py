@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.models.card import load_card
 from draftwire.models.description import fingerprint
 from draftwire.options.model_free import store_building
-from draftwire.options.model_free.retrieval import RetrievalDrafter
+from draftwire.options.model_free.retrieval import RetrievalText
 from draftwire.options.model_free.retrieval_store import DEPTH, MAX_MATCH, MAX_SAMPLED, RetrievalStore, StoreMatch
 from draftwire.options.model_free.store_building import build_store, check_files, read_tokens, sort_suffixes
 from draftwire.options.model_free.text_drafter import NOTHING, Guess
@@ -112,21 +113,21 @@ def test_guess_does_not_depend_on_how_the_text_arrived(
     documents: list[list[int]], context: list[int], cuts: list[int]
 ) -> None:
     with tempfile.TemporaryDirectory() as temporary:
-        drafter = RetrievalDrafter(build(Path(temporary) / "store", documents), least_match=1)
-        followed = drafter.open(())
+        drafter = partial(RetrievalText, build(Path(temporary) / "store", documents), least_match=1)
+        followed = drafter(())
         for start, end in pairwise([0, *sorted(min(cut, len(context)) for cut in cuts), len(context)]):
             followed.commit(context[start:end])
             followed.guess(3)
         assert followed.length == len(context)
-        assert followed.guess(5) == drafter.open(context, "any salt").guess(5)
+        assert followed.guess(5) == drafter(context, "any salt").guess(5)
 
 
 def test_no_guess_runs_from_one_document_into_the_next(tmp_path: Path) -> None:
     store = build(tmp_path / "store", [[0, 1, 2], [2, 1, 0]])
     assert store.find([2, 2]).match_len == 1
     assert store.continuation(store.find([0, 1]), 5) == [2]
-    assert RetrievalDrafter(store).open([0, 1, 2]).guess(5) == NOTHING
-    assert RetrievalDrafter(store).open([2, 1]).guess(5) == Guess([0], 2)
+    assert RetrievalText(store, [0, 1, 2]).guess(5) == NOTHING
+    assert RetrievalText(store, [2, 1]).guess(5) == Guess([0], 2)
 
 
 def test_document_that_mostly_ends_there_is_not_continued(tmp_path: Path) -> None:
@@ -151,8 +152,8 @@ def test_of_many_places_a_few_are_read_evenly(tmp_path: Path) -> None:
 
 def test_matches_that_are_too_short_are_no_ground_for_a_guess(tmp_path: Path) -> None:
     store = build(tmp_path / "store", [[0, 1, 2, 0, 0]])
-    assert RetrievalDrafter(store, least_match=3).open([2, 2, 1, 2]).guess(2) == NOTHING
-    assert RetrievalDrafter(store, least_match=3).open([0, 1, 2]).guess(2) == Guess([0, 0], 3)
+    assert RetrievalText(store, [2, 2, 1, 2], least_match=3).guess(2) == NOTHING
+    assert RetrievalText(store, [0, 1, 2], least_match=3).guess(2) == Guess([0, 0], 3)
 
 
 def test_what_is_no_token_matches_nothing_and_hides_what_is_before_it(tmp_path: Path) -> None:
@@ -191,8 +192,8 @@ def test_look_up_takes_microseconds(tmp_path: Path) -> None:
     """A bound that only a search through the tokens would miss: 300,000 of them, 100 guesses."""
     generator = np.random.default_rng(0)
     store = build(tmp_path / "store", [(generator.zipf(1.3, 300_000) % 1000).tolist()], 1000)
-    drafter = RetrievalDrafter(store)
-    texts = [drafter.open((generator.zipf(1.3, 20) % 1000).tolist()) for _ in range(100)]
+    drafter = partial(RetrievalText, store)
+    texts = [drafter((generator.zipf(1.3, 20) % 1000).tolist()) for _ in range(100)]
     started = time.perf_counter()
     for text in texts:
         text.guess(8)
@@ -359,7 +360,7 @@ def test_store_of_a_models_own_tokens_continues_its_texts(tmp_path: Path) -> Non
     tokens = read_tokens([tmp_path / "text"], card.tokenizer.backend_tokenizer, 5)
     build_store(tmp_path / "store", tokens, card.description.vocabulary_fingerprint, 5)
     store = RetrievalStore.open(tmp_path / "store", card.description.vocabulary_fingerprint)
-    assert RetrievalDrafter(store).open([1, 2]).guess(4) == Guess([3, 0, 4, 0], 2)
+    assert RetrievalText(store, [1, 2]).guess(4) == Guess([3, 0, 4, 0], 2)
 
 
 def test_random_texts_of_every_size_are_found_again(tmp_path: Path) -> None:

@@ -24,13 +24,14 @@ from draftwire.models.script import PREFIX, Script, expected_tokens, is_scripted
 from draftwire.models.scripted import ScriptedTarget
 from draftwire.models.sequence_model import Reading, SequenceModel
 from draftwire.options.ahead.branches import WantedGuesses
+from draftwire.options.layer_parallel.layer_settings import LayerParallelSettings
 from draftwire.options.scripted.scripted_drafter import ScriptedDrafter
 from draftwire.options.trees.growth_plan import GrowthPlan, WantedTree
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.options.trees.tree_shapes import survival_of
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
-from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
+from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
 from draftwire.verification.target import judge

@@ -170,8 +170,6 @@ OF_EACH_SERVICE = frozenset(
 """Files that services have alike, of the same kind in each."""
 TWINS = frozenset({"Completed", "Scheduler", "Step", "StepItem", "StepResult"})
 """What both schedulers call theirs."""
-TWIN_CLIENTS = frozenset({"StartCall"})
-"""What the blocking and the asynchronous client call theirs."""
 
 
 def defined(source: str) -> Iterator[str]:
@@ -195,7 +193,7 @@ def test_each_name_of_a_file_or_class_is_there_once() -> None:
     packages = {name.rpartition(".")[0] for name in own}
     files = [name.rpartition(".")[2] for name in own if name not in packages]
     assert repeated(files) <= OF_EACH_SERVICE
-    assert repeated(name for source in own.values() for name in defined(source)) == TWINS | TWIN_CLIENTS
+    assert repeated(name for source in own.values() for name in defined(source)) == TWINS
 
 
 def test_second_class_of_a_name_is_seen() -> None:

@@ -18,9 +18,9 @@ from draftwire.models.decoder import Decoder
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
 from draftwire.models.lean_model import FAMILY
-from draftwire.models.sequence_model import FeatureModel, FeatureSpan, Reading
-from draftwire.models.tapped_pass import features_and_logits
-from draftwire.models.taps import FeatureSource, check_taps
+from draftwire.models.sequence_model import FeatureSpan, Reading
+from draftwire.options.heads.tapped_pass import features_and_logits
+from draftwire.options.heads.taps import FeatureModel, FeatureSource, check_taps
 
 torch.set_num_threads(1)
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from test_verifier_scheduler import complete, first_fence, make_block, make_scheduler, make_spec, next_step, offer
 from virtual_time import run
 
-from draftwire.method.encoding import DenseProbs, Supports, log_probs
+from draftwire.method.encoding import DenseProbs, Supports
 from draftwire.method.quantization import Encoding
 from draftwire.method.round_parts import LogprobsPart
 from draftwire.method.token_source import TokenSource
+from draftwire.options.logprobs.draft_logprobs import log_probs
 from draftwire_gateway.session.committed_text import Delta
 from draftwire_gateway.session.loop import GenerationLoop
 

@@ -17,9 +17,9 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.packing import positions_of
-from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.sequence_model import Reading, Segment
 from draftwire.models.static_steps import StaticSteps, StepShape
+from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder
 
 torch.set_num_threads(1)
 

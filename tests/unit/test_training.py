@@ -34,11 +34,10 @@ from tools.embedded_pair.corpus import (
     standard_library,
 )
 from tools.embedded_pair.evaluation import held_out_loss, measure_acceptance, share_repeated
-from tools.embedded_pair.lessons import Lessons
+from tools.embedded_pair.lessons import Lessons, sample_continuations
 from tools.embedded_pair.pair import PairShape, inherit, mean_of
 from tools.embedded_pair.pair_losses import distillation_loss
 from tools.embedded_pair.recipe import LAST_STAGES, TARGET_STAGES, Stage
-from tools.embedded_pair.samples import sample_continuations
 
 torch.set_num_threads(1)
 

@@ -22,7 +22,7 @@ from draftwire.errors import (
 )
 from draftwire.method.encoding import Supports
 from draftwire.method.quantization import Encoding
-from draftwire.method.round_parts import TreePart
+from draftwire.method.round_parts import BranchLimits, TreePart
 from draftwire.method.rounds import Calibration, DraftTree, ReceivedBlock, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.method.tree_limits import num_read_nodes
@@ -248,7 +248,7 @@ def test_price_of_rows_is_not_learnt_from_trees(tree: DraftTree | None, is_learn
     scheduler = drafting()
     strategy, nothing = ScriptedDrafter(Script()), lambda *_: None
     ahead = AheadDrafting(strategy, {}, scheduler, post=nothing, count=nothing)
-    scheduler.ahead = ahead
+    scheduler.options.append(ahead)
     scheduler.calibrate(drafter.make_calibration(PROMPT, [7], tree=tree))
     step = scheduler.next_step()
     result = drafter.Engine()
@@ -264,7 +264,7 @@ def test_drafter_reserves_what_a_growing_tree_reads_and_refuses_larger() -> None
     assert num_read_nodes(64, 3) == 64
     scheduler = drafting()
     assert scheduler.room.num_reserved == 32  # 12 of the text and 20 nodes
-    for changes, said in (({"max_tree_nodes": 9}, "drafter's limit 8"), ({"max_branches": 1}, "no token trees")):
+    for changes, said in (({"max_tree_nodes": 9}, "drafter's limit 8"), ({"ahead": BranchLimits(1)}, "no token trees")):
         with pytest.raises(InvalidRequestError, match=said):
             drafting(**changes)
 

@@ -47,11 +47,13 @@ from draftwire.method.rounds import (
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.options.ahead.held_blocks import HeldBlocks, HeldTally
+from draftwire.options.logprobs.session_logprobs import LogprobsReport
 from draftwire.options.model_free.local_texts import LocalText
 from draftwire.options.model_free.registry import TextDrafters
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading
 from draftwire_verifier.draft_waits import DraftWaits
+from draftwire_verifier.local_sources import LocalSources
 from draftwire_verifier.scheduler import Scheduler
 
 VOCAB_SIZE = 100
@@ -76,7 +78,8 @@ def make_scheduler(
         room=room,
         pacer=pacer,
         waits=DraftWaits(clock),
-        local=[partial(LocalText.open, TextDrafters(), VOCAB_SIZE)],
+        local=LocalSources([partial(LocalText.open, TextDrafters(), VOCAB_SIZE)]).find,
+        report_of=LogprobsReport.of,
         hold=partial(HeldBlocks, HeldTally()),
     )
 

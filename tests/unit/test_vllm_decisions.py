@@ -13,6 +13,7 @@ from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.keys import DrawKey
 from draftwire.models.sequence_model import Reading
+from draftwire.options.logprobs.session_logprobs import LogprobsReport
 from draftwire.requests.automaton import BlockMasks
 from draftwire.requests.logprobs import LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
@@ -46,7 +47,7 @@ def make_item(generator: random.Random, number: int, rule: str, committed: list[
         max_read=999,
         prompt_len=len(committed) - 1 or 1,
         stop_token_ids=frozenset({2}),
-        logprobs=LogprobsRequest(2) if generator.random() < 0.5 else LogprobsRequest(),
+        report=LogprobsReport(LogprobsRequest(2)) if generator.random() < 0.5 else None,
         committed=committed,
     )
     return replace(item, **changes)
@@ -66,7 +67,7 @@ def judged(items: dict[str, RoundItem]) -> dict[str, Any]:
             item.key,
             item.prompt_len,
             item.stop_token_ids,
-            logprobs=item.logprobs,
+            report=item.report,
             is_used=item.is_used,
         )
         for item in items.values()
@@ -116,8 +117,8 @@ def test_decisions_are_those_of_our_own_engine(rule: str, num_undecided: int) ->
 def test_prompt_is_reported_as_our_own_engine_does() -> None:
     generator = random.Random(1)
     ids = random_ids(generator, 12)
-    wanted = LogprobsRequest(1, 2)
-    item = make_item(generator, 1, "block", ids, prompt_len=12, logprobs=wanted, draft_tokens=[], draft=None)
+    report = LogprobsReport(LogprobsRequest(1, 2))
+    item = make_item(generator, 1, "block", ids, prompt_len=12, report=report, draft_tokens=[], draft=None)
     model = fresh_model()
     rows = model.read([Reading(model.cache.open(), ids, 12)]).clone()
     (expected,) = judged({"one": item}).values()
@@ -137,11 +138,12 @@ def test_prompt_is_reported_as_our_own_engine_does() -> None:
 
 def test_prompt_that_is_not_finite_fails_alone() -> None:
     generator = random.Random(1)
-    item = make_item(generator, 1, "block", [1, 2, 3], prompt_len=3, logprobs=LogprobsRequest(None, 0))
+    report = LogprobsReport(LogprobsRequest(None, 0))
+    item = make_item(generator, 1, "block", [1, 2, 3], prompt_len=3, report=report)
     step = StepItems({"one": item}, frozenset(), {"one": PromptToReport(0, 2)})
-    report = RankDecisions(RULES).decide(step, {}, None, {"one": torch.full((2, VOCAB_SIZE), torch.nan)})
-    assert isinstance(report.outcomes["one"], UnavailableError)
-    assert report.tokens_of("one") == []
+    decided = RankDecisions(RULES).decide(step, {}, None, {"one": torch.full((2, VOCAB_SIZE), torch.nan)})
+    assert isinstance(decided.outcomes["one"], UnavailableError)
+    assert decided.tokens_of("one") == []
 
 
 def test_fault_of_a_form_reaches_the_session() -> None:

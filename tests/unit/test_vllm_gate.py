@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from draftwire.method.keys import KEY_BYTES, DrawKey
+from draftwire.options.logprobs.session_logprobs import LogprobsReport
 from draftwire.requests.logprobs import LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import Judgement
@@ -33,7 +34,7 @@ def make_item(num_text: int, draft_tokens: list[int], max_read: int, prompt_len:
         max_read=max_read,
         prompt_len=prompt_len,
         stop_token_ids=frozenset(),
-        logprobs=LogprobsRequest(prompt_logprobs=1 if reports else None),
+        report=LogprobsReport(LogprobsRequest(prompt_logprobs=1)) if reports else None,
     )
 
 

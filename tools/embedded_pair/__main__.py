@@ -33,13 +33,13 @@ from draftwire.options.heads.draft_head import DraftHead
 from draftwire.options.heads.head_loading import load_head
 from draftwire.training.batches import TrainingTexts, batches
 from draftwire.training.heads.head_training import train_head
-from draftwire.training.precision import fast_type
+from draftwire.training.muon import fast_type
 from draftwire.training.trainer import Trainer
 from tools.embedded_pair.attention import attend_in_chunks
 from tools.embedded_pair.conversations import CHAT_TEMPLATE, conversations
 from tools.embedded_pair.corpus import encode_texts, packages, save_tokenizer, standard_library, train_tokenizer
 from tools.embedded_pair.evaluation import held_out_loss, measure_acceptance, share_repeated
-from tools.embedded_pair.lessons import Lessons
+from tools.embedded_pair.lessons import Lessons, sample_continuations
 from tools.embedded_pair.pair import (
     CONTEXT_LENGTH,
     DRAFTERS,
@@ -61,7 +61,6 @@ from tools.embedded_pair.recipe import (
     TARGET_STAGES,
     Stage,
 )
-from tools.embedded_pair.samples import sample_continuations
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 

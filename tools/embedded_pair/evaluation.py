@@ -14,9 +14,9 @@ from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
-from draftwire.models.taps import FeatureSource
 from draftwire.options.heads.draft_head import DraftHead
 from draftwire.options.heads.head_drafter import HeadDrafter
+from draftwire.options.heads.taps import FeatureSource
 from draftwire.requests.parameters import SamplingParams
 from tools.embedded_pair.head_strategy import HeadStrategy
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from draftwire.drafting.strategy import Draft, Drafting, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.models.sequence_model import FeatureModel
 from draftwire.options.heads.head_drafter import HeadDrafter, HeadDrafting, HeadSequence
+from draftwire.options.heads.taps import FeatureModel
 from draftwire.requests.session_parameters import SessionParameters
 
 
@@ -16,7 +16,6 @@ class HeadText:
     num_unread = num_reused = 0
 
     def __init__(self, drafter: HeadDrafter[CachedSequence], token_ids: list[int]) -> None:
-        """Starts a text of `token_ids`."""
         self._drafter = drafter
         self.sequence: HeadSequence = drafter.open()
         self.committed = list(token_ids)
@@ -34,7 +33,6 @@ class HeadStrategy:
     """Drafts with a head for the one text that its target reads, as of the second round: then the prompt is read."""
 
     def __init__(self, drafter: HeadDrafter[CachedSequence], target: FeatureModel, context_length: int) -> None:
-        """Wraps a head beside its target."""
         self.context_length = context_length
         self._drafter = drafter
         self._target = target

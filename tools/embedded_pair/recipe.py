@@ -98,4 +98,3 @@ DRAFTER_TOKENS = {DrafterName.DRAFTER: 20_000_000, DrafterName.EIGHT_LAYERS: 5_0
 """The lessons are read several times over."""
 
 EMBEDDED_HEAD = HeadRecipe(HeadKind.EAGLE3, 2_400_000)
-"""Recipe of the head of the target."""

@@ -379,11 +379,10 @@ def build_tokenizer(vocab_size: int, context_length: int) -> PreTrainedTokenizer
 
 def _merges(letters: list[str]) -> Iterator[tuple[str, str]]:
     """Yields the merges of all pairs of letters, then of all triples, in the order of the letters."""
-    ranks = range(len(letters))
-    for places in sorted(product(ranks, repeat=2), key=max):
-        yield letters[places[0]], letters[places[1]]
-    for places in sorted(product(ranks, repeat=3), key=max):
-        yield letters[places[0]] + letters[places[1]], letters[places[2]]
+    for count in (2, 3):
+        for places in sorted(product(range(len(letters)), repeat=count), key=max):
+            *left, right = (letters[place] for place in places)
+            yield "".join(left), right
 
 
 def _find_scale(measured: Callable[[float], Agreement], wanted: float, first: float) -> float:

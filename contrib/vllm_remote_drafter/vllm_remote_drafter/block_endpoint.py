@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 
-from draftwire.errors import ProtocolViolationError, UnavailableError
+from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import ReceivedBlock
 from draftwire.models.description import ModelDescription
 from draftwire.runtime import messages
-from draftwire.runtime.addresses import host_and_port
 from draftwire.runtime.call_limits import CallLimits
 from draftwire.runtime.caller_identity import CallerRole, require_role
-from draftwire.runtime.channels import server_options
+from draftwire.runtime.channels import bind, server_options
 from draftwire.runtime.interceptor import ServiceGate
 from draftwire.runtime.received_blocks import decoded_blocks
 from draftwire.runtime.settings import ConnectionSettings
@@ -61,15 +60,7 @@ class BlockEndpoint:
             response_serializer=verifier_pb2.PushDraftBlocksResponse.SerializeToString,
         )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: push}),))
-        address = host_and_port(settings.host, settings.port)
-        credentials = server_credentials(files, settings.tls)
-        try:
-            if credentials is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, credentials)
-        except (RuntimeError, OSError) as error:
-            raise UnavailableError(f"cannot listen on {address}: is something else running there?") from error
+        port = bind(self._server, settings.host, settings.port, server_credentials(files, settings.tls))
         await self._server.start()
         return port
 

@@ -198,7 +198,7 @@ class DraftedTexts:
         """
         now = self.clock()
         texts = self._match(rows, now)
-        self._end(lambda text: now - text.seen_at > ABSENT_SECONDS)
+        self.end(ABSENT_SECONDS)
         self._judge_lateness(now)
         blocks = {}
         for row, text in texts.items():
@@ -215,14 +215,15 @@ class DraftedTexts:
             num_used += session is not None and session.deliver(block)
         return num_used
 
-    def end_idle(self) -> None:
-        """Ends all texts if vLLM has run no step for a while."""
-        now = self.clock()
-        self._end(lambda text: now - text.seen_at > IDLE_SECONDS)
-
-    def end_all(self) -> None:
-        """Ends all texts."""
-        self._end(lambda _: True)
+    def end(self, absent_s: float) -> None:
+        """Ends the texts that vLLM's batch has not had for more than so many seconds: all, if they are below 0."""
+        now, left = self.clock(), []
+        for text in self.texts:
+            if now - text.seen_at > absent_s:
+                self._close(text)
+            else:
+                left.append(text)
+        self.texts = left
 
     def _match(self, rows: Mapping[int, RowIds], now: float) -> dict[int, DraftedText]:
         """Returns the text in each row: one that it continues, first of all the one that was there, or a new one."""
@@ -329,15 +330,6 @@ class DraftedTexts:
             self._lateness.pop(address, None)
         for address in late:
             self._lateness.setdefault(address, Lateness()).count(now, self.deadline_s)
-
-    def _end(self, is_over: Callable[[DraftedText], bool]) -> None:
-        left = []
-        for text in self.texts:
-            if is_over(text):
-                self._close(text)
-            else:
-                left.append(text)
-        self.texts = left
 
     def _close(self, text: DraftedText) -> None:
         session, text.session = text.session, None

@@ -20,7 +20,7 @@ from draftwire.runtime.settings import ConnectionSettings
 from draftwire.runtime.tls import Dialler, watch_tls
 from draftwire_gateway.peers.wire import Check, DrafterLink, SessionLink
 from vllm_remote_drafter.block_endpoint import BlockEndpoint
-from vllm_remote_drafter.drafted_texts import DraftedTexts, Lateness, RowIds
+from vllm_remote_drafter.drafted_texts import IDLE_SECONDS, DraftedTexts, Lateness, RowIds
 from vllm_remote_drafter.remote_settings import parse_settings
 
 log = structlog.get_logger()
@@ -173,7 +173,7 @@ class RemoteDrafter:
                     group.create_task(link.maintain(_check_vocabulary(target)))
                 group.create_task(_end_idle(texts))
         finally:
-            texts.end_all()
+            texts.end(-1.0)
             for link in links:
                 await link.disconnect()
             await endpoint.stop()
@@ -190,4 +190,4 @@ def _check_vocabulary(target: ModelDescription) -> Check:
 async def _end_idle(texts: DraftedTexts) -> None:
     while True:
         await asyncio.sleep(CHECK_SECONDS)
-        texts.end_idle()
+        texts.end(IDLE_SECONDS)

@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import structlog
@@ -62,11 +64,9 @@ def run_follower(config: RankConfig) -> int:
 
 
 def _load(config: RankConfig) -> "LoadedRank":
-    from draftwire.engine.ranks.group_model import load_draft_rank, load_target_rank
-
-    if config.service == "drafter":
-        return load_draft_rank(config)
-    return load_target_rank(config)
+    module, _, function = config.loader.partition(":")
+    load: Callable[[RankConfig], LoadedRank] = getattr(import_module(module), function)
+    return load(config)
 
 
 def _end_with_rank_0() -> None:

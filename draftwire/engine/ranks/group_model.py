@@ -20,8 +20,6 @@ from draftwire.models.decoders import check_decoder
 from draftwire.models.huge_pages import resident_bytes
 from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.models.lean_decoder import LeanDecoder
-from draftwire.models.parallel.layer_groups import written
-from draftwire.models.parallel.layer_parallel_loading import load_layer_parallel
 from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
 from draftwire.models.parallel.sharded_loading import (
     LOADING_SECONDS,
@@ -131,7 +129,7 @@ class GroupModel:
         self._together(lambda: self._model.keep_path(sequence, path))
 
     def features(self, spans: Sequence[FeatureSpan[CachedSequence]]) -> Tensor:
-        """Returns what rank 0 keeps of tokens; see `FeatureModel.features`. The others take no part."""
+        """Returns what rank 0 keeps of tokens; see `CachedModel.features`. The others take no part."""
         return self._model.features(spans)
 
     def heartbeat(self) -> None:
@@ -200,21 +198,3 @@ def _head_of(group: ProcessGroup, loaded: LoadedShard, make_head: MakeHead) -> F
     except BaseException as error:
         group.break_off(f"the head was not loaded: {type(error).__name__}")
         raise
-
-
-def load_draft_rank(config: RankConfig) -> LoadedRank:
-    """Joins the group and loads this rank's share of the layers.
-
-    Raises:
-        InvalidRequestError: the model has no such groups of layers, or its layers cannot be shared.
-        UnavailableError: another rank did not join in time, or was lost.
-    """
-    loading, group = config.loading, join_group(config)
-    layers, device = config.layers.parallelism, str(group.device)
-    fitter = fitter_of(config.engine, device, group.size)
-    loaded = load_layer_parallel(loading.model, loading.dtype, device, loading.revision, layers, group)
-    log.info("models.layers_grouped", groups=written(loaded.groups), rank=group.rank)
-    # Not static: graphs with collectives in them have not been tried on GPUs.
-    count, num_tokens = count_of(fitter, loaded.card), size_while_loading(config.engine)
-    model = ParallelModel(loaded.exact, num_tokens, drafting=loaded.drafting, group=group, count=count)
-    return LoadedRank(loaded.card, model, group, count)

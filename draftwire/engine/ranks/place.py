@@ -7,13 +7,13 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
 from draftwire.errors import UnavailableError
 from draftwire.runtime.addresses import host_and_port
-from draftwire.runtime.settings import LayerParallelSettings, require
+from draftwire.runtime.settings import require
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Set for each process by torchrun or another launcher."""
@@ -30,8 +30,10 @@ class WantedGroup:
     size: int
     timeout_s: float
     """How long ranks wait for each other, seconds."""
-    layers: LayerParallelSettings = field(default_factory=LayerParallelSettings)
-    """Layer groups of a drafter that its ranks share."""
+    loader: str = "draftwire.engine.ranks.group_model:load_target_rank"
+    """Import path of what loads a rank's share, called with the rank's `RankConfig`."""
+    loader_settings: str = ""
+    """Settings of the loader, in a format of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """Configuration of a rank, as rank 0 passes it to the others on the command line."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from draftwire.engine.ranks.place import Place, WantedGroup
-from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings, ServerSettings
+from draftwire.runtime.settings import EngineSettings, ModelSettings, ServerSettings
 
 
 class ServiceConfig(Protocol):
@@ -41,20 +41,24 @@ class RankConfig:
     timeout_s: float
     """How long ranks wait for each other, seconds."""
     log_format: str
-    layers: LayerParallelSettings = field(default_factory=LayerParallelSettings)
-    """Layer groups of a drafter."""
+    loader: str
+    """Import path of what loads this rank's share, called with this."""
+    loader_settings: str
+    """Settings of the loader, in a format of its own."""
 
     @classmethod
     def of(cls, config: ServiceConfig, place: Place) -> "RankConfig":
         """Returns the configuration of the rank at a place, from that of its service."""
+        wanted = config.wanted_group
         return cls(
-            config.wanted_group.service,
+            wanted.service,
             place,
             config.loading,
             config.engine,
-            config.wanted_group.timeout_s,
+            wanted.timeout_s,
             config.server.log_format,
-            config.wanted_group.layers,
+            wanted.loader,
+            wanted.loader_settings,
         )
 
     @classmethod
@@ -62,8 +66,7 @@ class RankConfig:
         """Parses the format of `text`."""
         values = json.loads(text)
         place, loading = Place(**values.pop("place")), ModelSettings(**values.pop("loading"))
-        engine, layers = EngineSettings(**values.pop("engine")), LayerParallelSettings(**values.pop("layers"))
-        return cls(place=place, loading=loading, engine=engine, layers=layers, **values)
+        return cls(place=place, loading=loading, engine=EngineSettings(**values.pop("engine")), **values)
 
     @property
     def text(self) -> str:

@@ -1,1 +1,1 @@
-"""Models computed by several devices or processes: tensor parallelism and layer parallelism."""
+"""Models computed by several devices or processes: tensor parallelism."""

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel, IdRows
-from draftwire.models.decoder import Decoder
-from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
+from draftwire.models.decoder import Decoder, DraftingDecoder
+from draftwire.models.kv_storage import StoredFeatures
 from draftwire.models.parallel.process_group import ProcessGroup
 from draftwire.models.parallel.step_plan import (
     CopyPlan,
@@ -29,7 +29,6 @@ from draftwire.models.parallel.step_plan import (
     host_ids,
 )
 from draftwire.models.sequence_model import Segment
-from draftwire.models.taps import FeatureSource
 
 
 def check_divides(config: Any, size: int) -> None:
@@ -68,8 +67,8 @@ class ParallelModel(CachedModel):
         decoder: Decoder,
         cache_tokens: int,
         is_static: bool = False,
-        drafting: LayerParallelDecoder | None = None,
-        features: FeatureSource | None = None,
+        drafting: DraftingDecoder | None = None,
+        features: Callable[[int], StoredFeatures] | None = None,
         *,
         group: ProcessGroup,
         count: Callable[[CachedModel], int] | None = None,

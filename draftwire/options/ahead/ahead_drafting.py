@@ -56,11 +56,11 @@ class AheadDrafting(DraftOption):
     def num_spare(self, spec: DraftSessionSpec) -> int:
         """Returns how many tokens of the KV cache branches do not share with their session's text."""
         branch_len = BLOCK_SIZE + 2 * (spec.parameters.max_draft_tokens + 1)
-        return spec.max_branches * blocks_for(branch_len) * BLOCK_SIZE
+        return 0 if spec.ahead is None else spec.ahead.max_branches * blocks_for(branch_len) * BLOCK_SIZE
 
     def request(self, session: DraftSession, calibration: Calibration, request: DraftRequest) -> DraftRequest:
         """Returns the request for a block, with guesses if it is drafted ahead after it."""
-        goes_ahead = session.spec.max_branches and session.latest is not None and session.latest.max_rounds_ahead
+        goes_ahead = session.spec.ahead and session.latest is not None and session.latest.max_rounds_ahead
         return replace(request, guesses=WantedGuesses()) if goes_ahead else request
 
     def committed(self, session: DraftSession, fence: Fence, new_ids: list[int]) -> None:
@@ -96,7 +96,7 @@ class AheadDrafting(DraftOption):
             return True
         return False
 
-    def next_work(self) -> SpareWork | None:
+    def spare_work(self) -> SpareWork | None:
         """Returns what to draft for texts that sessions may have next."""
         items = [item for session in self._queue.sessions.values() for item in self._items(session)]
         items = items[: self._queue.room.max_sessions]  # rows; more were never tried. The others are next
@@ -104,7 +104,7 @@ class AheadDrafting(DraftOption):
             item.branch.in_step = True
         return BranchWork(items, self.drafter) if items else None
 
-    def complete(self, step: Step, result: StepResult) -> list[tuple[DraftSession, DraftBlock]]:
+    def completed(self, step: Step, result: StepResult) -> list[tuple[DraftSession, DraftBlock]]:
         """Takes note of a step; returns the blocks of branches that are to be sent."""
         items = step.spare.items if isinstance(step.spare, BranchWork) else ()
         num_rows = sum(item.calibration is not None for item in step.items) + sum(not item.reads_on for item in items)
@@ -124,10 +124,9 @@ class AheadDrafting(DraftOption):
             sent += self._end(item, timings)
         return sent
 
-    def abandon(self, work: SpareWork) -> None:
+    def abandoned(self, step: Step) -> None:
         """Forgets a step that failed. Its branches are not tried again: nobody who asked for them would be failed."""
-        assert isinstance(work, BranchWork), "all spare work is of branches"
-        for item in work.items:
+        for item in step.spare.items if isinstance(step.spare, BranchWork) else ():
             item.draft = UnavailableError("the step failed")
             self._end(item, DraftTimings())
 

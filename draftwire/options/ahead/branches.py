@@ -11,13 +11,8 @@ of the round that is drafted for; a text gets one block of a round at most. See 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from draftwire.method.rounds import Calibration, Fence
-
-if TYPE_CHECKING:
-    from draftwire.drafting.drawing import Drawer
-    from draftwire.options.ahead.ranked_places import RankedPlaces
 
 GUESSES = 4
 """Guesses for one ending of a round, at most."""
@@ -31,12 +26,6 @@ class WantedGuesses:
 
     most: int = GUESSES
     """Guesses for each place, at most."""
-
-    def beside(self, drawer: "Drawer") -> "RankedPlaces":
-        """Returns what ranks the tokens of the places of a drawer's blocks."""
-        from draftwire.options.ahead.ranked_places import RankedPlaces
-
-        return RankedPlaces(drawer)
 
 
 @dataclass(slots=True, eq=False)

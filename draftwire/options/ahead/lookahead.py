@@ -35,16 +35,18 @@ class NextTexts:
     def max_rounds_ahead(self) -> int:
         """Rounds ahead of the latest calibration; without branches a drafter begins rounds on their outcomes alone."""
         latest = self.session.latest
-        return 0 if latest is None or not self.session.spec.max_branches else latest.max_rounds_ahead
+        return 0 if latest is None or self.session.spec.ahead is None else latest.max_rounds_ahead
 
     @property
     def num_left(self) -> int:
         """Texts for which to draft ahead now at most: a share of all for each round, as far as the verifier holds their
         blocks. It would drop others, and nobody would send them again.
         """
-        spec = self.session.spec
-        share = spec.max_branches // max(1, self.max_rounds_ahead)
-        return min(share, (spec.max_held_blocks or spec.max_branches) - self.num_ahead.total())
+        limits = self.session.spec.ahead
+        if limits is None:
+            return 0
+        share = limits.max_branches // max(1, self.max_rounds_ahead)
+        return min(share, (limits.max_held_blocks or limits.max_branches) - self.num_ahead.total())
 
 
 def length_at(session: DraftSession, prefix_len: int) -> int:

@@ -16,14 +16,14 @@ there on it has no features, and reads its own output in their place (*self-cond
 Source: Li et al. 2025, EAGLE-3 (arXiv 2503.01840), section 3.
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.options.heads.head_names import HeadKind
 
 
@@ -95,47 +95,39 @@ class HeadState:
         )
 
 
-class DraftHead(Protocol):
-    """A head with its cache. Used on the torch thread only."""
+class DraftHead(ABC):
+    """A head with its cache, which counts the pairs of its sequences. Used on the torch thread only."""
 
-    @property
-    def config(self) -> HeadConfig:
-        """Configuration of the head."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of its weights."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of its weights, and of fused features."""
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes that its cache stores of a token."""
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """Projects features to the width of the head. Allocates its result; runs on the device of the weights.
-
-        Args:
-            features: `[tokens, HeadConfig.feature_size]`: the hidden states at the taps, joined in their order.
-
-        Returns:
-            `[tokens, HeadConfig.hidden_size]`.
-        """
+    config: HeadConfig
+    """Sizes and properties of the head."""
+    device: torch.device
+    """Device of its weights."""
+    dtype: torch.dtype
+    """Type of its weights, and of fused features."""
+    token_bytes: int = 0
+    """Bytes that its cache stores of a token."""
+    fuse: Callable[[Tensor], Tensor]
+    """Projects features to the width of the head: the hidden states at the taps, joined in their order, `[tokens,
+    HeadConfig.feature_size]`, to `[tokens, HeadConfig.hidden_size]`. Allocates its result; runs on the device of the
+    weights."""
 
     def resize(self, cache_tokens: int) -> None:
         """Replaces the cache with an empty one of so many tokens, of all sequences together. No sequence is open."""
+        self.cache = KvCache(cache_tokens)
 
     def open(self) -> CachedSequence:
         """Opens a sequence that has read no pair."""
+        return self.cache.open()
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Keeps the first `length` pairs of a sequence, self-conditioned ones included."""
+        self.cache.truncate(sequence, length)
 
     def close(self, sequence: CachedSequence) -> None:
         """Frees what a sequence holds."""
+        self.cache.close(sequence)
 
+    @abstractmethod
     def read(self, readings: Sequence[PairReading]) -> HeadState:
         """Reads pairs of some sequences, each at most once in a call.
 
@@ -146,6 +138,7 @@ class DraftHead(Protocol):
             NoRoomError: the cache is full. On any error the sequences are unchanged.
         """
 
+    @abstractmethod
     def extend(self, state: HeadState, token_ids: Tensor) -> HeadState:
         """Reads one more draft token of each block. Does not wait for the device.
 

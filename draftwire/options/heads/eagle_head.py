@@ -10,7 +10,6 @@ DeepSeek-AI 2024, DeepSeek-V3 (arXiv 2412.19437), section 2.2; Xiaomi 2025, MiMo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,11 +23,11 @@ from draftwire.models.lean_decoder import Norm, Rotation, split_heads
 from draftwire.models.lean_model import head_size, rotation_of
 from draftwire.models.linear import STREAMED_BYTES, Linear
 from draftwire.models.packing import pack
-from draftwire.models.paged_attention import AttentionShape, PackedStep
+from draftwire.models.paged_attention import AttentionShape
 from draftwire.models.sequence_model import Segment
-from draftwire.options.heads.draft_head import HeadState, PairReading
+from draftwire.options.heads.draft_head import DraftHead, HeadState, PairReading
 from draftwire.options.heads.head_names import HeadKind
-from draftwire.options.heads.head_parts import DraftIds, Fusion, HeadCache
+from draftwire.options.heads.head_parts import DraftIds, Fusion
 from draftwire.options.heads.head_shape import (
     DRAFT_IDS,
     EMBEDDING,
@@ -43,30 +42,22 @@ from draftwire.options.heads.head_shape import (
 )
 
 
-class RotationTable:
-    """Rotary position embeddings of all positions, computed before the first step."""
+def rotations(frequencies: Tensor, scale: float, count: int, like: Tensor) -> Tensor:
+    """Returns the rotary position embeddings of all positions, `[count, 1, 2 * head_dim]`: cosines, then sines.
 
-    def __init__(self, frequencies: Tensor, scale: float, count: int, like: Tensor) -> None:
-        """Computes the table.
-
-        Args:
-            frequencies: `[head_dim / 2]`, angles of a step, radians.
-            scale: of the cosines and sines.
-            count: positions.
-            like: a tensor of the model's type and device.
-        """
-        positions = torch.arange(count, device=like.device, dtype=torch.float64)
-        angles = positions.unsqueeze(-1) * frequencies.to(like.device, torch.float64)
-        cosines, sines = (angles.cos() * scale).to(like.dtype), (angles.sin() * scale).to(like.dtype)
-        self._rows = torch.cat([cosines, cosines, -sines, sines], -1).unsqueeze(1)
-
-    def at(self, positions: Tensor) -> Rotation:
-        """Returns the rotations at `[tokens] int64` positions, all below `count`."""
-        cosines, sines = self._rows.index_select(0, positions).chunk(2, dim=-1)
-        return Rotation(cosines, sines)
+    Args:
+        frequencies: `[head_dim / 2]`, angles of a step, radians.
+        scale: of the cosines and sines.
+        count: positions.
+        like: a tensor of the model's type and device.
+    """
+    positions = torch.arange(count, device=like.device, dtype=torch.float64)
+    angles = positions.unsqueeze(-1) * frequencies.to(like.device, torch.float64)
+    cosines, sines = (angles.cos() * scale).to(like.dtype), (angles.sin() * scale).to(like.dtype)
+    return torch.cat([cosines, cosines, -sines, sines], -1).unsqueeze(1)
 
 
-class EagleHead(HeadCache):
+class EagleHead(DraftHead):
     """An EAGLE-1 or EAGLE-3 head, or a multi-token-prediction layer, with a paged KV cache of its own."""
 
     def __init__(self, shape: HeadShape, tensors: Tensors, cache_tokens: int) -> None:
@@ -77,40 +68,36 @@ class EagleHead(HeadCache):
             tensors: all of them, those shared with the target included, on one device and of one type.
             cache_tokens: capacity of the cache, tokens of all sequences together.
         """
-        self.config = shape.config
-        self._is_mtp = shape.config.kind is HeadKind.MTP
-        layers = shape.layers
+        self.config, layers = shape.config, shape.layers
+        is_eagle3 = self.config.kind is HeadKind.EAGLE3
+        self._is_mtp = self.config.kind is HeadKind.MTP
         epsilon = float(layers.rms_norm_eps)
+
+        def norm(name: str) -> Norm:
+            return Norm(tensors[name], epsilon)
+
         self.device, self.dtype = tensors[FUSING].device, tensors[FUSING].dtype
         streamed = sum(tensor.nbytes for name, tensor in tensors.items() if name != EMBEDDING) > STREAMED_BYTES
         self._embedding = tensors[EMBEDDING]
-        self._fusion = Fusion(shape, tensors, streamed)
+        self.fuse = Fusion(shape, tensors, streamed)
         self._norm_before_residual = shape.norm_before_residual
-        first = "layers.0."
-        self._hidden_norm: Norm | None = None
-        self._joining: Linear | None = None
-        self._norm: Norm | None = None
-        if shape.config.kind is HeadKind.EAGLE3:
-            # Nothing else reads the embeddings, so they are normalised once, here.
-            self._embedding = Norm(tensors[f"{first}input_layernorm.weight"], epsilon)(self._embedding)
-            self._hidden_norm = Norm(tensors[f"{first}hidden_norm.weight"], epsilon)
-            self._norm = Norm(tensors["norm.weight"], epsilon)
-        else:
-            self._joining = Linear(tensors[FUSING], tensors.get(FUSING_BIAS), streamed=streamed)
-        if self._is_mtp:
-            self._embedding = Norm(tensors[TOKEN_NORM], epsilon)(self._embedding)
-            self._norm = Norm(tensors["norm.weight"], epsilon)
+        self._joining = None if is_eagle3 else Linear(tensors[FUSING], tensors.get(FUSING_BIAS), streamed=streamed)
+        self._hidden_norm = norm("layers.0.hidden_norm.weight") if is_eagle3 else None
+        self._norm = norm("norm.weight") if is_eagle3 or self._is_mtp else None
+        if is_eagle3 or self._is_mtp:  # nothing else reads the embeddings, so they are normalised once, here
+            self._embedding = norm("layers.0.input_layernorm.weight" if is_eagle3 else TOKEN_NORM)(self._embedding)
         self.heads, self.kv_heads = int(layers.num_attention_heads), int(layers.num_key_value_heads)
         self.head_dim = head_size(layers)
         places = range(int(layers.num_hidden_layers))
         self._layers = [
             _Layer.of(tensors, index, epsilon, streamed, has_norm=index > 0 or self._is_mtp) for index in places
         ]
+        self.token_bytes = 2 * len(self._layers) * self.kv_heads * self.head_dim * self._embedding.element_size()
         self._output = Linear(tensors[OUTPUT], streamed=streamed)
         self._draft_ids = DraftIds(tensors.get(DRAFT_IDS), self.config.vocab_size)
         rotation = rotation_of(layers)
         frequencies, scale = rotation.inv_freq.float(), rotation.attention_scaling
-        self._rotations = RotationTable(frequencies, scale, shape.num_positions, self._embedding)
+        self._rotations = rotations(frequencies, scale, shape.num_positions, self._embedding)
         self.resize(cache_tokens)
 
     def resize(self, cache_tokens: int) -> None:
@@ -118,29 +105,19 @@ class EagleHead(HeadCache):
         super().resize(cache_tokens)
         self._storage = KvStorage(self.cache.num_slots)
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes that the cache stores of a token."""
-        return 2 * len(self._layers) * self.kv_heads * self.head_dim * self._embedding.element_size()
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """Returns `fc` of the joined features; of EAGLE-1 the target's final norm of them, and of MTP its own norm."""
-        return self._fusion(features)
-
     @torch.inference_mode()
     def read(self, readings: Sequence[PairReading]) -> HeadState:
         """Reads pairs in one pass, and returns the first logits of the readings with `keep`."""
         segments = [Segment(reading.sequence, len(reading.token_ids)) for reading in readings]
         token_ids = [token for reading in readings for token in reading.token_ids]
-        ends = accumulate(len(reading.token_ids) for reading in readings)
-        kept = [end - 1 for end, reading in zip(ends, readings, strict=True) if reading.keep]
         features = readings[0].features if len(readings) == 1 else torch.cat([each.features for each in readings])
-        starts = accumulate((len(reading.token_ids) for reading in readings[:-1]), initial=0)
-        unknown = [
-            start
-            for start, reading in zip(starts, readings, strict=True)
-            if self._is_mtp and reading.begins_text and reading.sequence.length == 0
-        ]
+        kept, unknown, start = [], [], 0
+        for reading in readings:
+            if self._is_mtp and reading.begins_text and reading.sequence.length == 0:
+                unknown.append(start)
+            start += len(reading.token_ids)
+            if reading.keep:
+                kept.append(start - 1)
         with appended(self.cache, segments):
             output = self._output_of(segments, upload(token_ids, self.device, torch.int64), features, unknown)
         sequences = [reading.sequence for reading in readings if reading.keep]
@@ -171,7 +148,7 @@ class EagleHead(HeadCache):
             unknown: pairs whose embedding is zero: of MTP the first of each text, as its authors do.
         """
         step = pack(segments, self._storage, self.device)
-        rotation = self._rotations.at(step.positions)
+        rotation = Rotation(*self._rotations.index_select(0, step.positions).chunk(2, dim=-1))
         embedded = embedding(token_ids, self._embedding)
         if self._joining is not None:
             if unknown:
@@ -186,15 +163,12 @@ class EagleHead(HeadCache):
         for index, layer in enumerate(self._layers):
             if layer.norm is not None:
                 rows = layer.norm(hidden)
-            hidden = hidden + self._attended(index, layer, rows, rotation, step)
+            projected = layer.queries_keys_values(rows).unflatten(-1, (-1, self.head_dim))
+            heads = split_heads(projected, self.heads, self.kv_heads, layer.head_norms, rotation)
+            hidden = hidden + layer.attention_output(step.attend(index, AttentionShape(), *heads).flatten(1))
             gates, ups = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
             hidden += layer.down(silu(gates).mul_(ups))
         return hidden
-
-    def _attended(self, index: int, layer: "_Layer", rows: Tensor, rotation: Rotation, step: PackedStep) -> Tensor:
-        projected = layer.queries_keys_values(rows).unflatten(-1, (-1, self.head_dim))
-        heads = split_heads(projected, self.heads, self.kv_heads, layer.head_norms, rotation)
-        return layer.attention_output(step.attend(index, AttentionShape(), *heads).flatten(1))
 
 
 @dataclass(frozen=True, slots=True)

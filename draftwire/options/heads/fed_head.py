@@ -27,8 +27,11 @@ from draftwire.requests.session_parameters import SessionParameters
 class ReceivedFeatures:
     """The features of one text that the head may still read: consecutive rows."""
 
-    def __init__(self, first: int, like: Tensor) -> None:
-        """Starts without rows, at a position; `like` is `[0, size]`, of the head's type and on its device."""
+    def __init__(self, first: int, like: Tensor, head: HeadSequence) -> None:
+        """Starts without rows, at a position; `like` is `[0, size]`, of the head's type and on its device. `head` reads
+        them.
+        """
+        self.head = head
         self.start = first
         """Position of the first row."""
         self._rows = like
@@ -73,8 +76,7 @@ class FedSequence:
         self._like = like
         self.ids = self._readable(token_ids)
         self.received: ReceivedFeatures | None = None
-        self.head: HeadSequence | None = None
-        """None, as `received`, until the first features arrive."""
+        """None until the first features arrive."""
 
     @property
     def can_draft(self) -> bool:
@@ -83,20 +85,17 @@ class FedSequence:
 
     def drafting(self, request: DraftRequest) -> HeadDrafting[ReceivedFeatures]:
         """Returns its part in a step. It must be able to draft."""
-        assert self.head is not None, "its features have arrived"
-        assert self.received is not None, "likewise"
-        return HeadDrafting(self.head, self.received, self.ids, request)
+        assert self.received is not None, "its features have arrived"
+        return HeadDrafting(self.received.head, self.received, self.ids, request)
 
     def feed(self, first_position: int, rows: Tensor) -> None:
         """Adds `[count, size]` features from a position on. Skips those that it has; behind a gap the sequence begins
         anew.
         """
-        received = self.received
-        if received is None or first_position > received.stop:
-            self._begin(first_position)
-            received = self.received
-        assert received is not None, "it has begun"
-        received.add(rows[received.stop - first_position :])
+        if self.received is None or first_position > self.received.stop:
+            self.close()
+            self.received = ReceivedFeatures(first_position, self._like, self._drafter.open(first_position))
+        self.received.add(rows[self.received.stop - first_position :])
 
     def calibrate(self, base_len: int, token_ids: list[int]) -> None:
         """Sets the committed tokens; see `DraftSequence`. Ids beyond the head's vocabulary are read as token 0."""
@@ -108,13 +107,9 @@ class FedSequence:
 
     def close(self) -> None:
         """Frees the head's sequence and the features."""
-        if self.head is not None:
-            self._drafter.close(self.head)
-        self.head = self.received = None
-
-    def _begin(self, first: int) -> None:
-        self.close()
-        self.head, self.received = self._drafter.open(first), ReceivedFeatures(first, self._like)
+        if self.received is not None:
+            self._drafter.close(self.received.head)
+        self.received = None
 
 
 class FedHeadDrafter:
@@ -164,12 +159,11 @@ class FedHeadDrafter:
         before = sum(member.sequence.num_read for member in members.values())
         for index, draft in zip(members, self._drafter.draft(list(members.values())), strict=True):
             drafts[index] = draft
-        num_read = 0
+        num_read = sum(member.sequence.num_read for member in members.values()) - before
         for member in members.values():
-            num_read += member.sequence.num_read
             member.target.forget_before(member.sequence.num_read - 1)  # the last pair may be read again
         num_passes = max((len(draft.token_ids) for draft in drafts if isinstance(draft, Draft)), default=0)
-        return DraftStep(drafts, max(0, num_read - before), 0.0, time.perf_counter() - started, num_passes)
+        return DraftStep(drafts, max(0, num_read), 0.0, time.perf_counter() - started, num_passes)
 
 
 class HeadContext(StrategyContext, Protocol):

@@ -14,8 +14,9 @@ from draftwire.method.devices import upload
 from draftwire.method.quantization import Quantization
 from draftwire.method.sampling import probabilities_of_spans
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.models.sequence_model import FeatureReader, FeatureSpan, Text
+from draftwire.models.sequence_model import FeatureSpan, Text
 from draftwire.options.heads.draft_head import DraftHead, HeadState, PairReading
+from draftwire.options.heads.taps import FeatureReader
 
 READ_AT_ONCE = 512
 """Pairs that a head reads in a step, of all sequences together, and one more of each. A sequence for which that is not
@@ -89,7 +90,8 @@ class HeadDrafter(Generic[Text]):
         """
         if not draftings:
             return []
-        readings, members = self._readings(draftings)
+        readings = self._readings(draftings)
+        members = [index for index, reading in enumerate(readings) if reading.keep]
         try:
             state = self.head.read(readings)
         except NoRoomError as error:
@@ -107,24 +109,22 @@ class HeadDrafter(Generic[Text]):
                 self._rewind(drafting.sequence)
         return drafts
 
-    def _readings(self, draftings: Sequence[HeadDrafting[Text]]) -> tuple[list[PairReading], list[int]]:
-        """Returns the pairs to read of each sequence, and the indices of the sequences that can draft then."""
-        bounds = []
+    def _readings(self, draftings: Sequence[HeadDrafting[Text]]) -> list[PairReading]:
+        """Returns the pairs to read of each sequence."""
+        wanted = []
         for drafting in draftings:
             sequence, stop = drafting.sequence, len(drafting.committed) - 1
-            if not self.head.config.reads_history:  # the last pair alone matters
-                sequence.num_read = stop - 1
-            sequence.num_read = min(sequence.num_read, stop - 1)  # the last pair may be read again
+            # The last pair may be read again, and of heads without a history it alone matters.
+            sequence.num_read = min(sequence.num_read, stop - 1) if self.head.config.reads_history else stop - 1
             self._rewind(sequence)
-            bounds.append((sequence.num_read, stop))
-        granted = _granted([stop - start for start, stop in bounds])
+            wanted.append(stop - sequence.num_read)
+        granted = _granted(wanted)
         spans = [
-            FeatureSpan(drafting.target, start, start + count)
-            for drafting, (start, _), count in zip(draftings, bounds, granted, strict=True)
+            FeatureSpan(drafting.target, drafting.sequence.num_read, drafting.sequence.num_read + count)
+            for drafting, count in zip(draftings, granted, strict=True)
         ]
-        members = [index for index, (_, stop) in enumerate(bounds) if spans[index].stop == stop]
-        features = self._features.features(spans).split([span.stop - span.start for span in spans])
-        readings = [
+        features = self._features.features(spans).split(granted)
+        return [
             PairReading(
                 drafting.sequence.cached,
                 list(drafting.committed[span.start + 1 : span.stop + 1]),
@@ -134,7 +134,6 @@ class HeadDrafter(Generic[Text]):
             )
             for drafting, span, own in zip(draftings, spans, features, strict=True)
         ]
-        return readings, members
 
     def _draw(self, state: HeadState, draftings: Sequence[HeadDrafting[Text]]) -> list[Draft | DraftwireError]:
         """Draws blocks, position by position. Only penalties and forms make the host wait for the device."""

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -49,8 +48,10 @@ def read_shape(folder: Path, target: Path) -> HeadShape:
             or it is for another hidden size, other layers or another vocabulary; the message names it.
     """
     check_folder(target)
-    config = _config_of(folder)
-    shape = shape_of(str(folder), config, TargetFacts.of(config_of(target)))
+    path = folder / CONFIG
+    if not path.is_file():
+        raise InvalidRequestError(f"{folder} has no {path.name}, the configuration of a head")
+    shape = shape_of(str(folder), json_of(path), TargetFacts.of(config_of(target)))
     _check_strings(folder, target)
     return shape
 
@@ -75,14 +76,10 @@ def load_head(
     tensors = {name: tensor for name, tensor in own.items() if not name.endswith(UNUSED)}
     _set_draft_ids(folder, shape, tensors)
     required = required_shapes(shape)
-    needs_output = shape.config.most_tokens is not None and "heads.0.output.weight" not in tensors
-    if needs_output:
-        required[OUTPUT] = (shape.config.draft_vocab_size, shape.config.hidden_size)
-    else:
-        required |= {
-            f"heads.{depth}.output.weight": (shape.config.draft_vocab_size, shape.config.hidden_size)
-            for depth in range(shape.config.most_tokens or 0)
-        }
+    outputs = [f"heads.{depth}.output.weight" for depth in range(shape.config.most_tokens or 0)]
+    if outputs and outputs[0] not in tensors:
+        outputs = [OUTPUT]
+    required |= dict.fromkeys(outputs, (shape.config.draft_vocab_size, shape.config.hidden_size))
     tensors |= _shared_tensors(shape, target, required.keys() - tensors.keys(), tensors.get(DRAFT_IDS))
     _check_tensors(folder, shape, tensors, required)
     dtype = dtype or own[next(name for name, tensor in own.items() if tensor.is_floating_point())].dtype
@@ -133,13 +130,6 @@ def build_head(shape: HeadShape, tensors: Tensors, cache_tokens: int) -> DraftHe
     return MlpHead(shape, tensors, cache_tokens)
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    if not path.is_file():
-        raise InvalidRequestError(f"{folder} has no {path.name}, the configuration of a head")
-    return json_of(path)
-
-
 def _check_strings(folder: Path, target: Path) -> None:
     """Compares the vocabularies, if the head has one of its own."""
     files = [each / "tokenizer.json" for each in (folder, target)]
@@ -157,16 +147,9 @@ def _own_tensors(folder: Path, shape: HeadShape) -> Tensors:
     alone, which may lie among its target's; else from pickled files, of which no code is run.
     """
     if list(folder.glob("*.safetensors")):
-        places: dict[str, Path] = {}
-        for path in weights_files(folder):
-            with safe_open(path, framework="pt") as file:
-                places |= dict.fromkeys(file.keys(), path)
-        tensors: Tensors = {}
-        for name, known in known_names(shape, list(places)).items():
-            with safe_open(places[name], framework="pt") as file:
-                tensors[known] = file.get_tensor(name)
-        return tensors
-    tensors = {}
+        places = _places_in(folder)
+        return {known: _tensor_in(places[name], name) for name, known in known_names(shape, list(places)).items()}
+    tensors: Tensors = {}
     for path in sorted(path for pattern in ("*.bin", "*.pt") for path in folder.glob(pattern)):
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
@@ -178,6 +161,21 @@ def _own_tensors(folder: Path, shape: HeadShape) -> Tensors:
     if not tensors:
         raise InvalidRequestError(f"{folder} has no weights: model.safetensors is missing")
     return {known: tensors[name] for name, known in known_names(shape, list(tensors)).items()}
+
+
+def _places_in(folder: Path) -> dict[str, Path]:
+    """Returns the safetensors file of each tensor, by its name there."""
+    places: dict[str, Path] = {}
+    for path in weights_files(folder):
+        with safe_open(path, framework="pt") as file:
+            places |= dict.fromkeys(file.keys(), path)
+    return places
+
+
+def _tensor_in(path: Path, name: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
 
 
 def _set_draft_ids(folder: Path, shape: HeadShape, tensors: Tensors) -> None:
@@ -206,22 +204,14 @@ def _set_draft_ids(folder: Path, shape: HeadShape, tensors: Tensors) -> None:
 
 def _shared_tensors(shape: HeadShape, target: Path, missing: Iterable[str], offsets: Tensor | None) -> Tensors:
     """Reads the missing tensors that a head may share with its target, each by itself."""
-    wanted = {name: OWN_TENSORS[name] for name in missing if name in OWN_TENSORS}
+    wanted = [name for name in missing if name in OWN_TENSORS]
+    places = _places_in(target) if wanted else {}
     found: Tensors = {}
-    for path in weights_files(target) if wanted else []:
-        with safe_open(path, framework="pt") as file:
-            keys = set(file.keys())
-            for name, own in wanted.items():
-                known = next((prefix + own for prefix in PREFIXES if prefix + own in keys), None)
-                if known is not None:
-                    found[name] = file.get_tensor(known)
-            if OUTPUT in wanted and OUTPUT not in found:  # tied, unless another file has it
-                known = next((prefix + EMBEDDING for prefix in PREFIXES if prefix + EMBEDDING in keys), None)
-                if known is not None:
-                    found["tied"] = file.get_tensor(known)
-    tied = found.pop("tied", None)
-    if OUTPUT in wanted and OUTPUT not in found and tied is not None:
-        found[OUTPUT] = tied
+    for name in wanted:
+        names = (OWN_TENSORS[name], EMBEDDING) if name == OUTPUT else (OWN_TENSORS[name],)  # it may be tied
+        known = next((prefix + own for own in names for prefix in PREFIXES if prefix + own in places), None)
+        if known is not None:
+            found[name] = _tensor_in(places[known], known)
     if OUTPUT in found and shape.config.draft_vocab_size < len(found[OUTPUT]) and offsets is not None:
         found[OUTPUT] = found[OUTPUT][torch.arange(len(offsets)) + offsets]
     return found

@@ -1,9 +1,8 @@
-"""Parts of heads of all kinds: the fusion of features, the ids that they draft, and the count of the pairs read."""
+"""Parts of heads of all kinds: the fusion of features, and the ids that they draft."""
 
 import torch
 from torch import Tensor
 
-from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.models.lean_decoder import Norm
 from draftwire.models.linear import Linear
 from draftwire.options.heads.head_names import HeadKind
@@ -26,7 +25,9 @@ def fusion_names(shape: HeadShape) -> tuple[str, ...]:
 
 
 class Fusion:
-    """First operation of a head on features, which may run where the target is: see `DraftHead.fuse`."""
+    """First operation of a head on features, which may run where the target is: see `DraftHead.fuse`. `fc` of EAGLE-3;
+    of MTP a norm of its own, of all others the target's final norm.
+    """
 
     def __init__(self, shape: HeadShape, tensors: Tensors, streamed: bool = False) -> None:
         """Wraps those of a head's tensors that `fusion_names` returns; see `Linear` for `streamed`."""
@@ -63,28 +64,3 @@ class DraftIds:
             return logits
         spread = logits.new_full((len(logits), self._vocab_size), -torch.inf)
         return spread.index_copy_(1, self.target_ids, logits)
-
-
-class HeadCache:
-    """The part of a `DraftHead` that counts the pairs of its sequences."""
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes that the cache stores of a token: none, unless a head overrides it."""
-        return 0
-
-    def resize(self, cache_tokens: int) -> None:
-        """Replaces the cache with an empty one of so many tokens, of all sequences together. No sequence is open."""
-        self.cache = KvCache(cache_tokens)
-
-    def open(self) -> CachedSequence:
-        """Opens a sequence that has read no pair."""
-        return self.cache.open()
-
-    def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Keeps the first `length` pairs of a sequence, self-conditioned ones included."""
-        self.cache.truncate(sequence, length)
-
-    def close(self, sequence: CachedSequence) -> None:
-        """Frees what a sequence holds."""
-        self.cache.close(sequence)

@@ -20,9 +20,9 @@ from draftwire.models.cached_model import appended
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.linear import STREAMED_BYTES, Linear
 from draftwire.models.sequence_model import Segment
-from draftwire.options.heads.draft_head import HeadState, PairReading
+from draftwire.options.heads.draft_head import DraftHead, HeadState, PairReading
 from draftwire.options.heads.head_names import HeadKind
-from draftwire.options.heads.head_parts import DraftIds, Fusion, HeadCache
+from draftwire.options.heads.head_parts import DraftIds, Fusion
 from draftwire.options.heads.head_shape import DRAFT_IDS, EMBEDDING, OUTPUT, TARGET_NORM, HeadShape, Tensors
 
 
@@ -39,7 +39,7 @@ class _Block:
         return (rows if self.shortcut is None else self.shortcut(rows)) + silu(self.inner(rows))
 
 
-class MlpHead(HeadCache):
+class MlpHead(DraftHead):
     """A Medusa or Hydra head. It has no keys and values: its cache only counts the pairs read."""
 
     def __init__(self, shape: HeadShape, tensors: Tensors, cache_tokens: int) -> None:
@@ -48,7 +48,7 @@ class MlpHead(HeadCache):
         self.device, self.dtype = tensors[TARGET_NORM].device, tensors[TARGET_NORM].dtype
         streamed = sum(tensor.nbytes for name, tensor in tensors.items() if name != EMBEDDING) > STREAMED_BYTES
         self._embedding = tensors[EMBEDDING] if shape.config.kind is HeadKind.HYDRA else None
-        self._fusion = Fusion(shape, tensors)
+        self.fuse = Fusion(shape, tensors)
         self._draft_ids = DraftIds(tensors.get(DRAFT_IDS), self.config.vocab_size)
 
         def layer(name: str) -> Linear:
@@ -63,10 +63,6 @@ class MlpHead(HeadCache):
         shared = layer("lm_head") if OUTPUT in tensors else None
         self._outputs = [shared or layer(f"heads.{depth}.output") for depth in depths]
         self.resize(cache_tokens)
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """Returns the target's final norm of the features."""
-        return self._fusion(features)
 
     @torch.inference_mode()
     def read(self, readings: Sequence[PairReading]) -> HeadState:

@@ -10,12 +10,12 @@ from draftwire.method.quantization import Quantization
 from draftwire.models.card import ModelCard, path_of
 from draftwire.models.decoder import Decoder
 from draftwire.models.script import is_scripted
-from draftwire.models.sequence_model import FeatureModel, SequenceModel
-from draftwire.models.taps import FeatureSource, check_taps
+from draftwire.models.sequence_model import SequenceModel
 from draftwire.options.heads.draft_head import DraftHead
 from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_drafts import HeadDrafts
 from draftwire.options.heads.head_loading import load_fusion, load_head, read_shape
+from draftwire.options.heads.taps import FeatureModel, FeatureSource, check_taps
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 
 HEAD_QUANTIZATION = Quantization(mass=0.99, max_support=512)

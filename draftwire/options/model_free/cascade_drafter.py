@@ -18,13 +18,14 @@ from typing import cast
 
 import numpy as np
 
-from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
+from draftwire.drafting.language_model import LanguageModelSequence
 from draftwire.drafting.model_strategy import load_drafter
 from draftwire.drafting.strategies import JOINT, MODEL, LoadedStrategy
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.method.encoding import DENSE_FORMATS, DraftDistributions
 from draftwire.method.quantization import Encoding, id_width
+from draftwire.options.model_free.continued_chains import ContinuedDrafter
 from draftwire.options.model_free.model_free_drafter import ModelFreeSequence, TextContext
 from draftwire.options.model_free.text_drafter import READ_AT_ONCE, Guess, TextDrafter
 from draftwire.requests.session_parameters import SessionParameters
@@ -100,7 +101,7 @@ class TextBeside:
 class CascadeDrafter:
     """A language model and a text drafter, as one strategy."""
 
-    def __init__(self, model: LanguageModelDrafter, texts: TextDrafter) -> None:
+    def __init__(self, model: ContinuedDrafter, texts: TextDrafter) -> None:
         self.context_length = model.context_length
         self._model, self._texts = model, texts
 
@@ -177,7 +178,7 @@ def with_certain(distributions: DraftDistributions, token_ids: Sequence[int]) ->
 
 def load(name: str, context: TextContext) -> LoadedStrategy:
     """Loads a language model with text drafters, which follow it in the name, as a strategy."""
-    card, model = load_drafter(context, LanguageModelDrafter)
+    card, model = load_drafter(context, ContinuedDrafter)
     texts = name.removeprefix(MODEL + JOINT)
     strategy = CascadeDrafter(model, context.load_text_drafters(card).named(texts))
     described = replace(card.description, name=f"{card.description.name}{JOINT}{texts}")

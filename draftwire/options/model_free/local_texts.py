@@ -49,7 +49,7 @@ class LocalText(LocalSource):
     def open(cls, drafters: TextDrafters, vocab_size: int, spec: TargetSessionSpec, strategy: str) -> "LocalText":
         """Starts with no token read; see `OpenSource`. The first arguments are of the verifier."""
         salt = spec.parameters.cache_salt if spec.parameters.shares_text else None
-        return cls(strategy, text=drafters.named(strategy).open((), salt), vocab_size=vocab_size)
+        return cls(strategy, text=drafters.named(strategy)(salt=salt), vocab_size=vocab_size)
 
     @override
     def block(self, session: TargetSession) -> ReceivedBlock | None:

@@ -27,7 +27,7 @@ class ModelFreeSequence:
         self._drafter, self._salt = drafter, parameters.cache_salt if parameters.shares_text else None
         self.token_ids = list(token_ids)
         """The committed tokens."""
-        self.text: FollowedText = drafter.open((), self._salt)
+        self.text: FollowedText = drafter(salt=self._salt)
         """Those of them that were read."""
         self.prompt_len: int | None = None
         """Number of the first of them, which are the prompt; None before the first draft."""
@@ -41,7 +41,7 @@ class ModelFreeSequence:
         """Commits tokens after the first `base_len`. Only committed tokens are ever read."""
         known = self.token_ids[base_len:]
         if known != token_ids[: len(known)] and base_len < self.text.length:  # never by a gateway's calibrations
-            self.text = self._drafter.open((), self._salt)
+            self.text = self._drafter(salt=self._salt)
         self.token_ids[base_len:] = token_ids
 
     def read(self, limit: int | None) -> int:
@@ -101,8 +101,8 @@ class ModelFreeDrafter:
         drafts: list[Draft | DraftwireError | None] = []
         for drafting in draftings:
             sequence = cast(ModelFreeSequence, drafting.sequence)
-            is_ready = drafting.request is not None and not sequence.num_unread
-            drafts.append(self._draft(sequence, drafting.request) if is_ready and drafting.request else None)
+            request = None if sequence.num_unread else drafting.request
+            drafts.append(None if request is None else self._draft(sequence, request))
         return DraftStep(drafts, num_read, read - started, time.perf_counter() - read)
 
     def _draft(self, sequence: ModelFreeSequence, request: DraftRequest) -> Draft:

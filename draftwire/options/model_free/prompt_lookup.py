@@ -6,14 +6,18 @@ Source: Saxena 2023, "Prompt lookup decoding" (github.com/apoorvumang/prompt-loo
 from array import array
 from collections.abc import Sequence
 
-from draftwire.options.model_free.text_drafter import NOTHING, Guess, continued
+from draftwire.options.model_free.text_drafter import NOTHING, FollowedText, Guess, continued
 
 
-class LookupText:
+class LookupText(FollowedText):
     """A text, with the latest place after each run of a few tokens."""
 
-    def __init__(self, token_ids: Sequence[int], least_match: int, most_match: int) -> None:
-        """Indexes a text; see `PromptLookup`."""
+    def __init__(
+        self, token_ids: Sequence[int] = (), salt: str | None = None, *, least_match: int = 2, most_match: int = 4
+    ) -> None:
+        """Indexes a text, a `TextDrafter`. At least `least_match` tokens have to match, from 1, and at most
+        `most_match` are compared.
+        """
         self._text = array("l")
         self._lengths = range(least_match, most_match + 1)
         self._ends: dict[tuple[int, ...], int] = {}
@@ -54,18 +58,3 @@ class LookupText:
             if end is not None:
                 return length, end
         return 0, 0
-
-    def close(self, num_prompt_tokens: int) -> None:
-        """Does nothing: nobody else reads the text."""
-
-
-class PromptLookup:
-    """Guesses from runs of each text by itself."""
-
-    def __init__(self, least_match: int = 2, most_match: int = 4) -> None:
-        """Takes how many tokens have to match at least, from 1, and how many are compared at most."""
-        self._least_match, self._most_match = least_match, most_match
-
-    def open(self, token_ids: Sequence[int], salt: str | None = None) -> LookupText:
-        """Starts a text."""
-        return LookupText(token_ids, self._least_match, self._most_match)

@@ -1,16 +1,54 @@
 """Drafters that guess tokens from tokens alone, by name: for drafters, and for verifiers that draft by themselves."""
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from draftwire.errors import InvalidRequestError
-from draftwire.options.model_free.longest_match import LongestMatch
 from draftwire.options.model_free.names import LOOKUP, RETRIEVAL, SUFFIX, parts_of
-from draftwire.options.model_free.prompt_lookup import PromptLookup
-from draftwire.options.model_free.retrieval import RetrievalDrafter
+from draftwire.options.model_free.prompt_lookup import LookupText
+from draftwire.options.model_free.retrieval import RetrievalText
 from draftwire.options.model_free.retrieval_store import RetrievalStore
 from draftwire.options.model_free.shared_texts import SharedTexts
-from draftwire.options.model_free.suffix import SuffixDrafter
-from draftwire.options.model_free.text_drafter import TextDrafter
+from draftwire.options.model_free.suffix import SuffixText
+from draftwire.options.model_free.text_drafter import NOTHING, Guess, TextDrafter
+
+CERTAIN_MATCH = 16
+"""Length of a match, in tokens, after which the drafters named later are not asked."""
+
+
+class LongestMatchText:
+    """A text that several follow."""
+
+    def __init__(self, drafters: Sequence[TextDrafter], token_ids: Sequence[int] = (), salt: str | None = None) -> None:
+        """Starts a text, a `TextDrafter` of at least one: those whose guesses are preferred come first."""
+        self._texts = [start(token_ids, salt) for start in drafters]
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return self._texts[0].length
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens."""
+        for text in self._texts:
+            text.commit(token_ids)
+
+    def guess(self, num_tokens: int, drafted: Sequence[int] = ()) -> Guess:
+        """Returns the guess of the longest match, of equal ones the first."""
+        longest = NOTHING
+        for text in self._texts:
+            if longest.match_len >= CERTAIN_MATCH:
+                break
+            guess = text.guess(num_tokens, drafted)
+            if guess.match_len > longest.match_len:
+                longest = guess
+        return longest
+
+    def close(self, num_prompt_tokens: int) -> None:
+        """Ends the text."""
+        for text in self._texts:
+            text.close(num_prompt_tokens)
 
 
 class TextDrafters:
@@ -24,9 +62,9 @@ class TextDrafters:
             max_shared_tokens: of the texts that "suffix" shares among sessions, see `SharedTexts`; 0 shares none.
         """
         shared = SharedTexts(max_shared_tokens) if max_shared_tokens else None
-        self._by_name: dict[str, TextDrafter] = {SUFFIX: SuffixDrafter(shared=shared), LOOKUP: PromptLookup()}
+        self._by_name: dict[str, TextDrafter] = {SUFFIX: partial(SuffixText, shared=shared), LOOKUP: LookupText}
         if store is not None:
-            self._by_name[RETRIEVAL] = RetrievalDrafter(store)
+            self._by_name[RETRIEVAL] = partial(RetrievalText, store)
 
     @classmethod
     def load(cls, retrieval_store: Path | None, max_shared_tokens: int, fingerprint: bytes) -> "TextDrafters":
@@ -57,4 +95,4 @@ class TextDrafters:
                 raise InvalidRequestError(f"nothing drafts by the name {part!r}; known: {', '.join(self.names)}")
         if len(parts) == 1:
             return self._by_name[name]
-        return LongestMatch([self._by_name[part] for part in parts])
+        return partial(LongestMatchText, [self._by_name[part] for part in parts])

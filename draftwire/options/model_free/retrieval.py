@@ -8,18 +8,23 @@ from collections import deque
 from collections.abc import Sequence
 
 from draftwire.options.model_free.retrieval_store import MAX_MATCH, RetrievalStore
-from draftwire.options.model_free.text_drafter import NOTHING, Guess
+from draftwire.options.model_free.text_drafter import NOTHING, FollowedText, Guess
 
 
-class RetrievalText:
-    """A text that is continued as the files of a store go on. Only its last `MAX_MATCH` tokens are kept.
+class RetrievalText(FollowedText):
+    """A text that is continued as the files of a store go on. Only its last `MAX_MATCH` tokens are kept. All texts read
+    the store, and none changes it: nothing of one shows in another's guesses.
 
     They are looked up when a guess is asked for and not before: a guess depends on nothing else, and a prompt costs one
     look-up.
     """
 
-    def __init__(self, store: RetrievalStore, token_ids: Sequence[int], least_match: int) -> None:
-        """Starts a text; see `RetrievalDrafter`."""
+    def __init__(
+        self, store: RetrievalStore, token_ids: Sequence[int] = (), salt: str | None = None, *, least_match: int = 2
+    ) -> None:
+        """Starts a text, a `TextDrafter` of a store of the target's tokens, which is the same for every salt. At least
+        `least_match` tokens have to match, from 1.
+        """
         self._store = store
         self._least_match = least_match
         self._last_tokens: deque[int] = deque(maxlen=MAX_MATCH)
@@ -43,19 +48,3 @@ class RetrievalText:
             return NOTHING
         token_ids = self._store.continuation(match, num_tokens)
         return Guess(token_ids, match.match_len) if token_ids else NOTHING
-
-    def close(self, num_prompt_tokens: int) -> None:
-        """Ends the text, of which nothing is kept."""
-
-
-class RetrievalDrafter:
-    """Guesses from a store, which all texts read and none changes: nothing of one shows in another's guesses."""
-
-    def __init__(self, store: RetrievalStore, least_match: int = 2) -> None:
-        """Takes a store of the target's tokens, and how many tokens have to match at least, from 1."""
-        self._store = store
-        self._least_match = least_match
-
-    def open(self, token_ids: Sequence[int], salt: str | None = None) -> RetrievalText:
-        """Starts a text. The store is the same for every salt."""
-        return RetrievalText(self._store, token_ids, self._least_match)

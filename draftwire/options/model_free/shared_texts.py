@@ -51,10 +51,6 @@ class SharedTexts:
         self.num_tokens = 0
         """Tokens that are kept, of all salts."""
 
-    def follow(self, salt: str) -> "TextFollower":
-        """Follows a new text that shares with those of its salt."""
-        return TextFollower(self, salt)
-
     def of(self, salt: str) -> SaltedTexts | None:
         """Returns the texts of a salt, which counts as use; None without any. Adds some of those that wait."""
         self._index_some()
@@ -89,7 +85,7 @@ class TextFollower:
     """One text, looked up in those of its salt that have ended."""
 
     def __init__(self, shared: SharedTexts, salt: str) -> None:
-        """Follows from the beginning of a text."""
+        """Follows a new text that shares with those of its salt."""
         self._shared, self._salt = shared, salt
         self._end: deque[int] = deque(maxlen=COMPARED_TOKENS)
         self._indexes: tuple[SuffixIndex, ...] = ()
@@ -98,9 +94,8 @@ class TextFollower:
     def commit(self, token_ids: Sequence[int]) -> None:
         """Appends tokens to the text."""
         self._end.extend(token_ids)
-        for token in token_ids:
-            for match in self._matches:
-                match.append(token)
+        for match in self._matches:
+            match.extend(token_ids)
 
     def guess(self, num_tokens: int, drafted: Sequence[int] = ()) -> Guess:
         """Returns what followed the longest suffix of the text in another one; none if nothing did."""
@@ -111,9 +106,8 @@ class TextFollower:
         if self._indexes is not texts.indexes:
             self._indexes = texts.indexes
             self._matches = tuple(map(SuffixMatch, texts.indexes))
-            for token in self._end:
-                for match in self._matches:
-                    match.append(token)
+            for match in self._matches:
+                match.extend(self._end)
         matches = [match.after(drafted) for match in self._matches]
         longest = max(range(len(matches)), key=lambda index: matches[index][0])
         match_len, end = matches[longest]

@@ -19,17 +19,25 @@ from draftwire.options.model_free.text_drafter import NOTHING, Guess, continued
 class SuffixText:
     """A text that is continued as the longest of its repeated suffixes was before."""
 
-    def __init__(self, token_ids: Sequence[int], least_match: int, others: TextFollower | None = None) -> None:
-        """Indexes a text.
+    def __init__(
+        self,
+        token_ids: Sequence[int] = (),
+        salt: str | None = None,
+        *,
+        least_match: int = 2,
+        shared: SharedTexts | None = None,
+    ) -> None:
+        """Indexes a text, a `TextDrafter`.
 
         Args:
             token_ids: its first tokens.
+            salt: of the texts that it shares with; None shares nothing.
             least_match: shorter matches are no ground for a guess, at least 1.
-            others: follows the text in those of others, and gives them what is generated; None shares nothing.
+            shared: generated texts of others; None shares nothing.
         """
         self._index = SuffixIndex()
         self._least_match = least_match
-        self._others = others
+        self._others = None if salt is None or shared is None else TextFollower(shared, salt)
         self.commit(token_ids)
 
     @property
@@ -59,16 +67,3 @@ class SuffixText:
         """Ends the text: what was generated after so many tokens is shared, if anything is."""
         if self._others is not None:
             self._others.close(self._index.text[num_prompt_tokens:])
-
-
-class SuffixDrafter:
-    """Guesses from suffixes of texts."""
-
-    def __init__(self, least_match: int = 2, shared: SharedTexts | None = None) -> None:
-        """Takes the least number of tokens that have to match, at least 1, and what texts share; None is nothing."""
-        self._least_match, self._shared = least_match, shared
-
-    def open(self, token_ids: Sequence[int], salt: str | None = None) -> SuffixText:
-        """Starts a text."""
-        others = None if salt is None or self._shared is None else self._shared.follow(salt)
-        return SuffixText(token_ids, self._least_match, others)

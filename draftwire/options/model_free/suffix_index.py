@@ -49,31 +49,31 @@ class SuffixIndex:
         """Returns the length of the longest suffix of the text and further tokens that the text has, and a place after
         it there. Nothing is added.
         """
-        state, length = max(0, self._link[self._last]), self.match_len
-        for token in token_ids:
-            state, length = self.longest_match(state, length, token)
+        state, length = self.longest_match(max(0, self._link[self._last]), self.match_len, token_ids)
         return length, self._end[state]
 
     def end_of(self, state: int) -> int:
         """Returns a place after the substrings of a state: the latest one that is known."""
         return self._end[state]
 
-    def longest_match(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Returns state and length of the longest suffix of a text and one more token that this text has.
+    def longest_match(self, state: int, length: int, token_ids: Iterable[int]) -> tuple[int, int]:
+        """Returns state and length of the longest suffix of a text and further tokens that this text has.
 
         Args:
             state: of the longest suffix before, when it was found; 0 for an empty one.
             length: of it.
-            token: the next one.
+            token_ids: the next ones.
         """
         link, longest = self._link, self._longest
-        while state and length <= longest[link[state]]:  # the state was split since
-            state = link[state]
-        while state and token not in self._next[state]:
-            state = link[state]
-            length = longest[state]
-        following = self._next[state].get(token)
-        return (0, 0) if following is None else (following, length + 1)
+        for token in token_ids:
+            while state and length <= longest[link[state]]:  # the state was split since
+                state = link[state]
+            while state and token not in self._next[state]:
+                state = link[state]
+                length = longest[state]
+            following = self._next[state].get(token)
+            state, length = (0, 0) if following is None else (following, length + 1)
+        return state, length
 
     def _exactly(self, before: int, token: int) -> int:
         """Returns the state whose longest substring is that of `before` and a token; splits one with longer ones."""
@@ -108,11 +108,9 @@ class SuffixMatch:
 
     def after(self, token_ids: Iterable[int]) -> tuple[int, int]:
         """Returns the length of the suffix with further tokens, and a place after it. Nothing is added."""
-        state, length = self._state, self.length
-        for token in token_ids:
-            state, length = self._index.longest_match(state, length, token)
+        state, length = self._index.longest_match(self._state, self.length, token_ids)
         return length, self._index.end_of(state)
 
-    def append(self, token: int) -> None:
-        """Adds a token to the text, in constant amortized time."""
-        self._state, self.length = self._index.longest_match(self._state, self.length, token)
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Adds tokens to the text, each in constant amortized time."""
+        self._state, self.length = self._index.longest_match(self._state, self.length, token_ids)

@@ -42,12 +42,13 @@ class FollowedText(Protocol):
 
     def close(self, num_prompt_tokens: int) -> None:
         """Ends the text, of which so many tokens were the prompt. Called at most once."""
+        return  # nothing is kept, unless it is shared
 
 
 class TextDrafter(Protocol):
     """Opens texts, and guesses how they go on."""
 
-    def open(self, token_ids: Sequence[int], salt: str | None = None) -> FollowedText:
+    def __call__(self, token_ids: Sequence[int] = (), salt: str | None = None) -> FollowedText:
         """Starts a text with some committed tokens.
 
         Args:

@@ -80,7 +80,12 @@ class FormCompilerPool:
 
     async def _compiled(self, wanted: StructuredOutput, generated_ids: Sequence[int]) -> Automaton:
         deadline = Deadline(COMPILE_SECONDS)
-        job = self._threads.submit(self._compile, wanted, generated_ids, deadline)
+
+        def compiled() -> Automaton:
+            deadline.begin()
+            return self._compiler.compile(wanted, generated_ids)
+
+        job = self._threads.submit(compiled)
         try:
             # Not `wait_for`: before Python 3.12 it loses a cancellation that arrives when the result is ready.
             async with asyncio.timeout(COMPILE_SECONDS):
@@ -89,10 +94,6 @@ class FormCompilerPool:
             if deadline.has_waited:
                 raise NoRoomError("other forms are being read") from error
             raise InvalidRequestError(f"structured_output: reading it needs more than {COMPILE_SECONDS:g} s") from error
-
-    def _compile(self, wanted: StructuredOutput, generated_ids: Sequence[int], deadline: Deadline) -> Automaton:
-        deadline.begin()
-        return self._compiler.compile(wanted, generated_ids)
 
     def _reserve(self, num_bytes: int) -> None:
         with self._lock:

@@ -111,21 +111,19 @@ TRIAL_S = 0.2
 of honest forms 500 with a vocabulary of 65,000 tokens; those of ambiguous grammars take 3,000 to 9,000."""
 
 
-def _limits() -> LLParserLimits:
-    """Returns the resource limits of a form: a tenth to a half of the library's defaults.
+LIMITS = LLParserLimits(
+    max_items_in_row=500,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=50_000,
+    step_max_items=5_000,
+    max_lexer_states=50_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+"""Resource limits of a form: a tenth to a half of the library's defaults.
 
-    Items per step say little of what a mask costs. Objects with 100 optional properties need 4,000 of them for masks of
-    50 µs, and ambiguous grammars take 3 ms with 3,000: time tells them apart, see `check_mask_costs`.
-    """
-    return LLParserLimits(
-        max_items_in_row=500,
-        initial_lexer_fuel=500_000,
-        step_lexer_fuel=50_000,
-        step_max_items=5_000,
-        max_lexer_states=50_000,
-        max_grammar_size=100_000,
-        verbose_errors=False,
-    )
+Items per step say little of what a mask costs. Objects with 100 optional properties need 4,000 of them for masks of
+50 µs, and ambiguous grammars take 3 ms with 3,000: time tells them apart, see `check_mask_costs`."""
 
 
 class GrammarAutomaton(Automaton):
@@ -397,7 +395,7 @@ class FormCompiler:
         return GrammarAutomaton(make, self._possible, self._stop_token_ids)
 
     def _compiled(self, wanted: StructuredOutput) -> LLMatcher:
-        matcher = LLMatcher(self._tokenizer, self._grammar(wanted), log_level=0, limits=_limits())
+        matcher = LLMatcher(self._tokenizer, self._grammar(wanted), log_level=0, limits=LIMITS)
         faults = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
         if faults:
             raise InvalidRequestError(f"structured_output: {wanted.form.value}: {_reason(faults[0])}")

@@ -38,7 +38,7 @@ class SessionTrees(DraftOption):
         wanted, most = spec.max_tree_nodes, self._most_nodes
         if wanted > most:
             raise InvalidRequestError(f"num_draft_nodes {wanted} is above the drafter's limit {most}")
-        if wanted and spec.max_branches:
+        if wanted and spec.ahead is not None:
             raise InvalidRequestError("a session that is drafted ahead for has no token trees")
 
     def check_calibration(self, calibration: Calibration, spec: DraftSessionSpec) -> None:

@@ -12,7 +12,7 @@ Of siblings that were drawn without replacement, D_j is the drafter's distributi
 Only the product w_j T_j is kept: it is R_j / (S_j + 1 - w_{j-1}).
 """
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -23,20 +23,43 @@ from draftwire.options.trees.tree_rule import TreeLaw, TreeLawRule
 from draftwire.options.trees.trees import NOTHING, TreeBatch, TreeLevel
 
 
-class SiblingResiduals(Protocol):
+class SiblingResiduals(ABC):
     """The products w_j T_j of some nodes, which judge their children one after the other."""
 
-    weights: Tensor
-    """`[inner] float64`: w_j of each."""
+    def __init__(self, trees: TreeBatch, level: TreeLevel, weights: Tensor) -> None:
+        """Starts before the first child; see `residuals_of`."""
+        self.weights = weights.clone()
+        """`[inner] float64`: w_j of each."""
+        self._is_distinct = trees.is_distinct
+        self._counts = level.counts
+        children = torch.where(level.children == NOTHING, 0, level.children)
+        blocks = level.blocks.unsqueeze(1)
+        self._tokens = trees.draft_tokens[blocks, children]
+        self._draft_rows = trees.draft_rows[blocks, children]
+        self._target_rows = trees.target_rows[level.blocks, level.nodes + 1]
 
+    @abstractmethod
     def chances(self, rank: int) -> Tensor:
         """Returns a_j of the children of a rank, from 0, `[counts[rank]] float64`."""
 
+    @abstractmethod
     def take(self, rank: int) -> None:
         """Goes on from w_{j-1} T_{j-1} to w_j T_j for the nodes that have a child of a rank."""
 
+    @abstractmethod
     def rows(self) -> Tensor:
         """Returns w_j T_j, `[inner, vocab]`."""
+
+    def _next(self, mass: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Sets w_j of the first nodes from S_j; returns S_j + 1 - w_{j-1}, or 1 where that is 0, and where it is.
+
+        It is to be divided by: its inverse may be infinite, and a residual times that is no number where it is 0.
+        """
+        weights = self.weights[:count]
+        total = mass + (1.0 - weights)  # in this order: (mass + 1) - weight would lose a small mass
+        is_equal = total <= 0.0  # the target's law is the drafter's, and the child is accepted with certainty
+        self.weights[:count] = torch.where(is_equal, 1.0, mass / total)
+        return torch.where(is_equal, 1.0, total), is_equal
 
 
 def residuals_of(trees: TreeBatch, level: TreeLevel, weights: Tensor) -> SiblingResiduals:
@@ -70,32 +93,7 @@ class DrawnTreeRule(TreeLawRule):
         return weights
 
 
-class _Residuals:
-    """State of both layouts."""
-
-    def __init__(self, trees: TreeBatch, level: TreeLevel, weights: Tensor) -> None:
-        self.weights = weights.clone()
-        self._is_distinct = trees.is_distinct
-        self._counts = level.counts
-        children = torch.where(level.children == NOTHING, 0, level.children)
-        blocks = level.blocks.unsqueeze(1)
-        self._tokens = trees.draft_tokens[blocks, children]
-        self._draft_rows = trees.draft_rows[blocks, children]
-        self._target_rows = trees.target_rows[level.blocks, level.nodes + 1]
-
-    def _next(self, mass: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Sets w_j of the first nodes from S_j; returns S_j + 1 - w_{j-1}, or 1 where that is 0, and where it is.
-
-        It is to be divided by: its inverse may be infinite, and a residual times that is no number where it is 0.
-        """
-        weights = self.weights[:count]
-        total = mass + (1.0 - weights)  # in this order: (mass + 1) - weight would lose a small mass
-        is_equal = total <= 0.0  # the target's law is the drafter's, and the child is accepted with certainty
-        self.weights[:count] = torch.where(is_equal, 1.0, mass / total)
-        return torch.where(is_equal, 1.0, total), is_equal
-
-
-class _DenseResiduals(_Residuals):
+class _DenseResiduals(SiblingResiduals):
     def __init__(self, trees: TreeBatch, draft: DenseRows, level: TreeLevel, weights: Tensor) -> None:
         super().__init__(trees, level, weights)
         self._draft = draft
@@ -133,7 +131,7 @@ class _DenseResiduals(_Residuals):
         return self._scaled
 
 
-class _SparseResiduals(_Residuals):
+class _SparseResiduals(SiblingResiduals):
     """Reads the target on the support of the drafter's distribution alone: elsewhere w_j T_j stays in proportion."""
 
     def __init__(self, trees: TreeBatch, draft: SparseRows, level: TreeLevel, weights: Tensor) -> None:

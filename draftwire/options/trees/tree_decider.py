@@ -11,20 +11,17 @@ from draftwire.errors import InvalidRequestError
 from draftwire.method.block_shape import BlockShape
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.options.trees.tree_choice import tree_rule_for
-from draftwire.options.trees.tree_rule import TreeRule, verify_trees
+from draftwire.options.trees.tree_rule import verify_trees
 from draftwire.options.trees.trees import TreeBatch
 from draftwire.requests.automaton import Automaton, BlockMasks
-from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import DecidedShapes, Judgement, ScoredBlock, near_tie_bounds
-from draftwire.verification.rule import KeyedNoise, VerificationRule
+from draftwire.verification.rule import KeyedNoise
 
 
 class TreeDecider:
     """The `ShapeDecider` of trees."""
 
-    def rule_for(self, rule: VerificationRule, sampling: SamplingParams) -> TreeRule:
-        """Returns the rule that decides about the trees of a session; see `tree_rule_for`."""
-        return tree_rule_for(rule, sampling)
+    rule_for = staticmethod(tree_rule_for)
 
     def decide(
         self, members: Sequence[ScoredBlock], target_probs: Tensor, near_tie: float, decided: list[DecidedShapes]

@@ -4,19 +4,20 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from draftwire.drafting.language_model import BatchMember, LanguageModelDrafter, LanguageModelSequence
+from draftwire.drafting.language_model import BatchMember
 from draftwire.drafting.model_strategy import load_drafter
 from draftwire.drafting.strategies import LoadedStrategy, StrategyContext
 from draftwire.drafting.strategy import Draft
 from draftwire.errors import DraftwireError
 from draftwire.method.quantization import Encoding
+from draftwire.options.ahead.forking_drafter import ForkingDrafter, ForkingSequence
 from draftwire.options.trees.growth_plan import WantedTree
 from draftwire.options.trees.tree_drafting import GrowingTree, ReadTree, TreeStart, grow
 from draftwire.options.trees.tree_kinds import tree_of
 from draftwire.requests.session_parameters import SessionParameters
 
 
-class TreeSequence(LanguageModelSequence):
+class TreeSequence(ForkingSequence):
     """One session's tokens in the drafter's KV cache, which may end with a tree."""
 
     tree: ReadTree | None = None
@@ -32,7 +33,7 @@ class TreeSequence(LanguageModelSequence):
         super().calibrate(base_len, token_ids)
 
 
-class TreeModelDrafter(LanguageModelDrafter):
+class TreeModelDrafter(ForkingDrafter):
     """A causal language model that drafts trees too."""
 
     @override
@@ -51,7 +52,7 @@ class TreeModelDrafter(LanguageModelDrafter):
             places[member.request.tree is not None].append(place)
         if not places[True]:
             return super()._draw(logits, members)
-        rows = logits.split([1 + len(member.ahead) for member in members])
+        rows = logits.split(1)
         own = {is_tree: [rows[place] for place in some] for is_tree, some in places.items()}
         results: dict[int, Draft | DraftwireError] = {}
         num_passes = 0

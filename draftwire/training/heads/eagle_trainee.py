@@ -11,27 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from draftwire.models.lean_model import head_size, rotation_of
+from draftwire.models.lean_model import head_size
 from draftwire.options.heads.head_shape import HeadShape
 
 CHUNK = 128
 """Queries that are attended for together on a CPU."""
 
 
-class TraineeNorm(nn.Module):
-    """RMSNorm."""
-
-    def __init__(self, size: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self._epsilon = epsilon
+class TraineeNorm(nn.RMSNorm):
+    """RMSNorm in float32, whatever its rows are."""
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Returns the normalised rows, scaled, in float32."""
-        rows = rows.float()
-        return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + self._epsilon) * self.weight
+        """Returns the normalised rows, scaled."""
+        return super().forward(rows.float())
 
 
 class EagleTrainee(nn.Module):
@@ -49,10 +43,7 @@ class EagleTrainee(nn.Module):
         self.layers = nn.ModuleList([_Layer(layers, epsilon)])
         self.norm = TraineeNorm(size, epsilon)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        rotation = rotation_of(layers)
-        self._rotation_scale = rotation.attention_scaling
-        self._frequencies: Tensor
-        self.register_buffer("_frequencies", rotation.inv_freq.float(), persistent=False)
+        self.rotation = LlamaRotaryEmbedding(layers)
 
     def forward(self, features: Tensor, token_ids: Tensor) -> list[Tensor]:
         """Returns the logits of each step, `[batch, count, draft_vocab_size]`.
@@ -70,7 +61,7 @@ class EagleTrainee(nn.Module):
         values: list[Tensor] = []
         logits = []
         for step in range(token_ids.shape[1] - count):
-            rotation = self._rotation(torch.arange(step, step + count, device=features.device))
+            rotation = self.rotation(hidden, torch.arange(step, step + count, device=features.device)[None])
             embedded = layer.input_layernorm(self.embed_tokens(token_ids[:, 1 + step : 1 + step + count]))
             normalised = layer.hidden_norm(hidden)
             residual = normalised if self._norm_before_residual else hidden
@@ -80,12 +71,6 @@ class EagleTrainee(nn.Module):
             logits.append(self.lm_head(self.norm(hidden)))
         return logits
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines, `[positions, head_dim]` each."""
-        angles = positions.unsqueeze(-1) * self._frequencies
-        both = torch.cat([angles, angles], -1)
-        return both.cos() * self._rotation_scale, both.sin() * self._rotation_scale
-
 
 class _Layer(nn.Module):
     def __init__(self, layers: Any, epsilon: float) -> None:
@@ -94,18 +79,7 @@ class _Layer(nn.Module):
         self.input_layernorm, self.hidden_norm = TraineeNorm(size, epsilon), TraineeNorm(size, epsilon)
         self.self_attn = _Attention(layers)
         self.post_attention_layernorm = TraineeNorm(size, epsilon)
-        self.mlp = _Mlp(size, int(layers.intermediate_size))
-
-
-class _Mlp(nn.Module):
-    def __init__(self, size: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(size, inner, bias=False), nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        outer: Tensor = self.down_proj(silu(self.gate_proj(rows)) * self.up_proj(rows))
-        return outer
+        self.mlp = LlamaMLP(layers)
 
 
 class _Attention(nn.Module):
@@ -126,17 +100,12 @@ class _Attention(nn.Module):
             projection(rows).unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        keys.append(_rotated(key, rotation).repeat_interleave(self._repeats, 1))
+        query, key = (each.to(value.dtype) for each in apply_rotary_pos_emb(query, key, *rotation))
+        keys.append(key.repeat_interleave(self._repeats, 1))
         values.append(value.repeat_interleave(self._repeats, 1))
-        attended = steps_attention(_rotated(query, rotation), keys, values)
+        attended = steps_attention(query, keys, values)
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return output
-
-
-def _rotated(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    cosines, sines = rotation
-    first, second = heads.float().chunk(2, -1)
-    return (heads * cosines + torch.cat([-second, first], -1) * sines).to(heads.dtype)
 
 
 def steps_attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -25,11 +26,7 @@ class DraftAcceptance:
     @property
     def accepted_per_round(self) -> float:
         """Mean number of accepted tokens of a whole block, if places were independent."""
-        total, product = 0.0, 1.0
-        for mean in self.means:
-            product *= mean
-            total += product
-        return total
+        return sum(accumulate(self.means, lambda product, mean: product * mean))
 
     def __str__(self) -> str:
         """Returns one line with means, margins and the sum."""

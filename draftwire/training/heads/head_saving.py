@@ -42,7 +42,6 @@ def save_head(
 
 
 def _mlp_name(kind: HeadKind, name: str) -> str:
-    """Returns the name of a weight of `MlpTrainee` in `speculators`."""
     _, depth, block, rest = name.split(".", 3)
     if kind is HeadKind.HYDRA:
         return f"hydra_mlp.{depth}.{block}.{rest}"

@@ -1,6 +1,6 @@
 """Trains a head for a target on texts, from features that the target's decoder computes as needed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,19 +14,20 @@ from transformers import LlamaConfig
 
 from draftwire.errors import InvalidRequestError
 from draftwire.method.devices import prepare
+from draftwire.models.decoder import Decoder
 from draftwire.models.decoders import decoder_of
 from draftwire.models.lean_model import STEADY_ROTATIONS, LeanModel, head_size
 from draftwire.models.loading import load_lean_model
-from draftwire.models.taps import check_taps
 from draftwire.options.heads.draft_head import HeadConfig
 from draftwire.options.heads.head_formats import TargetFacts
 from draftwire.options.heads.head_names import HeadKind
 from draftwire.options.heads.head_shape import HeadShape
+from draftwire.options.heads.tapped_pass import features_and_logits
+from draftwire.options.heads.taps import check_taps
 from draftwire.training.batches import TrainingBatch, TrainingTexts, batches
 from draftwire.training.distillation import head_loss
 from draftwire.training.heads.eagle_trainee import EagleTrainee
 from draftwire.training.heads.head_acceptance import DraftAcceptance, draft_acceptance
-from draftwire.training.heads.head_lessons import streamed_lessons
 from draftwire.training.heads.head_recipe import HeadRecipe
 from draftwire.training.heads.head_saving import save_head
 from draftwire.training.heads.mlp_trainee import MlpTrainee
@@ -133,6 +134,37 @@ def start_from(trainee: EagleTrainee | MlpTrainee, target: Any, draft_ids: Tenso
             module.weight.normal_(0.0, spread, generator=generator)
 
 
+def streamed_lessons(
+    decoder: Decoder,
+    taps: tuple[int, ...],
+    texts: Callable[[int], Iterator[TrainingBatch]],
+    num_steps: Callable[[int], int],
+    pass_tokens: int,
+) -> Callable[[int], Iterator[TrainingBatch]]:
+    """Returns a source of training batches for `head_loss`.
+
+    Args:
+        decoder: of the target, the one that serves it.
+        taps: ids of its layers; see `HeadConfig.taps`.
+        texts: yields batches of token ids alone, from a step on.
+        num_steps: returns the number of draft tokens in a row that a training step is about.
+        pass_tokens: tokens of one pass of the target, rounded up to whole texts.
+
+    Returns:
+        A function of the first step that yields ids `[batch, length] int64`, features
+        `[batch, length - num_steps, len(taps) * hidden]` and logits `[batch, length, vocab]` in the target's type.
+    """
+
+    def lessons(first_step: int) -> Iterator[TrainingBatch]:
+        for step, (ids,) in enumerate(texts(first_step), first_step):
+            passes = ids.to(decoder.device).split(-(-pass_tokens // ids.shape[1]))
+            parts = [features_and_logits(decoder, rows, taps) for rows in passes]
+            features, logits = (torch.cat(each) for each in zip(*parts, strict=True))
+            yield ids.to(features.device), features[:, : ids.shape[1] - num_steps(step)], logits
+
+    return lessons
+
+
 def train_head(
     target: Path,
     sources: Sequence[TrainingTexts],
@@ -169,7 +201,8 @@ def train_head(
     lessons_of = partial(streamed_lessons, decoder, config.taps, pass_tokens=recipe.batch_tokens)
 
     def measured(when: str) -> list[DraftAcceptance]:
-        lessons = lessons_of(texts=_windows(held_out), num_steps=lambda _: recipe.num_steps)
+        texts = ((part,) for part in _windows(held_out).split(8))
+        lessons = lessons_of(texts=lambda _: texts, num_steps=lambda _: recipe.num_steps)
         found = draft_acceptance(head, draft_ids, lessons(0))
         for each in found:
             report(f"{when}: {each}")
@@ -189,8 +222,8 @@ def train_head(
     return TrainedHead(before, after)
 
 
-def _windows(ids: NDArray[np.integer[Any]]) -> Callable[[int], Any]:
-    """Returns the windows that acceptance is measured on.
+def _windows(ids: NDArray[np.integer[Any]]) -> Tensor:
+    """Returns the windows that acceptance is measured on, `[windows, HELD_OUT_TOKENS] int64`.
 
     Raises:
         InvalidRequestError: there are too few ids.
@@ -200,11 +233,5 @@ def _windows(ids: NDArray[np.integer[Any]]) -> Callable[[int], Any]:
         raise InvalidRequestError(f"texts to measure acceptance on have {len(ids):,} tokens, of {2 * HELD_OUT_TOKENS}")
     count = min(most, HELD_OUT_TEXTS)
     starts = np.linspace(0, len(ids) - HELD_OUT_TOKENS, count).astype(np.int64)
-    windows = np.stack([ids[start : start + HELD_OUT_TOKENS] for start in starts.tolist()]).astype(np.int64)
-
-    def texts(_first_step: int) -> Any:
-        for part in torch.from_numpy(windows).split(8):
-            batch: TrainingBatch = (part,)
-            yield batch
-
-    return texts
+    windows = np.stack([ids[start : start + HELD_OUT_TOKENS] for start in starts.tolist()])
+    return torch.from_numpy(windows.astype(np.int64))

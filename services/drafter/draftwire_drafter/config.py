@@ -6,10 +6,10 @@ from draftwire.engine.ranks.place import WantedGroup
 from draftwire.method.quantization import Encoding, Quantization, position_bytes
 from draftwire.options.heads.feature_format import FeatureEncoding
 from draftwire.options.heads.head_names import HEAD_NAMES
+from draftwire.options.layer_parallel.layer_settings import LayerParallelSettings
 from draftwire.runtime.settings import (
     ConnectionSettings,
     EngineSettings,
-    LayerParallelSettings,
     ModelSettings,
     ServerSettings,
     TextDraftSettings,
@@ -104,6 +104,4 @@ class DrafterConfig:
     @property
     def wanted_group(self) -> WantedGroup:
         """Size and limits of the group of processes."""
-        layers = self.layers
-        size, timeout_s = layers.layer_parallel_ranks, layers.layer_parallel_timeout_s
-        return WantedGroup("drafter", "layer_parallel_ranks", size, timeout_s, layers)
+        return self.layers.wanted_group

@@ -2,96 +2,37 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
 from draftwire.drafting.strategies import load_strategy
 from draftwire.engine.admission import Room
-from draftwire.engine.draft_session import DraftOption, DraftSession, Step, StepResult
+from draftwire.engine.draft_session import DraftSession, Step, StepResult
 from draftwire.engine.engine_service import EngineService
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.place import Place
-from draftwire.errors import (
-    DraftwireError,
-    InvalidRequestError,
-    ProtocolViolationError,
-    UnavailableError,
-)
-from draftwire.method.rounds import (
-    BlockSent,
-    Calibration,
-    DraftBlock,
-    DraftSessionSpec,
-    RoundOutcome,
-    SendDrafted,
-)
+from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError, UnavailableError
+from draftwire.method.rounds import BlockSent, Calibration, DraftBlock, DraftSessionSpec, RoundOutcome, SendDrafted
 from draftwire.models.card import ModelCard
-from draftwire.models.description import (
-    DRAFT_AHEAD,
-    DRAFTS_ON_OUTCOMES,
-    FLUSH_REPLIES,
-    ISSUED_IDENTITIES,
-    NEEDS_FEATURES,
-    PARTIAL_BLOCKS,
-)
-from draftwire.options.heads.feature_feeding import FeatureFeeding, FedStrategy
-from draftwire.options.heads.features import FeatureNeed, FeatureRequest, SessionFeatures
+from draftwire.options.heads.feature_feeding import FeatureFeeding
+from draftwire.options.heads.features import FeatureNeed, SessionFeatures
 from draftwire.options.structured_output.form_compiler_pool import FormCompilerPool
-from draftwire.options.trees.session_trees import SessionTrees, TreeStrategy
 from draftwire.requests.automaton import Automaton
-from draftwire.runtime.settings import require
 from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.metrics import DrafterMetrics
 from draftwire_drafter.scheduler import Completed, Scheduler
 from draftwire_drafter.strategy_context import ConfiguredContext
-
-if TYPE_CHECKING:
-    from draftwire.options.ahead.ahead_drafting import AheadDrafting
+from draftwire_drafter.strategy_options import StrategyOptions
+from draftwire_drafter.verifier_links import Connect, VerifierLinks, retrieve
 
 log = structlog.get_logger()
 
-MAX_IDLE_LINKS = 64
-"""Links to verifiers that are kept without a session, for the next one. Gateways may name any verifiers."""
-
 _ADDRESS = re.compile(r"[!-~]{1,250}:[0-9]{1,5}")
-
-
-class BlockLink(Protocol):
-    """Connection to one verifier, for draft blocks."""
-
-    @property
-    def broken(self) -> bool:
-        """Whether the connection was lost; a broken link stays broken."""
-
-    @property
-    def drafter_id(self) -> int:
-        """Number of this drafter at the verifier: of the identity that it issued or, if it issues none, the instance
-        id.
-        """
-
-    def push(self, block: DraftBlock) -> None:
-        """Queues a block to be sent.
-
-        Raises:
-            UnavailableError: the link is broken.
-        """
-
-    def request_features(self, request: FeatureRequest) -> None:
-        """Queues a request of features, which then come as long as the link is not broken. Raises as `push`."""
-
-    async def close(self) -> None:
-        """Closes the connection. The link is broken then, and nobody is told that it was lost."""
-
-
-Connect = Callable[[str, ModelCard, Callable[[], None]], Awaitable[BlockLink]]
-"""Opens a link to the verifier at an address, or raises a `DraftwireError`. The last argument is called once, on the
-event loop, when the link breaks."""
 
 
 class DrafterCore(EngineService[Step, StepResult, BlockSent]):
@@ -107,54 +48,18 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         self, config: DrafterConfig, connect: Connect, place: Place | None = None, followers: Followers | None = None
     ) -> None:
         super().__init__(config, DrafterMetrics(), place, followers, FormCompilerPool.of)
-        self._connect = connect
-        self._links: dict[str, BlockLink] = {}
-        self._connecting: dict[str, asyncio.Task[BlockLink]] = {}
+        self._links = VerifierLinks(connect, self._used_verifiers, self._on_link_lost)
         self._opening: dict[SessionKey, asyncio.Future[None]] = {}
-        self._options: list[DraftOption] = []
-        self._feeding: FeatureFeeding | None = None
-        self._ahead: AheadDrafting | None = None
+        self._options = StrategyOptions()
 
     def _load_engine(self) -> tuple[ModelCard, DraftEngine]:
         context = ConfiguredContext(self.config, self.group)
         loaded = load_strategy(self.config.drafts.strategy, context)
         self.kv_cache_tokens = context.kv_cache_tokens
-        engine = DraftEngine(loaded.strategy, self._options)
-        description = replace(loaded.card.description, capabilities=self._add_options(engine))
-        description = replace(description, max_tree_nodes=self.config.engine.max_tree_nodes)
+        engine, max_tree_nodes = DraftEngine(loaded.strategy, self._options.added), self.config.engine.max_tree_nodes
+        capabilities = self._options.add(engine, max_tree_nodes)
+        description = replace(loaded.card.description, capabilities=capabilities, max_tree_nodes=max_tree_nodes)
         return replace(loaded.card, description=description), engine
-
-    def _add_options(self, engine: DraftEngine) -> frozenset[str]:
-        """Adds the options of a strategy, and returns the drafter's capabilities."""
-        strategy, max_tree_nodes = engine.strategy, self.config.engine.max_tree_nodes
-        can_do = isinstance(strategy, TreeStrategy) or max_tree_nodes == 0
-        require(can_do, "max_tree_nodes: the drafter's strategy drafts no token trees")
-        can_draw = isinstance(strategy, TreeStrategy) and strategy.draws_trees
-        self._options.append(SessionTrees(max_tree_nodes, can_draw=can_draw))
-        capabilities = {DRAFTS_ON_OUTCOMES, FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS}
-        if getattr(strategy, "can_fork", False):
-            capabilities.add(DRAFT_AHEAD)
-        if isinstance(strategy, FedStrategy):
-            self._feeding = FeatureFeeding(strategy, engine.sequences)
-            self._options.append(self._feeding)
-            capabilities.add(NEEDS_FEATURES)
-        return frozenset(capabilities)
-
-    def _draft_ahead(self) -> "AheadDrafting | None":
-        """Returns the option of drafting ahead, which is added when the first session asks for it; None if the strategy
-        cannot.
-        """
-        strategy = self._engine.strategy
-        if self._ahead is None and DRAFT_AHEAD in self.description.capabilities:
-            from draftwire.options.ahead.ahead_drafting import AheadDrafting
-            from draftwire.options.ahead.branch_drafter import ForkingStrategy
-
-            assert isinstance(strategy, ForkingStrategy), "it says that it can fork"
-            scheduler, count = self._scheduler, self.metrics.count_branches
-            self._ahead = AheadDrafting(strategy, self._engine.sequences, scheduler, self._torch.post, count)
-            self._options.append(self._ahead)
-            scheduler.ahead = self._ahead
-        return self._ahead
 
     def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> Scheduler:
         return Scheduler(
@@ -162,7 +67,7 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
             max_draft_tokens=self.config.engine.max_draft_tokens,
             room=room,
             pacer=pacer,
-            options=self._options,
+            options=self._options.added,
         )
 
     async def open_session(self, spec: DraftSessionSpec, lease_id: int) -> int:
@@ -182,17 +87,17 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         self._leases.require(lease_id)
         if not _ADDRESS.fullmatch(spec.verifier_address):
             raise InvalidRequestError("verifier_address must be host:port, at most 256 letters, digits and signs")
-        if spec.max_branches:
-            self._draft_ahead()
+        if spec.ahead is not None:
+            self._options.draft_ahead(self._scheduler, self._torch.post, self.metrics.count_branches)
         with self.metrics.counting_refusals():
             session = self._scheduler.open(spec, lease_id, automaton)
         if self.spans is not None:
             self.spans.open(spec)
         opened = self._opening[session.key] = asyncio.get_running_loop().create_future()
-        opened.add_done_callback(_retrieve)
+        opened.add_done_callback(retrieve)
         self._work.set()
         try:
-            link = await self._link(spec.verifier_address)
+            link = await self._links.reach(spec.verifier_address, self.card)
             await opened
             if not self._scheduler.is_open(session):
                 raise ProtocolViolationError("session was closed while it opened")
@@ -234,16 +139,16 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
     @property
     def need(self) -> FeatureNeed | None:
         """The features that verifiers have to send; None if none are needed. The model is loaded."""
-        return None if self._feeding is None else self._feeding.need
+        return None if self._options.feeding is None else self._options.feeding.need
 
     def _request_features(self, key: SessionKey) -> None:
         """Asks a session's verifier for features that are needed, now or soon."""
         session = self._scheduler.sessions.get(key)
-        request = None if self._feeding is None or session is None else self._feeding.wanted(session)
+        request = None if self._options.feeding is None or session is None else self._options.feeding.wanted(session)
         if session is None or request is None:
             return
         try:
-            self._link_of(session).request_features(request)
+            self._links.get(session.spec.verifier_address).request_features(request)
         except UnavailableError as error:
             self._fail(key, error)
 
@@ -253,10 +158,10 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         if session is None or session.spec.verifier_address != address:
             return
         try:
-            if self._feeding is None:
+            if self._options.feeding is None:
                 raise ProtocolViolationError("features that were not asked for, or of another size")
-            if self._feeding.take(session, features):
-                self._torch.post(self._feed, asyncio.get_running_loop(), self._feeding, session, features)
+            if self._options.feeding.take(session, features):
+                self._torch.post(self._feed, asyncio.get_running_loop(), self._options.feeding, session, features)
                 self._scheduler.resume(session)
             else:
                 self._scheduler.dropped["stale"] += 1
@@ -322,20 +227,9 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         return all_completed
 
     def _push(self, session: DraftSession, block: DraftBlock) -> None:
-        self._link_of(session).push(block)
+        self._links.get(session.spec.verifier_address).push(block)
         self.metrics.blocks_sent.inc()
         self.metrics.draft_tokens.inc(len(block.token_ids))
-
-    def _link_of(self, session: DraftSession) -> BlockLink:
-        """Returns the link to a session's verifier.
-
-        Raises:
-            UnavailableError: the gateway sent a calibration before the session was open.
-        """
-        link = self._links.get(session.spec.verifier_address)
-        if link is None:
-            raise UnavailableError(f"verifier at {session.spec.verifier_address} is not reached yet")
-        return link
 
     def _reply(self, session: DraftSession, number: int) -> None:
         """Tells the gateway that the block of a round is on its way."""
@@ -359,45 +253,12 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         else:
             opening.set_exception(error)
 
-    async def _link(self, address: str) -> BlockLink:
-        """Returns the link to a verifier; opens it if there is none or it is broken.
-
-        Whoever asks while it is being opened awaits the same attempt, and fails with it: one after the other, each
-        would wait for the timeouts of all before it.
-        """
-        link = self._links.get(address)
-        if link is not None and not link.broken:
-            return link
-        connecting = self._connecting.get(address)
-        if connecting is None:
-            connecting = self._connecting[address] = asyncio.create_task(self._open_link(address))
-            connecting.add_done_callback(_retrieve)
-        return await asyncio.shield(connecting)  # the others still await it when one gives up
-
-    async def _open_link(self, address: str) -> BlockLink:
-        try:
-            link = self._links[address] = await self._connect(address, self.card, lambda: self._on_link_lost(address))
-        finally:
-            del self._connecting[address]
-        await self._close_idle_links()
-        return link
-
-    async def _close_idle_links(self) -> None:
-        """Closes the oldest of the links that no session uses, if there are too many."""
-        used = {session.spec.verifier_address for session in self._scheduler.sessions.values()}
-        idle = [address for address in self._links if address not in used]
-        for link in [self._links.pop(address) for address in idle[: max(0, len(idle) - MAX_IDLE_LINKS)]]:
-            await link.close()
+    def _used_verifiers(self) -> set[str]:
+        """Returns the addresses of the verifiers that open sessions have."""
+        return {session.spec.verifier_address for session in self._scheduler.sessions.values()}
 
     def _on_link_lost(self, address: str) -> None:
         """Fails the sessions of a lost verifier at once, so that no gateway waits for their blocks."""
-        self._links.pop(address, None)
         for key in [session.key for session in self._scheduler.sessions.values()]:
             if self._scheduler.sessions[key].spec.verifier_address == address:
                 self._fail(key, UnavailableError(f"verifier at {address} was lost"))
-
-
-def _retrieve(opened: asyncio.Future[Any]) -> None:
-    """Retrieves the exception, which nothing else awaits if the opening was given up, or failed for a second reason."""
-    if not opened.cancelled():
-        opened.exception()

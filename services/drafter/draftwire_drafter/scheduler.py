@@ -2,17 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from draftwire.engine.draft_session import (
-    DraftOption,
-    DraftOutcome,
-    DraftSession,
-    SpareWork,
-    Step,
-    StepItem,
-    StepResult,
-)
+from draftwire.engine.draft_session import DraftOption, DraftOutcome, DraftSession, Step, StepItem, StepResult
 from draftwire.engine.session_book import SessionBook
 from draftwire.errors import InvalidRequestError, ProtocolViolationError
 from draftwire.method.ahead_limits import room_for_drafts
@@ -33,33 +24,11 @@ class Completed:
     """Whether the outcome is a block that the gateway asked for as far as it was drawn, and gets a reply for."""
 
 
-class Ahead(Protocol):
-    """Drafts before it is asked to: the option of drafting ahead, which is one of the options too."""
-
-    def committed(self, session: DraftSession, fence: Fence, new_ids: list[int]) -> None:
-        """Takes note of the tokens that a session has committed before a round."""
-
-    def is_drafted(self, session: DraftSession, calibration: Calibration) -> bool:
-        """Whether the block that a session is asked for was drafted, or is being drafted, in which case it is finished
-        for this calibration.
-        """
-
-    def next_work(self) -> SpareWork | None:
-        """Returns what to draft while nothing is requested."""
-
-    def complete(self, step: Step, result: StepResult) -> Sequence[tuple[DraftSession, DraftBlock]]:
-        """Takes note of a step; returns the blocks of its spare work that are to be sent."""
-
-    def abandon(self, work: SpareWork) -> None:
-        """Forgets work that failed."""
-
-
 @dataclass(kw_only=True)
 class Scheduler(SessionBook[DraftSession, Step]):
     """Queues prompts and calibrations and batches them into steps. One step runs at a time."""
 
     options: Sequence[DraftOption] = ()
-    ahead: Ahead | None = None
 
     def open(self, spec: DraftSessionSpec, lease_id: int, automaton: Automaton | None = None) -> DraftSession:
         """Admits a session and schedules its prefill.
@@ -156,13 +125,13 @@ class Scheduler(SessionBook[DraftSession, Step]):
         """Commits tokens of a session before a round."""
         session.committed.append(new_ids)
         session.num_unread += len(new_ids)
-        if self.ahead is not None:
-            self.ahead.committed(session, fence, new_ids)
+        for option in self.options:
+            option.committed(session, fence, new_ids)
 
     def ask(self, session: DraftSession, calibration: Calibration) -> None:
         """Schedules a session's next block, unless it was drafted ahead or is being drafted."""
         session.last_asked = calibration.fence.round
-        if self.ahead is not None and self.ahead.is_drafted(session, calibration):
+        if any(option.is_drafted(session, calibration) for option in self.options):
             return
         session.calibration = calibration  # replaces an older one, whose block is obsolete
         self.resume(session)
@@ -196,13 +165,16 @@ class Scheduler(SessionBook[DraftSession, Step]):
         items = [self._item(session, max_read) for session, max_read in self._take_ready()]
         if items:
             return Step(items)
-        work = None if self.ahead is None else self.ahead.next_work()
-        return None if work is None else Step([], work)
+        for option in self.options:
+            work = option.spare_work()
+            if work is not None:
+                return Step([], work)
+        return None
 
     def abandon(self, step: Step) -> None:
         """Forgets a step that failed."""
-        if step.spare is not None and self.ahead is not None:
-            self.ahead.abandon(step.spare)
+        for option in self.options:
+            option.abandoned(step)
 
     @property
     def has_requests(self) -> bool:
@@ -220,10 +192,10 @@ class Scheduler(SessionBook[DraftSession, Step]):
     def complete(self, step: Step, result: StepResult) -> list[Completed]:
         """Updates the sessions and returns their results. Sessions that were closed meanwhile are left out."""
         self._record_costs(step.items, result.num_reused, result.num_read, result.calibration_s)
-        sent = [] if self.ahead is None else self.ahead.complete(step, result)
         completed = [
             Completed(session, block, is_opened=False, is_flushed=self._is_flushed(session, block))
-            for session, block in sent
+            for option in self.options
+            for session, block in option.completed(step, result)
         ]
         for item, outcome, num_unread in zip(step.items, result.outcomes, result.num_unread, strict=True):
             session = item.session

@@ -28,8 +28,9 @@ from draftwire.runtime.tracing import open_tracer
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, session_pb2
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
 from draftwire_drafter.config import DrafterConfig
-from draftwire_drafter.core import BlockLink, DrafterCore
+from draftwire_drafter.core import DrafterCore
 from draftwire_drafter.spans import DrafterSpans
+from draftwire_drafter.verifier_links import BlockLink
 from draftwire_drafter.wire import GrpcBlockLink, Introduction, LinkEvents, check_block_fits
 
 MAX_IDENTITIES = 1024

@@ -18,6 +18,7 @@ from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.engine import DraftEngine
 
 if TYPE_CHECKING:
+    from draftwire.engine.model_loading import MakeDrafting
     from draftwire.models.sequence_model import DraftModel
     from draftwire.options.heads.draft_head import DraftHead
     from draftwire.options.heads.features import FeatureNeed
@@ -80,16 +81,25 @@ class ConfiguredContext:
         if place.size == 1:
             from draftwire.engine.model_loading import load_draft_model
 
-            loaded = load_draft_model(config.loading, config.engine, config.layers)
+            loaded = load_draft_model(config.loading, config.engine, self._make_drafting())
             self._size_cache(loaded.card, loaded.model, loaded.fit)
             return loaded.card, loaded.model
-        from draftwire.engine.ranks.group_model import GroupModel, load_draft_rank
+        from draftwire.engine.ranks.group_model import GroupModel
+        from draftwire.options.layer_parallel.layer_parallel_loading import load_draft_rank
 
         rank = load_draft_rank(RankConfig.of(config, place))
         model = GroupModel(rank, "drafter")
         self._group.take(model)
         self._size_cache(rank.card, model, None if rank.count is None else partial(model.fit, rank.count))
         return rank.card, model
+
+    def _make_drafting(self) -> "MakeDrafting | None":
+        """Returns what makes the decoder that runs layers at the same time; None if none do."""
+        if not self._config.layers.is_parallel:
+            return None
+        from draftwire.options.layer_parallel.layer_parallel import layer_parallel
+
+        return partial(layer_parallel, layers=self._config.layers.parallelism)
 
     def _size_cache(self, card: ModelCard, model: "DraftModel", fit: Callable[[], int] | None) -> None:
         """Finds the size of the KV cache, if that is not set."""

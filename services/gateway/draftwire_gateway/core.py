@@ -226,18 +226,15 @@ class GatewayCore:
                 record.begin_choice(generation.choice, loop.statistics)
                 return loop
 
-            runner = ChoiceRunner(
-                generations,
-                make_loop,
-                wait_for_room=partial(self.queue.wait_for_room, place),
-                on_open=partial(self.queue.mark_open, place),
-            )
+            queued = (partial(self.queue.wait_for_room, place), partial(self.queue.mark_open, place))
+            runner = ChoiceRunner(generations, make_loop, *queued)
             echoes = [generation for generation in generations if generation.echo]
             async with aclosing(runner.run()) as events:
                 async for event in events:
                     while echoes:  # not before a verifier has room: until then a refusal is no part of a text
                         echo = echoes.pop(0)
-                        yield ChoiceEvent(echo, await self._echo(echo.prompt_ids))
+                        text = await asyncio.to_thread(decoded, self._tokenizer, echo.prompt_ids)
+                        yield ChoiceEvent(echo, PromptEcho(echo.prompt_ids, text))
                     record.add(event)
                     yield event
 
@@ -258,9 +255,6 @@ class GatewayCore:
         """Makes a caller pay for masks of a round, as for compiling, if they took longer than is allowed."""
         self._forms.charge(caller, mask_s(times) - MASKS_PER_TOKEN_S * times.num_tokens)
 
-    async def _echo(self, prompt_ids: list[int]) -> PromptEcho:
-        return PromptEcho(prompt_ids, await asyncio.to_thread(decoded, self._tokenizer, prompt_ids))
-
 
 def _read_template(path: Path) -> str:
     """Reads a chat template. Raises if the file cannot be read, or is none."""
@@ -273,7 +267,6 @@ def _read_template(path: Path) -> str:
 
 
 def _tool_syntax(option: str, tokenizer: PreTrainedTokenizerBase) -> ToolSyntax | None:
-    """Returns what an option `tool_call_syntax` stands for."""
     if option != AUTO_TOOL_SYNTAX:
         return SYNTAXES.get(option)
     try:

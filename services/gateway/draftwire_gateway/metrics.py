@@ -117,15 +117,14 @@ class GatewayMetrics(ServiceMetrics):
             LONG_SECONDS,
             of_model=True,
         )
+        registry = self.of_model.registry
         self.num_running = Gauge(
-            PREFIX + "num_requests_running",
-            "Choices of requests that run or are prepared.",
-            registry=self.of_model.registry,
+            PREFIX + "num_requests_running", "Choices of requests that run or are prepared.", registry=registry
         )
         self.num_waiting = Gauge(
             PREFIX + "num_requests_waiting",
             "Choices of requests that wait for a place, or for room at a verifier.",
-            registry=self.of_model.registry,
+            registry=registry,
         )
 
     @contextmanager

@@ -6,8 +6,8 @@ whether there is room for the next shows when the one before has been taken or r
 """
 
 import asyncio
-import heapq
-from collections.abc import AsyncIterator, Container
+from bisect import insort
+from collections.abc import AsyncIterator, Container, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -49,7 +49,7 @@ class _Queue:
     """Waiting places: callers in turn, each in order of arrival."""
 
     places: dict[str, list[QueuePlace]] = field(default_factory=dict)
-    """Places by caller, the next one first."""
+    """Places by caller, in order of arrival."""
 
     def first(self, without: Container[str]) -> QueuePlace | None:
         """Returns whose turn it is, if some callers are left out."""
@@ -57,42 +57,40 @@ class _Queue:
 
     def add(self, place: QueuePlace) -> None:
         """Adds a place; a caller that had none comes last."""
-        heapq.heappush(self.places.setdefault(place.caller, []), place)
+        insort(self.places.setdefault(place.caller, []), place)
 
     def remove(self, place: QueuePlace, *, has_had_turn: bool) -> None:
         """Removes a place, which need not be the first; with `has_had_turn` its caller comes last now."""
         places = self.places.pop(place.caller) if has_had_turn else self.places[place.caller]
         places.remove(place)
-        heapq.heapify(places)
         if places:
             self.places[place.caller] = places
         else:
             self.places.pop(place.caller, None)
 
 
+@dataclass(slots=True, eq=False)
 class RequestQueue:
-    """Places and queue of a gateway. All methods run on the event loop."""
+    """Places and queue of a gateway. What may run and wait is counted in choices. All methods run on the event loop."""
 
-    def __init__(self, max_running: int, max_waiting: int, max_wait_s: float) -> None:
-        """Starts without requests. What may run and wait is counted in choices."""
-        self._max_running = max_running
-        self._max_waiting = max_waiting
-        self._max_wait_s = max_wait_s
-        self._numbers = count()
-        self._queue = _Queue()
-        self._is_careful = False
-        """Whether a verifier has refused a request, and places are given one by one until nobody waits."""
-        self._probe: QueuePlace | None = None
-        """The request that was let in last, while it is not known whether there is room for it."""
-        self._refused: set[str] = set()
-        """Callers whose next request was refused, since a request has ended."""
-        self._overtaken: QueuePlace | None = None
-        """The request that nobody may overtake any more."""
-        self._retry: asyncio.TimerHandle | None = None
-        self.num_running = 0
-        """Choices with a place."""
-        self.num_waiting = 0
-        """Choices without one."""
+    _max_running: int
+    _max_waiting: int
+    _max_wait_s: float
+    _numbers: Iterator[int] = field(default_factory=count)
+    _queue: _Queue = field(default_factory=_Queue)
+    _is_careful: bool = False
+    """Whether a verifier has refused a request, and places are given one by one until nobody waits."""
+    _probe: QueuePlace | None = None
+    """The request that was let in last, while it is not known whether there is room for it."""
+    _refused: set[str] = field(default_factory=set)
+    """Callers whose next request was refused, since a request has ended."""
+    _overtaken: QueuePlace | None = None
+    """The request that nobody may overtake any more."""
+    _retry: asyncio.TimerHandle | None = None
+    num_running: int = 0
+    """Choices with a place."""
+    num_waiting: int = 0
+    """Choices without one."""
 
     def has_place(self, num_choices: int) -> bool:
         """Whether a request would run at once."""

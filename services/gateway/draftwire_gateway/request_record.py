@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.runtime.served_request import served_request
+from draftwire.runtime.served_request import ServedRequest, served_request
 from draftwire_gateway.metrics import AHEAD_OUTCOMES, GatewayMetrics
 from draftwire_gateway.session.choices import ChoiceEvent
 from draftwire_gateway.session.committed_text import Delta, Finish
@@ -47,31 +47,27 @@ class Latencies:
         self.metrics.e2e_request_latency_s.observe(self.clock() - self._began_at)
 
 
+@dataclass(slots=True, eq=False)
 class RequestRecord:
     """Records a request from its first choice to its end. A context manager around its generation, whose error, if
     there is one, is the request's result.
     """
 
-    def __init__(
-        self,
-        metrics: GatewayMetrics,
-        generations: Sequence[Generation],
-        trace: RequestSpans | None = None,
-        caller: str = "",
-    ) -> None:
-        """Counts the prompts. The request's span, if it is traced, has begun; the caller's name is empty without
-        tokens.
-        """
-        self._metrics = metrics
-        self._generations = generations
-        self._trace = trace
-        self._num_unfinished = len(generations)
-        self._latencies = Latencies(metrics)
-        self._statistics: dict[int, Statistics] = {}
-        self._caller = caller
-        self._request = served_request()
-        num_tokens = sum({each.prompt_index: len(each.prompt_ids) for each in generations}.values())
-        metrics.count_prompts(num_tokens, caller)
+    _metrics: GatewayMetrics
+    _generations: Sequence[Generation]
+    _trace: RequestSpans | None = None
+    """The request's span, which has begun, if it is traced."""
+    _caller: str = ""
+    """The caller's name; empty without tokens."""
+    _num_unfinished: int = field(init=False)
+    _latencies: Latencies = field(init=False)
+    _statistics: dict[int, Statistics] = field(default_factory=dict)
+    _request: ServedRequest | None = field(default_factory=served_request)
+
+    def __post_init__(self) -> None:
+        self._num_unfinished, self._latencies = len(self._generations), Latencies(self._metrics)
+        num_tokens = sum({each.prompt_index: len(each.prompt_ids) for each in self._generations}.values())
+        self._metrics.count_prompts(num_tokens, self._caller)
         if self._request is not None:
             self._request.num_prompt_tokens = num_tokens
 

@@ -151,9 +151,14 @@ def complete_request(
         for choice in range(index * num_choices, (index + 1) * num_choices):
             generated = before.get(choice, GeneratedChoice(choice))
             _check_generated(generated, prompt, target)
-            if not generated.is_finished:
-                reports_prompt = choice == index * num_choices and not generated.token_ids
-                generations.append(_choice_of(prompt, generated, request, reports_prompt=reports_prompt))
+            if generated.is_finished:
+                continue
+            reports_prompt = choice == index * num_choices and not generated.token_ids
+            logprobs = prompt.logprobs if reports_prompt else replace(prompt.logprobs, prompt_logprobs=None)
+            echo = request.echo and reports_prompt
+            generations.append(
+                replace(prompt, choice=choice, generated_ids=generated.token_ids, logprobs=logprobs, echo=echo)
+            )
     return generations
 
 
@@ -184,19 +189,6 @@ def check_num_choices(num_prompts: int, num_choices: int | None) -> int:
             f"not {num_choices}"
         )
     return num_choices
-
-
-def _choice_of(
-    prompt: Generation, generated: GeneratedChoice, request: RequestedGeneration, *, reports_prompt: bool
-) -> Generation:
-    """Returns one choice of a prompt. Only a choice with `reports_prompt` reports echo and prompt log-probabilities."""
-    return replace(
-        prompt,
-        choice=generated.choice,
-        generated_ids=generated.token_ids,
-        logprobs=prompt.logprobs if reports_prompt else replace(prompt.logprobs, prompt_logprobs=None),
-        echo=request.echo and reports_prompt,
-    )
 
 
 def _max_tokens(request: RequestedGeneration, prompt_ids: list[int], name: str, target: ModelDescription) -> int:

@@ -50,7 +50,6 @@ from draftwire_gateway.requested_generation import (
 )
 from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
 from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
-from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.policy import DraftSource
 from draftwire_gateway.session.spans import RequestTracing
 from draftwire_gateway.session.statistics import Statistics
@@ -164,7 +163,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._access.authenticate(_metadata(context, "authorization"))
         refuse_unknown_fields(request)
         core = self._core
-        drafters = {drafter.description.name: drafter.description for drafter in self._pool.connected_drafters}
+        drafters = {drafter.description.name: drafter.description for drafter in self._pool.drafters.connected}
         default, rules = core.defaults.rule, core.target.rules
         return gateway_pb2.GetServerResponse(
             target=messages.model_to_proto(core.description),
@@ -220,12 +219,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             drafter=tuple(request.drafter),
             rule=_optional(request, "rejection_sample_method"),
             cache_salt=request.cache_salt,
-            generated_choices=tuple(
-                [
-                    GeneratedChoice(generated.choice, tuple(await _id_list(generated.token_ids)), generated.is_finished)
-                    for generated in request.generated_choices
-                ]
-            ),
+            generated_choices=tuple([await _generated(one) for one in request.generated_choices]),
             echo=request.echo,
             token_details=request.token_details,
             **{name: _optional(request, name) for name in _NAMED_ALIKE},
@@ -240,6 +234,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             case "chat":
                 return await self._core.render_chat(_conversation(prompt.chat), caller)
         raise InvalidRequestError("a prompt is needed: text, token_ids or chat")
+
+
+async def _generated(generated: gateway_pb2.GeneratedChoice) -> GeneratedChoice:
+    return GeneratedChoice(generated.choice, tuple(await _id_list(generated.token_ids)), generated.is_finished)
 
 
 async def _id_list(token_ids: Sequence[int]) -> list[int]:
@@ -265,7 +263,6 @@ def _num_choices(request: gateway_pb2.GenerateRequest) -> int:
 
 
 def _optional(request: gateway_pb2.GenerateRequest, name: str) -> Any:
-    """Returns a parameter; None if it was left out."""
     return getattr(request, name) if request.HasField(name) else None  # type: ignore[arg-type]
 
 
@@ -283,7 +280,7 @@ def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> str | N
 
 
 def _event_to_proto(choice_event: ChoiceEvent) -> gateway_pb2.GenerateResponse:
-    choice = choice_event.generation.choice
+    generation, choice = choice_event.generation, choice_event.generation.choice
     match choice_event.event:
         case Delta() as delta:
             message = gateway_pb2.GenerateDelta(
@@ -310,20 +307,17 @@ def _event_to_proto(choice_event: ChoiceEvent) -> gateway_pb2.GenerateResponse:
         case PromptEcho(token_ids, text):
             echo = gateway_pb2.PromptEcho(choice=choice, token_ids=token_ids, text=text)
             return gateway_pb2.GenerateResponse(prompt_echo=echo)
-        case Finish() as finish:
-            return gateway_pb2.GenerateResponse(finish=_finish_to_proto(finish, choice_event.generation))
-
-
-def _finish_to_proto(finish: Finish, generation: Generation) -> gateway_pb2.GenerateFinish:
-    return gateway_pb2.GenerateFinish(
-        choice=generation.choice,
-        reason=_REASONS[finish.reason],
-        statistics=_statistics_to_proto(finish.statistics),
-        seed=generation.seed,
-        rejection_sample_method=generation.rule.name,
-        drafter_error=finish.drafter_error,
-        is_lossy=generation.is_lossy,
-    )
+        case Finish(reason, statistics, drafter_error):
+            finish = gateway_pb2.GenerateFinish(
+                choice=choice,
+                reason=_REASONS[reason],
+                statistics=_statistics_to_proto(statistics),
+                seed=generation.seed,
+                rejection_sample_method=generation.rule.name,
+                drafter_error=drafter_error,
+                is_lossy=generation.is_lossy,
+            )
+            return gateway_pb2.GenerateResponse(finish=finish)
 
 
 def _choice_to_proto(pair: PairName, explanation: Explanation) -> gateway_pb2.SpeculationChoice:
@@ -419,9 +413,6 @@ async def make_service(config: GatewayConfig) -> Service:
     def why_unready() -> str:
         return pool.why_no_target() or ("full" if core.queue.is_full() else "")
 
-    def register(server: grpc.aio.Server) -> None:
-        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server)
-
     return Service(
         name="gateway",
         listeners=_http_listeners(config, core, pool, access, tls),
@@ -435,7 +426,7 @@ async def make_service(config: GatewayConfig) -> Service:
         on_call_end=log_call if config.access_log else ignore_ends,
         credentials=server_credentials(tls, config.tls),
         metrics=core.metrics,
-        register=register,
+        register=partial(gateway_pb2_grpc.add_GatewayServiceServicer_to_server, servicer),
         start=start,
         run=run,
         stop=stop,
@@ -456,6 +447,6 @@ def _http_listeners(
     endpoint = HttpEndpoint(config.server.host, config.http_port, context, max_connections=max_connections)
 
     def drafters() -> set[str]:
-        return {drafter.description.name for drafter in pool.connected_drafters}
+        return {drafter.description.name for drafter in pool.drafters.connected}
 
     return [HttpListener(lambda gate: make_app(core, drafters, access, gate), endpoint, config.connections)]

@@ -1,5 +1,6 @@
 """Checks what a session asks for, and its draft blocks, after the prefix that they name. Pure."""
 
+from draftwire.engine.target_session import TargetSession
 from draftwire.errors import BlockViolationError, InvalidRequestError, Violation
 from draftwire.method.rounds import ReceivedBlock, TargetSessionSpec
 from draftwire.verification import VerificationRule
@@ -18,6 +19,16 @@ def check_sampling(spec: TargetSessionSpec, vocab_size: int) -> None:
     are_many = len(stops) >= len(possible)  # else the possible tokens need not be looked through
     if sampling.min_tokens and are_many and stops.issuperset(possible):
         raise InvalidRequestError("all tokens that are possible are stop tokens, which min_tokens keeps away")
+
+
+def check_sender(block: ReceivedBlock, session: TargetSession) -> None:
+    """Checks that a block comes from the drafter of its session.
+
+    Raises:
+        BlockViolationError: it does not.
+    """
+    if session.drafter_id != block.drafter_id:
+        raise BlockViolationError(Violation.PEER, "block from a drafter that is not the session's")
 
 
 def check_block(block: ReceivedBlock, spec: TargetSessionSpec, rule: VerificationRule) -> None:

@@ -14,14 +14,13 @@ from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.place import Place
 from draftwire.engine.step_engine import StepEngine
-from draftwire.engine.target_session import OpenSource, Step, StepResult, TargetSession
+from draftwire.engine.target_session import Step, StepResult, TargetSession
 from draftwire.errors import DraftwireError, ProtocolViolationError
 from draftwire.method.rounds import FenceVerdict, PlainRun, PromptRead, ReceivedBlock, TargetSessionSpec, Verdict
 from draftwire.models.card import ModelCard
 from draftwire.models.description import DRAFTS_ON_OUTCOMES, FEATURES, HELD_BLOCKS, ISSUED_IDENTITIES
 from draftwire.options.ahead.held_blocks import HeldBlocks, HeldTally
-from draftwire.options.model_free.local_texts import LocalText
-from draftwire.options.model_free.registry import TextDrafters
+from draftwire.options.logprobs.session_logprobs import LogprobsReport
 from draftwire.options.structured_output.form_compiler_pool import FormCompilerPool
 from draftwire.requests.automaton import Automaton
 from draftwire.verification.deciding import MadeMasks
@@ -30,6 +29,7 @@ from draftwire.verification.rule_loading import served_rules
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.drafter_peers import BlockRefused, DrafterPeers
 from draftwire_verifier.drafters import Drafters
+from draftwire_verifier.local_sources import LocalSources
 from draftwire_verifier.metrics import VerifierMetrics
 from draftwire_verifier.scheduler import Completed, Scheduler
 from draftwire_verifier.slow_masks import SlowMasks
@@ -60,7 +60,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     _scheduler: Scheduler
     _loaded: LoadedEngine
     _rules: dict[str, VerificationRule]
-    _local: list[OpenSource]
+    _local: LocalSources
 
     def __init__(self, config: VerifierConfig, place: Place | None = None, followers: Followers | None = None) -> None:
         self.drafters = Drafters()
@@ -74,34 +74,19 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     async def _load(self) -> None:
         await super()._load()
         self.metrics.watch_waits(self._scheduler.waits, self._held)
-        for strategy in self.description.local_strategies:
-            self.metrics.local_draft_tokens.labels(strategy)  # at 0 from the start, so that `rate` sees the first
-            self.metrics.local_accepted.labels(strategy)
+        self.metrics.watch_local(self.description.local_strategies)
 
     @override
     def _load_engine(self) -> tuple[ModelCard, StepEngine[Step, StepResult]]:
         self._rules = served_rules(self.config.own_rules)
         self._loaded = loaded = TargetLoader(self.config, self.group).load()
         self.kv_cache_tokens = loaded.kv_cache_tokens
-        texts, description = self.config.texts, loaded.card.description
-        drafters = TextDrafters.load(texts.retrieval_store, texts.shared_tokens, description.vocabulary_fingerprint)
-        self._local = [partial(LocalText.open, drafters, description.vocab_size)]  # asked last: it knows why none is
-        for name in loaded.drafts_by:
-            from draftwire.options.heads.head_drafts import HeadSource
-
-            self._local.insert(0, partial(HeadSource.open, name, partial(self.trust.may_draft, name)))
-        own: dict[str, OpenSource] = {}
-        if self.config.own_sources:
-            from draftwire.engine.own_sources import own_sources
-
-            taken = (*loaded.drafts_by, *drafters.names)
-            own = own_sources(self.config.own_sources, description.vocab_size, taken)
-        self._local[:0] = own.values()
+        self._local = LocalSources.load(self.config, loaded, self.trust.may_draft)
         description = replace(
-            description,
+            loaded.card.description,
             capabilities=CAPABILITIES | ({FEATURES} if loaded.head else set()),
             rules=tuple(map(facts_of, self._rules.values())),
-            local_strategies=(*loaded.drafts_by, *drafters.names, *own),
+            local_strategies=self._local.names,
             max_tree_nodes=loaded.max_tree_nodes,
         )
         return replace(loaded.card, description=description), loaded.engine
@@ -112,7 +97,8 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             context_length=self.description.context_length,
             vocab_size=self.description.vocab_size,
             rules=self._rules,
-            local=self._local,
+            local=self._local.find,
+            report_of=LogprobsReport.of,
             hold=partial(HeldBlocks, self._held),
             max_draft_tokens=self.config.engine.max_draft_tokens,
             max_tree_nodes=self.description.max_tree_nodes,

@@ -18,7 +18,7 @@ from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import SequenceModel
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import rule_named
-from draftwire.verification.deciding import Judgement
+from draftwire.verification.deciding import Judgement, reports_prompt
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.auditing import audits_of
 
@@ -119,9 +119,9 @@ class TargetEngine(StepEngine[Step, StepResult]):
         parameters = spec.parameters
         sequence = self.sequences.get(session.key)
         if sequence is None:
-            # Prompt log-probabilities need every logit: no prefix is reused, since cached tokens give none.
-            is_reported = spec.logprobs.prompt_logprobs is not None
-            sequence = self.model.cache.open(() if is_reported else session.committed.ids, parameters.cache_salt)
+            # What is reported of a prompt needs every logit: no prefix is reused, since cached tokens give none.
+            known = () if reports_prompt(session.report) else session.committed.ids
+            sequence = self.model.cache.open(known, parameters.cache_salt)
             self.sequences[session.key] = sequence
             self._edits[session.key] = TokenEdits(parameters.sampling, parameters.stop_token_ids)
         return Judging(
@@ -136,7 +136,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
             prompt_len=parameters.prompt_len,
             stop_token_ids=parameters.stop_token_ids,
             max_read=item.max_read,
-            logprobs=spec.logprobs,
+            report=session.report,
             automaton=session.automaton,
             made_masks=session.masks,
             edits=self._edits[session.key],

@@ -16,10 +16,11 @@ from draftwire.engine.target_session import Step, StepResult, TargetSession
 from draftwire.engine.torch_thread import TorchThread
 from draftwire.errors import UnavailableError
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.models.sequence_model import FeatureModel, FeatureSpan
+from draftwire.models.sequence_model import FeatureSpan
 from draftwire.options.heads.feature_encoding import encode_rows
 from draftwire.options.heads.feature_format import FeatureEncoding
 from draftwire.options.heads.features import FeatureRequest, SessionFeatures
+from draftwire.options.heads.taps import FeatureModel
 from draftwire.runtime.settings import LEAST_MESSAGE_BYTES
 from draftwire_verifier.drafter_peers import DrafterPeers, DrafterStream
 from draftwire_verifier.engine import TargetEngine

@@ -86,6 +86,12 @@ class VerifierMetrics(EngineMetrics):
         """Exports how long sessions wait for drafts, and what becomes of blocks ahead, read at each scrape."""
         self.registry.register(_WaitCollector(waits, held))
 
+    def watch_local(self, strategies: Iterable[str]) -> None:
+        """Exports drafts of the verifier by itself, at 0 from the start, so that `rate` sees the first."""
+        for strategy in strategies:
+            self.local_draft_tokens.labels(strategy)
+            self.local_accepted.labels(strategy)
+
     def count_bytes(self, count: int) -> None:
         """Counts bytes of messages with draft blocks."""
         self._num_draft_bytes += count

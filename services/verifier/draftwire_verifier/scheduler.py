@@ -4,8 +4,7 @@ A step takes all work that is ready when it begins: draft blocks, plain rounds, 
 as the latency target of decoding sessions allows.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from typing_extensions import override
@@ -13,20 +12,17 @@ from typing_extensions import override
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.session_book import SessionBook
 from draftwire.engine.target_session import (
-    MAX_UINT32,
+    FindSources,
     LocalSource,
-    OpenSource,
     PushedBlocks,
+    SessionReport,
     Step,
     StepItem,
     StepResult,
     TargetSession,
 )
 from draftwire.errors import BlockViolationError, DraftwireError, InvalidRequestError, Violation
-from draftwire.method.encoding import log_probs
-from draftwire.method.round_parts import LogprobsPart, TreePart
 from draftwire.method.rounds import (
-    DraftTimings,
     Fence,
     FenceVerdict,
     LocalDraft,
@@ -38,18 +34,17 @@ from draftwire.method.rounds import (
     Verdict,
     judge_fence,
 )
-from draftwire.method.token_source import TokenSource
 from draftwire.requests.automaton import Automaton
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
 from draftwire.verification.deciding import Judgement, MadeMasks, StillReading
-from draftwire_verifier.block_check import check_block, check_sampling
+from draftwire_verifier.block_check import check_block, check_sampling, check_sender
 from draftwire_verifier.draft_waits import DraftWaits
+from draftwire_verifier.judged_round import JudgedRound
 
 MAX_FIRST_ROUND = 2**31
 """Largest `first_round`; leaves room to count rounds in uint32."""
-
 
 Completed = tuple[TargetSession, Verdict | PromptRead | DraftwireError]
 """A session and its event; an error fails the session."""
@@ -66,8 +61,10 @@ class Scheduler(SessionBook[TargetSession, Step]):
     """Finds what decides about trees, or raises InvalidRequestError; None where there are none."""
     rules: Mapping[str, VerificationRule] = field(default_factory=lambda: RULES)
     """Rules that sessions may ask for, by name."""
-    local: Sequence[OpenSource] = ()
-    """Kinds of sources that draft runs without a drafter, in the order in which they are asked."""
+    local: FindSources | None = None
+    """Finds the sources that draft runs without a drafter; None if there are none."""
+    report_of: Callable[[TargetSessionSpec], SessionReport | None] | None = None
+    """Returns what a session asks to have reported of its tokens; None if nothing is reported."""
     hold: Callable[[int], PushedBlocks] | None = None
     """Makes the source of a session that holds so many blocks of coming rounds; None if no session may."""
     take_slow: Callable[[TargetSession], bool] | None = None
@@ -103,6 +100,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
             round=spec.first_round,
             plain_rounds_left=spec.plain_rounds,
             pushed=self.hold(spec.max_held_blocks) if self.hold and spec.max_held_blocks else PushedBlocks(),
+            report=self.report_of(spec) if self.report_of is not None else None,
         )
         if watching:
             session.local[type(watching[0])] = watching[0]
@@ -129,7 +127,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
             raise BlockViolationError(Violation.PEER, "block with a permit for another session or another drafter")
         if permit.number <= session.permit_number:
             return None
-        self._seat(session, permit, block.drafter_id)
+        session.seat(permit, block.drafter_id)
         return session
 
     def admit(self, key: SessionKey, permit: Permit, drafter_id: int) -> TargetSession | None:
@@ -142,16 +140,11 @@ class Scheduler(SessionBook[TargetSession, Step]):
         session = self.sessions.get(key)
         is_genuine = session is not None and permit.is_made_with(session.spec.permit_key, drafter_id)
         if session is not None and is_genuine and permit.number > session.permit_number:
-            self._seat(session, permit, drafter_id)
+            session.seat(permit, drafter_id)
         if session is None or not is_genuine or session.drafter_id != drafter_id:  # it was replaced, or refused
             self.dropped["unknown_session" if session is None else "no_speculation"] += 1
             return None
         return session
-
-    def _seat(self, session: TargetSession, permit: Permit, drafter_id: int) -> None:
-        """Makes the holder of a permit the drafter of a session."""
-        session.drafter_id, session.permit_number = drafter_id, permit.number
-        session.pushed.clear()
 
     def end_speculation(self, session: TargetSession) -> None:
         """Refuses further blocks for a session, until another drafter sends a permit with a higher number."""
@@ -178,14 +171,14 @@ class Scheduler(SessionBook[TargetSession, Step]):
             self.dropped["no_speculation"] += 1
             return None
         if known is not None and known.pushed.keeps(known, block):
-            _check_sender(known, block)
+            check_sender(block, known)
             check_block(block, known.spec, known.rule)
             self.num_kept += known.pushed.keep(known, block)
             return None
         session, verdict = self._judge(block.fence)
         if known is None or verdict is FenceVerdict.STALE:
             return None
-        _check_sender(known, block)
+        check_sender(block, known)
         if session is None:
             raise BlockViolationError(Violation.PREFIX, "block for another prefix than the session's")
         check_block(block, session.spec, session.rule)
@@ -239,9 +232,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
         if self.waits.hold(self._ready, now):
             self.waits.begin_step(now, is_empty=True)
             return None
-        items = [
-            StepItem(session, session.block, max_read or 1, session.order) for session, max_read in self._take_ready()
-        ]
+        items = [StepItem(each, each.block, max_read or 1, each.order) for each, max_read in self._take_ready()]
         self.waits.begin_step(now, is_empty=not items)
         return Step(items, now) if items else None
 
@@ -265,46 +256,20 @@ class Scheduler(SessionBook[TargetSession, Step]):
             if isinstance(outcome, Judgement | StillReading) and outcome.prompt is not None:
                 deliveries.append((session, PromptRead(*session.key, outcome.prompt)))
             if isinstance(outcome, Judgement):
-                deliveries.append((session, self._commit(step, result, index, outcome)))
+                deliveries.append((session, self._commit(JudgedRound(step, result, index, outcome))))
             elif isinstance(outcome, StillReading):
                 self._ready.append(session)
             else:
                 deliveries.append((session, outcome))
         return deliveries
 
-    def _commit(self, step: Step, result: StepResult, index: int, judgement: Judgement) -> Verdict:
-        """Commits the round of a step's item, begins the next one, and returns the verdict."""
-        item = step.items[index]
-        session, fence = item.session, item.session.fence
-        ordered = result.drafted.get(session.key)
-        block = ordered or item.block
-        if block is not None and not block.is_used:  # a plain round, as far as anybody else sees
-            block = None
-        session.committed.append(judgement.token_ids)
-        session.round += 1
-        session.masks, session.queued = None, False
-        has_stopped = not session.spec.parameters.stop_token_ids.isdisjoint(judgement.token_ids)
-        session.is_over = has_stopped or len(session.committed) >= session.spec.max_len
-        session.plain_rounds_left = 0 if session.is_over else max(0, session.plain_rounds_left - 1)
-        verdict = Verdict(
-            fence=fence,
-            token_ids=judgement.token_ids,
-            num_draft_tokens=len(block.token_ids) if block else 0,
-            num_accepted_tokens=judgement.num_accepted,
-            extra=_extra_kind(block, judgement),
-            plain_rounds_left=session.plain_rounds_left,
-            verify_us=result.verify_us - int(result.draft_s * 1e6),  # which is told apart
-            queue_us=min(int(max(0.0, step.started_at - session.queued_at) * 1e6), MAX_UINT32),
-            num_near_ties=judgement.num_near_ties,
-            num_cached_tokens=session.num_reused or 0,
-            timings=block.timings if block else DraftTimings(),
-            mask_us=min(result.mask_us[index], MAX_UINT32) if result.mask_us else 0,
-            logprobs=_logprobs(session, block, judgement),
-            tree=TreePart(block.depth) if block and block.tree is not None else None,
-        )
-        has_failed = ordered is None and session.key in result.drafted
+    def _commit(self, judged: JudgedRound) -> Verdict:
+        """Commits a round, begins the next one, and returns the verdict."""
+        session, fence = judged.session, judged.session.fence
+        session.commit(judged.judgement.token_ids)
+        verdict, block = judged.verdict(fence), judged.block
         for source in session.sources:
-            verdict = source.report(session, verdict, block, has_failed=has_failed)
+            verdict = source.report(session, verdict, block, has_failed=judged.has_failed)
         self._begin(session)
         return verdict
 
@@ -377,55 +342,9 @@ class Scheduler(SessionBook[TargetSession, Step]):
     def _local_of(
         self, draft: LocalDraft | None, spec: TargetSessionSpec, known: Iterable[LocalSource] = ()
     ) -> list[LocalSource]:
-        """Returns the sources that a draft names, the preferred one first: those that are known, or new ones.
-
-        Raises:
-            InvalidRequestError: a strategy is unknown, or the number is out of range.
-        """
+        """Returns the sources that a draft names, as `FindSources`; none if there is no draft."""
         if draft is None:
             return []
-        by_name, names = {source.strategy: source for source in known}, filter(None, (draft.strategy, draft.instead))
-        sources = [by_name.get(name) or self._open_local(spec, name) for name in names]
-        most = spec.parameters.max_draft_tokens
-        if not 1 <= draft.num_draft_tokens <= most:
-            raise InvalidRequestError(f"a local draft has 1 to {most} tokens here, not {draft.num_draft_tokens}")
-        return sources
-
-    def _open_local(self, spec: TargetSessionSpec, strategy: str) -> LocalSource:
-        for open_source in self.local:
-            source = open_source(spec, strategy)
-            if source is not None:
-                return source
-        raise InvalidRequestError(f"nothing drafts by the name {strategy!r}")
-
-
-def _check_sender(session: TargetSession, block: ReceivedBlock) -> None:
-    if session.drafter_id != block.drafter_id:
-        raise BlockViolationError(Violation.PEER, "block from a drafter that is not the session's")
-
-
-def _extra_kind(block: ReceivedBlock | None, judgement: Judgement) -> TokenSource:
-    if block is None or not block.token_ids:
-        return TokenSource.PLAIN
-    if block.tree is None:
-        is_whole = judgement.num_accepted == len(block.token_ids)
-    else:
-        is_whole = bool(judgement.path) and judgement.path[-1] not in block.tree.parents
-    return TokenSource.BONUS if is_whole else TokenSource.RECOVERED
-
-
-def _logprobs(session: TargetSession, block: ReceivedBlock | None, judgement: Judgement) -> LogprobsPart | None:
-    draft = _draft_logprobs(block, judgement) if session.spec.reports_draft_logprobs else []
-    return LogprobsPart(judgement.logprobs, draft) if judgement.logprobs or draft else None
-
-
-def _draft_logprobs(block: ReceivedBlock | None, judgement: Judgement) -> list[float]:
-    """Returns the drafter's log-probability of each token of a verdict; NaN after the block or if none were sent."""
-    token_ids, given = judgement.token_ids, list[float]()
-    if block is not None and block.has_distributions:
-        assert not isinstance(block.draft, BlockViolationError), "such a block is refused"
-        rows = list(range(min(len(block.token_ids), len(token_ids))))
-        if block.tree is not None:  # where nothing follows, the drafter has stated nothing for the last token
-            rows = block.tree.distributions_along(judgement.path)[: len(token_ids)]
-        given = log_probs(block.draft, token_ids[: len(rows)], rows)
-    return given + [math.nan] * (len(token_ids) - len(given))
+        if self.local is None:
+            raise InvalidRequestError(f"nothing drafts by the name {draft.strategy!r}")
+        return self.local(draft, spec, known)

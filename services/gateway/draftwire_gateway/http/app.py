@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -25,14 +26,14 @@ from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.body import DetokenizeBody, TokenizeBody
 from draftwire_gateway.http.body_reading import BodyReader, header
 from draftwire_gateway.http.error_bodies import UNAVAILABLE_RETRY_S, body_of
-from draftwire_gateway.http.model_list import ListDrafters, ModelList
+from draftwire_gateway.http.model_list import ListDrafters, listed_models, model_named
 from draftwire_gateway.http.openapi_document import openapi_document
 from draftwire_gateway.http.playground_pages import HEADERS, Page, read_pages
 from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.http.request_guard import Guard
 from draftwire_gateway.http.request_observer import RequestObserver
 from draftwire_gateway.http.route_names import route_of
-from draftwire_gateway.http.routes import Chat, Completions, Responses
+from draftwire_gateway.http.routes import CHAT, COMPLETIONS, RESPONSES
 from draftwire_gateway.http.streaming import GeneratingRoute
 from draftwire_gateway.http.text_routes import TextRoute, detokenize, tokenize
 
@@ -69,16 +70,16 @@ def make_app(
     waiting = BodyBudget()
     common = (core, drafters, access, bodies)
     applications: dict[str, ASGIApp] = {
-        "/v1/completions": GeneratingRoute(Completions(), *common, waiting),
-        "/v1/chat/completions": GeneratingRoute(Chat(), *common, waiting),
-        "/v1/responses": GeneratingRoute(Responses(), *common, waiting),
+        "/v1/completions": GeneratingRoute(COMPLETIONS, *common, waiting),
+        "/v1/chat/completions": GeneratingRoute(CHAT, *common, waiting),
+        "/v1/responses": GeneratingRoute(RESPONSES, *common, waiting),
         "/tokenize": TextRoute(TokenizeBody, tokenize, *common),
         "/detokenize": TextRoute(DetokenizeBody, detokenize, *common),
     }
     for path, application in applications.items():
         app.router.routes.append(StarletteRoute(path, application, methods=["POST"]))
     _add_description(app)
-    _add_models(app, ModelList(core, drafters), access)
+    _add_models(app, partial(listed_models, core, drafters, int(time.time())), access)
     _add_state(app, core, access, gate)
     for path, page in pages.items():
         app.add_api_route(path, partial(_page, page), methods=["GET"], response_model=None)
@@ -104,16 +105,16 @@ def _add_description(app: FastAPI) -> None:
         return await asyncio.shield(making())  # one task for all requests, also for those that come meanwhile
 
 
-def _add_models(app: FastAPI, models: ModelList, access: Access) -> None:
+def _add_models(app: FastAPI, models: Callable[[], list[dict[str, Any]]], access: Access) -> None:
     @app.get("/v1/models", response_model=None)
     async def list_models(request: Request) -> Response:
         access.authenticate(header(request.scope, "authorization"))
-        return _json(models.all())
+        return _json({"object": "list", "data": models()})
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def retrieve_model(request: Request, name: str) -> Response:
         access.authenticate(header(request.scope, "authorization"))
-        return _json(models.one(name))
+        return _json(model_named(name, models()))
 
 
 def _add_state(app: FastAPI, core: GatewayCore, access: Access, gate: ServiceGate) -> None:

@@ -6,18 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from draftwire.errors import (
-    ContextLengthError,
-    DraftwireError,
-    InvalidRequestError,
-    ModelMismatchError,
-    NoRoomError,
-    ProtocolViolationError,
-    UnauthenticatedError,
-    UnavailableError,
-    UnknownSessionError,
-    WrongRoleError,
-)
+from draftwire import errors
 from draftwire_gateway.http.body import ChatBody, CompletionBody
 from draftwire_gateway.http.refusal import RefusedError
 
@@ -40,19 +29,18 @@ class _Kind:
 
 _OPAQUE = "internal error"
 _INTERNAL = _Kind(500, "api_error", "internal_error")
-_INVALID = _Kind(400, "invalid_request_error")
+_PEER_FAILED = _Kind(500, "api_error", "peer_failed")
 _TABLE: dict[type[BaseException], _Kind] = {
-    InvalidRequestError: _INVALID,
-    ContextLengthError: _Kind(400, "invalid_request_error", "context_length_exceeded"),
-    UnauthenticatedError: _Kind(401, "authentication_error", "invalid_api_key"),
-    UnknownSessionError: _Kind(
-        503, "service_unavailable_error", "session_lost"
-    ),  # lost by a peer: clients do not address sessions
-    ProtocolViolationError: _Kind(500, "api_error", "peer_failed"),
-    ModelMismatchError: _Kind(500, "api_error", "peer_failed"),
-    WrongRoleError: _Kind(500, "api_error", "peer_failed"),
-    NoRoomError: _Kind(429, "rate_limit_error", "rate_limit_exceeded"),
-    UnavailableError: _Kind(503, "service_unavailable_error", "unavailable"),
+    errors.InvalidRequestError: _Kind(400, "invalid_request_error"),
+    errors.ContextLengthError: _Kind(400, "invalid_request_error", "context_length_exceeded"),
+    errors.UnauthenticatedError: _Kind(401, "authentication_error", "invalid_api_key"),
+    # Lost by a peer: clients do not address sessions.
+    errors.UnknownSessionError: _Kind(503, "service_unavailable_error", "session_lost"),
+    errors.ProtocolViolationError: _PEER_FAILED,
+    errors.ModelMismatchError: _PEER_FAILED,
+    errors.WrongRoleError: _PEER_FAILED,
+    errors.NoRoomError: _Kind(429, "rate_limit_error", "rate_limit_exceeded"),
+    errors.UnavailableError: _Kind(503, "service_unavailable_error", "unavailable"),
     TimeoutError: _Kind(504, "service_unavailable_error", "timeout"),
 }
 
@@ -83,14 +71,14 @@ def body_of(error: BaseException) -> bytes:
     """Returns the response body of an error, as JSON. Errors outside the table stay opaque."""
     cause = _root_cause(error)
     kind = _kind_of(cause)
-    is_own = isinstance(cause, DraftwireError | RefusedError)
+    is_own = isinstance(cause, errors.DraftwireError | RefusedError)
     message = _with_names(HTTP_NAMES, str(cause)) if is_own else _OPAQUE
     param = cause.param if isinstance(cause, RefusedError) else _param_of(message) if kind.status == 400 else None
     fields = {"message": message, "type": kind.type, "param": param, "code": kind.code}
     return json.dumps({"error": fields}).encode()
 
 
-def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> RefusedError:
+def renamed(error: errors.InvalidRequestError, names: Mapping[str, str]) -> RefusedError:
     """Returns an error whose message uses a route's parameter names: the keys of `names` become their values."""
     message = _with_names(names, str(error))
     return RefusedError(400, message, code=_kind_of(error).code, param=_param_of(message))
@@ -103,9 +91,9 @@ def _with_names(names: Mapping[str, str], message: str) -> str:
 def headers_of(error: BaseException) -> list[tuple[bytes, bytes]]:
     """Returns the headers retry-after or www-authenticate, if the error has one."""
     cause = _root_cause(error)
-    if isinstance(cause, UnauthenticatedError):
+    if isinstance(cause, errors.UnauthenticatedError):
         return [(b"www-authenticate", b"Bearer")]
-    if isinstance(cause, NoRoomError):
+    if isinstance(cause, errors.NoRoomError):
         wait_s = cause.retry_after_s
     elif status_of(cause) == 503:
         wait_s = UNAVAILABLE_RETRY_S

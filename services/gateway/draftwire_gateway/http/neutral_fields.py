@@ -17,10 +17,6 @@ def _is(*values: object) -> Callable[[Any], bool]:
     return lambda given: any(type(given) is type(value) and given == value for value in values)
 
 
-def _is_one(given: Any) -> bool:
-    return type(given) in (int, float) and given == 1
-
-
 def _is_text(given: Any) -> bool:
     return isinstance(given, str)
 
@@ -42,7 +38,7 @@ NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
     "detokenize": _is(True),
     "early_stopping": _is(False),
     "include_stop_str_in_output": _is(False),
-    "length_penalty": _is_one,
+    "length_penalty": _is(1, 1.0),
     "modalities": _is(["text"]),
     "priority": _is(0),
     "service_tier": _is("auto", "default"),

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from draftwire_gateway.http.choice_deltas import IMPOSSIBLE, ChoiceDelta, Ending, ReportedToken, ResponseOptions
 from draftwire_gateway.http.usage import metrics_of, usage_of
@@ -36,40 +36,23 @@ class LazyList:
         return LazyList(self.tokens[part], self.entry_of)
 
 
-class ResponseFormatter(Protocol):
-    """Differences between the responses of the routes."""
-
-    whole: str
-    """`object` of a response, and below of a chunk."""
-    chunk: str
-    id_prefix: str
-
-    def of_whole(self, delta: ChoiceDelta) -> Object:
-        """Returns the fields with the text of a finished choice."""
-
-    def of_chunk(self, delta: ChoiceDelta, *, is_first: bool) -> Object:
-        """Returns the fields with the new text of a choice."""
-
-    def logprobs(self, tokens: Sequence[ReportedToken]) -> Object:
-        """Returns the log-probabilities of tokens, with `LazyList` in the place of lists."""
-
-
 class CompletionFormatter:
     """Responses of POST /v1/completions."""
 
     whole = chunk = "text_completion"
+    """`object` of a response and of a chunk."""
     id_prefix = "cmpl-"
 
     def of_whole(self, delta: ChoiceDelta) -> Object:
-        """Returns the text of a finished choice."""
+        """Returns the fields with the text of a finished choice."""
         return {"text": delta.text}
 
     def of_chunk(self, delta: ChoiceDelta, *, is_first: bool) -> Object:
-        """Returns the new text of a choice."""
+        """Returns the fields with the new text of a choice."""
         return {"text": delta.text}
 
     def logprobs(self, tokens: Sequence[ReportedToken]) -> Object:
-        """Returns parallel lists with an entry for each token."""
+        """Returns parallel lists with an entry for each token, as `LazyList`."""
         return {
             "tokens": LazyList(tokens, lambda token: token.text),
             "token_logprobs": LazyList(tokens, lambda token: token.logprob),
@@ -108,6 +91,10 @@ class ChatFormatter:
         return {"content": LazyList(tokens, _chat_entry), "refusal": None}
 
 
+ResponseFormatter = CompletionFormatter | ChatFormatter
+"""Differences between the responses of the routes."""
+
+
 def _likeliest_and_drawn(token: ReportedToken) -> dict[str, float] | None:
     """Returns the log-probabilities of the likeliest tokens and the drawn one by text; of equal texts, the highest."""
     if token.logprob is None:
@@ -130,22 +117,6 @@ def _chat_entry(token: ReportedToken) -> Object:
 def _with_bytes(text: str, logprob: float) -> Object:
     # A token that is a part of a character decodes to U+FFFD, whose bytes are not the token's.
     return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
-
-
-class Writer(Protocol):
-    """Serialises the response to one request, as a whole or as server-sent events."""
-
-    def answer(self, deltas: Sequence[ChoiceDelta], endings: Sequence[Ending]) -> Iterator[str]:
-        """Yields a whole response in parts, each of which takes milliseconds."""
-
-    def begin(self) -> bytes:
-        """Returns what a stream begins with."""
-
-    def chunk(self, delta: ChoiceDelta) -> bytes:
-        """Returns new results of a choice."""
-
-    def end(self, endings: Sequence[Ending]) -> bytes:
-        """Returns what a stream ends with."""
 
 
 class ResponseWriter:

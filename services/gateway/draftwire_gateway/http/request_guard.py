@@ -3,9 +3,9 @@ ready. It also refuses names that are not the gateway's and pages of other origi
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,66 +28,34 @@ FINAL_ERROR_SECONDS = 1.0
 """How long a stream that is cut waits for the client to read the error."""
 
 
-class Turns:
-    """Lets requests begin a few at a time, so that a flood of them holds up no stream. Runs on the event loop."""
-
-    def __init__(self) -> None:
-        self._num_begun = 0
-        """Requests that have begun in this turn of the loop."""
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def wait(self) -> None:
-        """Returns when a request may begin: at once, unless too many have begun in this turn."""
-        if self._num_begun < MOST_IN_A_TURN and not self._waiting:
-            self._begin()
-            return
-        may_begin = asyncio.get_running_loop().create_future()
-        self._waiting.append(may_begin)
-        await may_begin
-
-    def _begin(self) -> None:
-        if self._num_begun == 0:
-            asyncio.get_running_loop().call_soon(self._next_turn)
-        self._num_begun += 1
-
-    def _next_turn(self) -> None:
-        self._num_begun = 0
-        while self._waiting and self._num_begun < MOST_IN_A_TURN:
-            may_begin = self._waiting.popleft()
-            if not may_begin.done():  # its client may have gone
-                self._begin()
-                may_begin.set_result(None)
-
-
+@dataclass(frozen=True, slots=True)
 class Guard:
     """ASGI middleware around the routes."""
 
-    def __init__(
-        self, app: ASGIApp, gate: ServiceGate, *, hosts: Collection[str] | None = None, origins: Collection[str] = ()
-    ) -> None:
-        """Requests are answered under `hosts`, localhost and IP addresses; those under other names, and from pages of
-        other origins than `origins`, are refused (DNS rebinding, CSRF). None refuses neither; origins may have
-        `ANY_ORIGIN`.
-        """
-        self._app = app
-        self._gate = gate
-        self._hosts = hosts
-        self._origins = origins
-        self._turns = Turns()
+    app: ASGIApp
+    gate: ServiceGate
+    hosts: Collection[str] | None = None
+    """Names under which requests are answered, beside localhost and IP addresses. Those under other names, and from
+    pages of other origins than `origins`, are refused (DNS rebinding, CSRF); None refuses neither."""
+    origins: Collection[str] = ()
+    """May have `ANY_ORIGIN`."""
+    _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_IN_A_TURN))
+    """Held by requests in the turn in which they begin, so that a flood of them holds up no stream."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         answer = _Answer(send)
         try:
-            await self._turns.wait()
-            if self._hosts is not None:
-                refuse_other_origins(scope, self._hosts, self._origins)
-            if self._gate.refusal and scope["path"].startswith(("/v1/", "/tokenize", "/detokenize")):
-                raise UnavailableError(f"service is {self._gate.refusal}")
-            await self._app(scope, receive, answer.send)
+            await self._turns.acquire()
+            asyncio.get_running_loop().call_soon(self._turns.release)
+            if self.hosts is not None:
+                refuse_other_origins(scope, self.hosts, self.origins)
+            if self.gate.refusal and scope["path"].startswith(("/v1/", "/tokenize", "/detokenize")):
+                raise UnavailableError(f"service is {self.gate.refusal}")
+            await self.app(scope, receive, answer.send)
         except asyncio.CancelledError:  # the drain has ended
             with suppress(TimeoutError):
                 async with asyncio.timeout(FINAL_ERROR_SECONDS):
@@ -113,9 +81,8 @@ class _Answer:
         await self._send(message)
         if message["type"] == "http.response.start":
             self._has_begun = True
-            self._is_stream = (
-                dict(message.get("headers", [])).get(b"content-type", b"").startswith(b"text/event-stream")
-            )
+            content_type = dict(message.get("headers", [])).get(b"content-type", b"")
+            self._is_stream = content_type.startswith(b"text/event-stream")
         self._has_ended |= message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def fail(self, error: BaseException) -> None:
@@ -127,13 +94,8 @@ class _Answer:
             content = event(content.decode())
         else:
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-            await self.send(
-                {
-                    "type": "http.response.start",
-                    "status": status_of(error),
-                    "headers": [*headers, *headers_of(error)],
-                }
-            )
+            headers += headers_of(error)
+            await self.send({"type": "http.response.start", "status": status_of(error), "headers": headers})
         await self.send({"type": "http.response.body", "body": content})
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,22 +15,21 @@ CLIENT_GONE = 499
 """Status of a request whose client left before the response began, as nginx calls it."""
 
 
+@dataclass(frozen=True, slots=True)
 class RequestObserver:
     """ASGI middleware. What uvicorn answers itself, because it is no HTTP, is not seen here."""
 
-    def __init__(
-        self, app: ASGIApp, route_of: Callable[[str], str], metrics: GatewayMetrics, *, logs: bool = False
-    ) -> None:
-        """Wraps all routes, and what guards them; with `logs`, each request is logged when it ends."""
-        self._app = app
-        self._route_of = route_of
-        self._requests = metrics.http_requests
-        self._logs = logs
+    app: ASGIApp
+    """All routes, and what guards them."""
+    route_of: Callable[[str], str]
+    metrics: GatewayMetrics
+    logs: bool = False
+    """Whether each request is logged when it ends."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         started_at, status = time.perf_counter(), CLIENT_GONE
         with serving(header(scope, REQUEST_ID)) as request:
@@ -43,9 +43,9 @@ class RequestObserver:
                 await send(message)
 
             try:
-                await self._app(scope, receive, send_with_id)
+                await self.app(scope, receive, send_with_id)
             finally:
-                route = self._route_of(scope["path"])
-                self._requests.labels(route, str(status)).inc()
-                if self._logs:
+                route = self.route_of(scope["path"])
+                self.metrics.http_requests.labels(route, str(status)).inc()
+                if self.logs:
                     log_request(scope["method"], route, status, time.perf_counter() - started_at, request)

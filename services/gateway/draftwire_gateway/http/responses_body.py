@@ -5,26 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from draftwire_gateway.http.body import (
-    CalledFunction,
-    ChatBody,
-    ChatMessage,
-    FirstFault,
-    Function,
-    GenerateBody,
-    JsonSchema,
-    MessageToolCall,
-    NamedFunction,
-    NamedTool,
-    ResponseFormat,
-    Strict,
-    TextPart,
-    ToolBody,
-    as_object,
-    as_parts,
-    at_most,
-    value_error,
-)
+from draftwire_gateway.http import body as bodies
 from draftwire_gateway.text.conversation import MAX_CHAT_MESSAGES, MAX_TOOL_CHARACTERS, MAX_TOOLS
 
 SYSTEM_ROLES = {"developer": "system"}
@@ -39,7 +20,7 @@ Unused = Annotated[tuple[()], BeforeValidator(_nothing, list[Any])]
 """A list that clients send back, and that has no effect here."""
 
 
-class ContentPart(Strict):
+class ContentPart(bodies.Strict):
     """A part of a message, which is always text."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -50,10 +31,10 @@ class ContentPart(Strict):
     """Log-probabilities of an earlier answer; no effect here."""
 
 
-Content = Annotated[list[ContentPart], FirstFault(), BeforeValidator(as_parts, str | list[ContentPart])]
+Content = Annotated[list[ContentPart], bodies.FirstFault(), BeforeValidator(bodies.as_parts, str | list[ContentPart])]
 
 
-class MessageItem(Strict):
+class MessageItem(bodies.Strict):
     """A message."""
 
     type: Literal["message"] = "message"
@@ -64,7 +45,7 @@ class MessageItem(Strict):
     phase: str = ""
 
 
-class CallItem(Strict):
+class CallItem(bodies.Strict):
     """A tool call of an earlier answer."""
 
     type: Literal["function_call"]
@@ -75,7 +56,7 @@ class CallItem(Strict):
     status: str = ""
 
 
-class CallOutputItem(Strict):
+class CallOutputItem(bodies.Strict):
     """Output of a tool call."""
 
     type: Literal["function_call_output"]
@@ -85,7 +66,7 @@ class CallOutputItem(Strict):
     status: str = ""
 
 
-class ReasoningItem(Strict):
+class ReasoningItem(bodies.Strict):
     """How an earlier answer was found; has no effect here, as templates leave it out."""
 
     type: Literal["reasoning"]
@@ -107,28 +88,28 @@ def _as_items(given: Any) -> Any:
     return given
 
 
-class FunctionTool(Strict):
+class FunctionTool(bodies.Strict):
     """A function that the model may call."""
 
     type: Literal["function"]
     name: str
     description: str = ""
-    parameters: Annotated[str, BeforeValidator(as_object, dict[str, Any])] = ""
+    parameters: Annotated[str, BeforeValidator(bodies.as_object, dict[str, Any])] = ""
     strict: bool = False
     """Whether the arguments of every call follow the schema, also where the model is free to call or not."""
 
 
-Tools = Annotated[list[FunctionTool], FirstFault(), at_most(MAX_TOOLS)]
+Tools = Annotated[list[FunctionTool], bodies.FirstFault(), bodies.at_most(MAX_TOOLS)]
 
 
-class NamedFunctionTool(Strict):
+class NamedFunctionTool(bodies.Strict):
     """A `tool_choice` that names a function."""
 
     type: Literal["function"]
     name: str
 
 
-class TextFormat(Strict):
+class TextFormat(bodies.Strict):
     """Form of the text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -136,27 +117,29 @@ class TextFormat(Strict):
     """Has no effect here."""
     description: str = ""
     """Has no effect here."""
-    json_schema: Annotated[str, BeforeValidator(as_object, dict[str, Any])] = Field("", alias="schema")
+    json_schema: Annotated[str, BeforeValidator(bodies.as_object, dict[str, Any])] = Field("", alias="schema")
     strict: bool = True
     """Has no effect here: texts always follow the schema."""
 
     @model_validator(mode="after")
     def _check_schema(self) -> "TextFormat":
         if (self.type == "json_schema") != bool(self.json_schema):
-            raise value_error("schema comes with the type json_schema, and with no other")
+            raise bodies.value_error("schema comes with the type json_schema, and with no other")
         return self
 
 
-class OutputTextOptions(Strict):
+class OutputTextOptions(bodies.Strict):
     """Options of the text."""
 
     format: TextFormat | None = None
 
 
-class ResponsesBody(GenerateBody):
+class ResponsesBody(bodies.GenerateBody):
     """Body of POST /v1/responses."""
 
-    input: Annotated[list[Item], FirstFault(), at_most(MAX_CHAT_MESSAGES), BeforeValidator(_as_items, str | list[Item])]
+    input: Annotated[
+        list[Item], bodies.FirstFault(), bodies.at_most(MAX_CHAT_MESSAGES), BeforeValidator(_as_items, str | list[Item])
+    ]
     n: Literal[1] = 1
     instructions: str = ""
     max_output_tokens: int | None = None
@@ -164,42 +147,42 @@ class ResponsesBody(GenerateBody):
     tools: Tools = Field(default_factory=list)
     tool_choice: Literal["auto", "none", "required"] | NamedFunctionTool = "auto"
     parallel_tool_calls: bool = True
-    chat_template_kwargs: Annotated[str, BeforeValidator(as_object, dict[str, Any])] = "{}"
+    chat_template_kwargs: Annotated[str, BeforeValidator(bodies.as_object, dict[str, Any])] = "{}"
 
     @model_validator(mode="after")
     def _check_conversation(self) -> "ResponsesBody":
         for name in ("token_details", "return_token_ids", "prompt_logprobs", "generated_choices"):
             if getattr(self, name):
-                raise value_error(f"{name}: means nothing on this route")
+                raise bodies.value_error(f"{name}: means nothing on this route")
         if sum(len(tool.parameters) for tool in self.tools) > MAX_TOOL_CHARACTERS:
-            raise value_error(f"tools: takes at most {MAX_TOOL_CHARACTERS} characters")
+            raise bodies.value_error(f"tools: takes at most {MAX_TOOL_CHARACTERS} characters")
         if not self.chat.messages:
-            raise value_error("input: has no message")
+            raise bodies.value_error("input: has no message")
         self.chat.check_combinations()
         return self
 
     @cached_property
-    def chat(self) -> ChatBody:
+    def chat(self) -> bodies.ChatBody:
         """The same request of /v1/chat/completions."""
-        common = {name: getattr(self, name) for name in GenerateBody.model_fields}
+        common = {name: getattr(self, name) for name in bodies.GenerateBody.model_fields}
         choice = self.tool_choice
-        return ChatBody.model_construct(
+        return bodies.ChatBody.model_construct(
             **common,
             messages=_messages(self),
             max_tokens=self.max_output_tokens,
             tools=list(map(_tool, self.tools)),
             tool_choice=choice
             if isinstance(choice, str)
-            else NamedTool(type="function", function=NamedFunction(name=choice.name)),
+            else bodies.NamedTool(type="function", function=bodies.NamedFunction(name=choice.name)),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_format(self.text.format),
             chat_template_kwargs=self.chat_template_kwargs,
         )
 
 
-def _messages(body: ResponsesBody) -> list[ChatMessage]:
+def _messages(body: ResponsesBody) -> list[bodies.ChatMessage]:
     """Returns the conversation. Calls that follow each other, or an answer, are of one message."""
-    messages: list[ChatMessage] = []
+    messages: list[bodies.ChatMessage] = []
     if body.instructions:
         messages.append(_message("system", body.instructions))
     for item in body.input:
@@ -209,8 +192,8 @@ def _messages(body: ResponsesBody) -> list[ChatMessage]:
             case CallOutputItem():
                 messages.append(_message("tool", _text(item.output), tool_call_id=item.call_id))
             case CallItem():
-                function = CalledFunction(name=item.name, arguments=item.arguments)
-                calls = [MessageToolCall(id=item.call_id, function=function)]
+                function = bodies.CalledFunction(name=item.name, arguments=item.arguments)
+                calls = [bodies.MessageToolCall(id=item.call_id, function=function)]
                 last = messages[-1] if messages and messages[-1].role == "assistant" else None
                 if last is None:
                     messages.append(_message("assistant", "", tool_calls=calls))
@@ -221,23 +204,21 @@ def _messages(body: ResponsesBody) -> list[ChatMessage]:
     return messages
 
 
-def _message(role: str, text: str, **more: Any) -> ChatMessage:
-    return ChatMessage(role=role, content=[TextPart(type="text", text=text)], **more)
+def _message(role: str, text: str, **more: Any) -> bodies.ChatMessage:
+    return bodies.ChatMessage(role=role, content=[bodies.TextPart(type="text", text=text)], **more)
 
 
 def _text(content: list[ContentPart]) -> str:
     return "".join(part.text for part in content)
 
 
-def _tool(tool: FunctionTool) -> ToolBody:
-    function = Function.model_construct(
-        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-    )
-    return ToolBody.model_construct(type="function", function=function)
+def _tool(tool: FunctionTool) -> bodies.ToolBody:
+    function = bodies.Function.model_construct(**tool.model_dump(exclude={"type"}))
+    return bodies.ToolBody.model_construct(type="function", function=function)
 
 
-def _format(wanted: TextFormat | None) -> ResponseFormat | None:
+def _format(wanted: TextFormat | None) -> bodies.ResponseFormat | None:
     if wanted is None:
         return None
-    schema = JsonSchema.model_construct(json_schema=wanted.json_schema) if wanted.type == "json_schema" else None
-    return ResponseFormat.model_construct(type=wanted.type, json_schema=schema)
+    schema = bodies.JsonSchema.model_construct(json_schema=wanted.json_schema) if wanted.type == "json_schema" else None
+    return bodies.ResponseFormat.model_construct(type=wanted.type, json_schema=schema)

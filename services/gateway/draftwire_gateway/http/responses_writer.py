@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from draftwire_gateway.http.choice_deltas import ChoiceDelta, Ending
-from draftwire_gateway.http.openai_types import Object, event
+from draftwire_gateway.http.openai_types import Object, ResponseWriter, event
 from draftwire_gateway.http.responses_body import ResponsesBody
 from draftwire_gateway.http.usage import metrics_of, usage_of
 from draftwire_gateway.text.tool_call_reader import CallDelta
@@ -59,9 +59,8 @@ class ResponsesWriter:
     def begin(self) -> bytes:
         """Returns the events before the first text."""
         response = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
+        events = self._event("response.created", response=response)
+        return events + self._event("response.in_progress", response=response)
 
     def chunk(self, delta: ChoiceDelta) -> bytes:
         """Returns the events of new text and new calls."""
@@ -157,6 +156,10 @@ class ResponsesWriter:
         }
 
 
+Writer = ResponseWriter | ResponsesWriter
+"""Serialises the response to one request, as a whole or as server-sent events."""
+
+
 def _status(reason: str | None) -> str:
     return "incomplete" if reason == "length" else "completed"
 
@@ -167,14 +170,8 @@ def _message(text: str) -> Object:
 
 
 def _call(call: CallDelta) -> Object:
-    return {
-        "type": "function_call",
-        "id": _new_id("fc"),
-        "call_id": call.id,
-        "name": call.name,
-        "arguments": call.arguments,
-        "status": "",
-    }
+    called = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+    return {"type": "function_call", "id": _new_id("fc"), **called, "status": ""}
 
 
 def _described(tool: Object) -> Object:

@@ -1,11 +1,10 @@
 """The generating routes: conversion of their bodies to requests of the core."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic
-
-from typing_extensions import override
 
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.parameters import NUMBERS, SamplingParams
@@ -23,167 +22,121 @@ from draftwire_gateway.http.body import (
 )
 from draftwire_gateway.http.choice_deltas import ResponseOptions
 from draftwire_gateway.http.error_bodies import HTTP_NAMES, renamed
-from draftwire_gateway.http.openai_types import (
-    ChatFormatter,
-    CompletionFormatter,
-    ResponseFormatter,
-    ResponseWriter,
-    Writer,
-)
+from draftwire_gateway.http.openai_types import ChatFormatter, CompletionFormatter, ResponseFormatter, ResponseWriter
 from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.http.responses_body import ResponsesBody
-from draftwire_gateway.http.responses_writer import ResponsesWriter
+from draftwire_gateway.http.responses_writer import ResponsesWriter, Writer
 from draftwire_gateway.http.tool_use import tool_use
 from draftwire_gateway.requested_generation import GeneratedChoice, RequestedGeneration
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
 
 
-class Route(ABC, Generic[Body]):
+@dataclass(frozen=True, slots=True)
+class Route(Generic[Body]):
     """A route that generates text."""
 
     body: type[Body]
     """Model of the request body."""
-
-    def num_prompts(self, body: Body) -> int:
-        """Returns the number of prompts."""
-        return 1
-
-    @abstractmethod
-    def options(self, body: Body, core: GatewayCore) -> ResponseOptions:
-        """Returns what the response reports beside the text, and how its text is read.
-
-        Raises:
-            InvalidRequestError: the body asks for what cannot be had.
-        """
-
-    @abstractmethod
-    def writer(self, body: Body, options: ResponseOptions) -> Writer:
-        """Returns what writes the response."""
-
-    def names(self, body: Body) -> Mapping[str, str]:
-        """Returns this route's names of parameters that the core's errors name differently."""
-        return HTTP_NAMES
-
-    @abstractmethod
-    async def requested(
-        self, body: Body, options: ResponseOptions, core: GatewayCore, caller: str
-    ) -> RequestedGeneration:
-        """Tokenises the prompts, and returns the request for the core.
-
-        Raises:
-            InvalidRequestError: a value is out of range, or a prompt is invalid.
-            NoRoomError: too many conversations are being rendered, or texts tokenised.
-        """
+    options: Callable[[Body, GatewayCore], ResponseOptions]
+    """Returns what the response reports beside the text, and how its text is read. Raises InvalidRequestError if the
+    body asks for what cannot be had."""
+    requested: Callable[[Body, ResponseOptions, GatewayCore, str], Awaitable[RequestedGeneration]]
+    """Tokenises the prompts, in turn with those of other callers than the named one, and returns the request for the
+    core. Raises InvalidRequestError if a value is out of range or a prompt invalid, NoRoomError if too many
+    conversations are being rendered, or texts tokenised."""
+    writer: Callable[[Body, ResponseOptions], Writer]
+    """Returns what writes the response."""
+    names: Callable[[Body], Mapping[str, str]] = lambda _: HTTP_NAMES
+    """Returns this route's names of parameters that the core's errors name differently."""
+    num_prompts: Callable[[Body], int] = lambda _: 1
 
 
-class Completions(Route[CompletionBody]):
-    """POST /v1/completions."""
-
-    body = CompletionBody
-
-    @override
-    def num_prompts(self, body: CompletionBody) -> int:
-        return len(body.prompt)
-
-    @override
-    def options(self, body: CompletionBody, core: GatewayCore) -> ResponseOptions:
-        ids = body.return_token_ids
-        return ResponseOptions(body.n, body.logprobs, body.prompt_logprobs, body.token_details, returns_ids=ids)
-
-    @override
-    def writer(self, body: CompletionBody, options: ResponseOptions) -> Writer:
-        return _writer(CompletionFormatter(), body, options)
-
-    @override
-    async def requested(
-        self, body: CompletionBody, options: ResponseOptions, core: GatewayCore, caller: str
-    ) -> RequestedGeneration:
-        prompts = [await core.tokenize(prompt, caller) if isinstance(prompt, str) else prompt for prompt in body.prompt]
-        # An echo with log-probabilities includes those of the prompt.
-        tops = [body.prompt_logprobs, body.logprobs if body.echo else None]
-        return RequestedGeneration(
-            prompts=prompts,
-            sampling=_sampling(body, _form(body.structured_output)),
-            caller=caller,
-            max_tokens=body.max_tokens,
-            logprobs=body.logprobs,
-            prompt_logprobs=max((top for top in tops if top is not None), default=None),
-            echo=body.echo,
-            token_details=body.token_details or body.logprobs is not None,  # offsets in the text
-            **_common(body),
-        )
+def _completion_options(body: CompletionBody, _core: GatewayCore) -> ResponseOptions:
+    ids = body.return_token_ids
+    return ResponseOptions(body.n, body.logprobs, body.prompt_logprobs, body.token_details, returns_ids=ids)
 
 
-class Chat(Route[ChatBody]):
-    """POST /v1/chat/completions."""
-
-    body = ChatBody
-
-    @override
-    def options(self, body: ChatBody, core: GatewayCore) -> ResponseOptions:
-        tools = tool_use(body, core.tool_syntax)
-        if tools is not None and any(one.token_ids for one in body.generated_choices):
-            raise InvalidRequestError("generated_choices: answers in which tool calls are read cannot be resumed")
-        ids = body.return_token_ids
-        return ResponseOptions(body.n, _num_top(body), body.prompt_logprobs, body.token_details, tools, ids)
-
-    @override
-    def writer(self, body: ChatBody, options: ResponseOptions) -> Writer:
-        return _writer(ChatFormatter(), body, options)
-
-    @override
-    def names(self, body: ChatBody) -> Mapping[str, str]:
-        """Returns the HTTP names of parameters; the prompt is `messages`, the form may be that of tool calls."""
-        length = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-        form = {"structured_output": "tools"} if body.offered_tools and not body.has_form else {}
-        return {**HTTP_NAMES, **length, **form, "the prompt": "messages"}
-
-    @override
-    async def requested(
-        self, body: ChatBody, options: ResponseOptions, core: GatewayCore, caller: str
-    ) -> RequestedGeneration:
-        tools = options.tools
-        form = _chat_form(body) if tools is None else tools.form
-        return RequestedGeneration(
-            prompts=[await core.render_chat(conversation_of(body, body.messages, body.offered_tools), caller)],
-            sampling=_sampling(body, form),
-            shown_tokens=frozenset() if tools is None else tools.shown_tokens,
-            caller=caller,
-            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-            logprobs=_num_top(body),
-            prompt_logprobs=body.prompt_logprobs,
-            token_details=body.token_details,
-            **_common(body),
-        )
+async def _requested_completion(
+    body: CompletionBody, _options: ResponseOptions, core: GatewayCore, caller: str
+) -> RequestedGeneration:
+    prompts = [await core.tokenize(prompt, caller) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+    # An echo with log-probabilities includes those of the prompt.
+    tops = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return RequestedGeneration(
+        prompts=prompts,
+        sampling=_sampling(body, _form(body.structured_output)),
+        caller=caller,
+        max_tokens=body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=max((top for top in tops if top is not None), default=None),
+        echo=body.echo,
+        token_details=body.token_details or body.logprobs is not None,  # offsets in the text
+        **_common(body),
+    )
 
 
-class Responses(Route[ResponsesBody]):
-    """POST /v1/responses: a conversation in other words."""
+def _chat_options(body: ChatBody, core: GatewayCore) -> ResponseOptions:
+    tools = tool_use(body, core.tool_syntax)
+    if tools is not None and any(one.token_ids for one in body.generated_choices):
+        raise InvalidRequestError("generated_choices: answers in which tool calls are read cannot be resumed")
+    ids = body.return_token_ids
+    return ResponseOptions(body.n, _num_top(body), body.prompt_logprobs, body.token_details, tools, ids)
 
-    body = ResponsesBody
 
-    @override
-    def options(self, body: ResponsesBody, core: GatewayCore) -> ResponseOptions:
-        return Chat().options(body.chat, core)
+async def _requested_chat(
+    body: ChatBody, options: ResponseOptions, core: GatewayCore, caller: str
+) -> RequestedGeneration:
+    tools = options.tools
+    form = _chat_form(body) if tools is None else tools.form
+    return RequestedGeneration(
+        prompts=[await core.render_chat(conversation_of(body, body.messages, body.offered_tools), caller)],
+        sampling=_sampling(body, form),
+        shown_tokens=frozenset() if tools is None else tools.shown_tokens,
+        caller=caller,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=_num_top(body),
+        prompt_logprobs=body.prompt_logprobs,
+        token_details=body.token_details,
+        **_common(body),
+    )
 
-    @override
-    def writer(self, body: ResponsesBody, options: ResponseOptions) -> Writer:
-        return ResponsesWriter(body)
 
-    @override
-    def names(self, body: ResponsesBody) -> Mapping[str, str]:
-        return {**Chat().names(body.chat), "max_tokens": "max_output_tokens", "the prompt": "input"}
-
-    @override
-    async def requested(
-        self, body: ResponsesBody, options: ResponseOptions, core: GatewayCore, caller: str
-    ) -> RequestedGeneration:
-        return await Chat().requested(body.chat, options, core, caller)
+def _chat_names(body: ChatBody) -> Mapping[str, str]:
+    """Returns the HTTP names of parameters; the prompt is `messages`, the form may be that of tool calls."""
+    length = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+    form = {"structured_output": "tools"} if body.offered_tools and not body.has_form else {}
+    return {**HTTP_NAMES, **length, **form, "the prompt": "messages"}
 
 
 def _writer(formatter: ResponseFormatter, body: GenerateBody, options: ResponseOptions) -> Writer:
     reports_usage = body.stream_options is not None and body.stream_options.include_usage
     return ResponseWriter(formatter, options, body.model, reports_usage=reports_usage)
+
+
+COMPLETIONS: Route[CompletionBody] = Route(
+    CompletionBody,
+    options=_completion_options,
+    requested=_requested_completion,
+    writer=partial(_writer, CompletionFormatter()),
+    num_prompts=lambda body: len(body.prompt),
+)
+"""POST /v1/completions."""
+CHAT: Route[ChatBody] = Route(
+    ChatBody,
+    options=_chat_options,
+    requested=_requested_chat,
+    writer=partial(_writer, ChatFormatter()),
+    names=_chat_names,
+)
+"""POST /v1/chat/completions."""
+RESPONSES: Route[ResponsesBody] = Route(
+    ResponsesBody,
+    options=lambda body, core: _chat_options(body.chat, core),
+    requested=lambda body, options, core, caller: _requested_chat(body.chat, options, core, caller),
+    writer=lambda body, _: ResponsesWriter(body),
+    names=lambda body: {**_chat_names(body.chat), "max_tokens": "max_output_tokens", "the prompt": "input"},
+)
+"""POST /v1/responses: a conversation in other words."""
 
 
 @contextmanager
@@ -258,7 +211,7 @@ def conversation_of(body: Conversing, messages: Sequence[ChatMessage], tools: Se
     """Returns what a chat template renders for a request."""
     return Conversation(
         turns=tuple(map(_turn, messages)),
-        tools=tuple(map(_tool, tools)),
+        tools=tuple(Tool(one.function.name, one.function.description, one.function.parameters) for one in tools),
         template_arguments="" if body.chat_template_kwargs == "{}" else body.chat_template_kwargs,
         continues_last=body.continue_final_message,
     )
@@ -272,11 +225,6 @@ def _turn(message: ChatMessage) -> ChatTurn:
         tool_calls=tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls),
         tool_call_id=message.tool_call_id,
     )
-
-
-def _tool(tool: ToolBody) -> Tool:
-    function = tool.function
-    return Tool(function.name, function.description, function.parameters)
 
 
 def check_model(model: str, names: Sequence[str], drafters: Collection[str]) -> None:

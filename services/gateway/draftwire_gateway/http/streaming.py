@@ -17,7 +17,7 @@ from draftwire_gateway.http.body import Body
 from draftwire_gateway.http.body_reading import BodyReader, header
 from draftwire_gateway.http.choice_deltas import ChoiceDelta, DeltaMaker
 from draftwire_gateway.http.model_list import ListDrafters
-from draftwire_gateway.http.openai_types import Writer
+from draftwire_gateway.http.responses_writer import Writer
 from draftwire_gateway.http.routes import Route, check_model, in_names
 from draftwire_gateway.request_queue import QueuePlace
 from draftwire_gateway.requested_generation import check_num_choices

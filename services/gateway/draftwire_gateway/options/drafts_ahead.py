@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing_extensions import override
 
 from draftwire.method.ahead_limits import held_blocks
-from draftwire.method.round_parts import AheadPart
+from draftwire.method.round_parts import AheadPart, BranchLimits
 from draftwire.method.rounds import DraftSessionSpec, TargetSessionSpec, Verdict
 from draftwire.models.description import DRAFT_AHEAD, DRAFTS_ON_OUTCOMES, HELD_BLOCKS, ModelDescription
 from draftwire_gateway.session.generation import Generation
@@ -99,7 +99,7 @@ class DraftsAhead(SessionOption):
         self._rounds_ahead = generation.rounds_ahead if can_go_ahead(generation, drafter, target) else 0
         if not self._rounds_ahead:
             return spec
-        return replace(spec, max_branches=generation.max_branches, max_held_blocks=self._max_held_blocks)
+        return replace(spec, ahead=BranchLimits(generation.max_branches, self._max_held_blocks))
 
     @override
     def arm(self, wanted: Arm, round_number: int, room: int) -> Arm:
@@ -146,7 +146,9 @@ class DraftsAhead(SessionOption):
 
     def _goes_on(self, arm: Arm) -> bool:
         """Whether the drafter may begin the round after one of this arm on its outcome."""
-        return self._takes_outcomes and arm.source is DraftSource.DRAFTER and not arm.num_nodes and not self._is_changing
+        return (
+            self._takes_outcomes and arm.source is DraftSource.DRAFTER and not arm.num_nodes and not self._is_changing
+        )
 
     @property
     def _max_held_blocks(self) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -21,6 +22,7 @@ WATCH_SECONDS = 0.1
 """Interval of looking whether a verifier can take sessions."""
 
 
+@dataclass(slots=True, eq=False)
 class Pool:
     """All known peers, connected or not. Of the eligible ones, the peer with the fewest sessions is selected.
 
@@ -28,35 +30,20 @@ class Pool:
     Verifiers may differ in their other rules: a session is opened on one that offers its rule.
     """
 
-    def __init__(
-        self,
-        verifiers: Roster[VerifierLink],
-        drafters: Roster[DrafterLink],
-        largest_bytes: int,
-        near_drafter_sessions: int,
-        default_rule: str,
-        wanted_drafts: Sequence[str] = (),
-    ) -> None:
-        """Connects nothing before `maintain`. Verifiers without `default_rule` are refused; those that lack some of
-        `wanted_drafts`, strategies by which verifiers are to draft by themselves, are logged.
-        """
-        self.verifiers = verifiers
-        self.drafters = drafters
-        self._largest_bytes = largest_bytes
-        self._near_drafter_sessions = near_drafter_sessions
-        self._default_rule = default_rule
-        self._wanted_drafts = wanted_drafts
-        self.description: ModelDescription
-        """The target model; set when `meet` has returned."""
-        self._reference: SessionLink[Any, Any] | None = None
-        self._met = asyncio.Event()
-        self._draft_models: dict[str, None] = {}
-        self._last_usable_at = float("-inf")
-
-    @property
-    def connected_drafters(self) -> Sequence[DrafterLink]:
-        """Drafters that sessions can be opened on now."""
-        return self.drafters.connected
+    verifiers: Roster[VerifierLink]
+    drafters: Roster[DrafterLink]
+    _largest_bytes: int
+    _near_drafter_sessions: int
+    _default_rule: str
+    """Verifiers without it are refused."""
+    _wanted_drafts: Sequence[str] = ()
+    """Strategies by which verifiers are to draft by themselves; those that lack some are logged."""
+    description: ModelDescription = field(init=False)
+    """The target model; set when `meet` has returned."""
+    _reference: SessionLink[Any, Any] | None = None
+    _met: asyncio.Event = field(default_factory=asyncio.Event)
+    _draft_models: dict[str, None] = field(default_factory=dict)
+    _last_usable_at: float = float("-inf")
 
     def targets(self) -> Sequence[TargetPort]:
         """Returns the connected verifiers that answer, by number of sessions; those that cool down come last."""
@@ -130,8 +117,7 @@ class Pool:
             UnavailableError: no peer became ready in time.
         """
         await self._wait(self.verifiers, timeout_s, lambda: bool(self.verifiers.connected))
-        drafters = self.drafters
-        await self._wait(drafters, timeout_s, lambda: bool(drafters.connected) or not drafters.links)
+        await self._wait(self.drafters, timeout_s, lambda: bool(self.drafters.connected) or not self.drafters.links)
 
     async def _wait(
         self, roster: Roster[VerifierLink] | Roster[DrafterLink], timeout_s: float, is_done: Callable[[], bool]
@@ -145,7 +131,6 @@ class Pool:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _check(self, link: SessionLink[Any, Any], model: ModelDescription) -> None:
-        """Raises if a service cannot be used."""
         check_prompt_fits(model, self._largest_bytes)
         if isinstance(link, DrafterLink):
             await self._met.wait()
@@ -171,7 +156,7 @@ class Pool:
         if model.vocabulary_fingerprint == self.description.vocabulary_fingerprint:
             self._draft_models[model.name] = None
             return
-        links = self.verifiers.links
-        for verifier in [*self.verifiers.connected, *(known for known in links if known is self._reference)][:1]:
+        known = [link for link in self.verifiers.links if link is self._reference]
+        for verifier in [*self.verifiers.connected, *known][:1]:
             await check_vocabularies(verifier.peer, link.peer)  # names the first differing token
         raise ModelMismatchError(f"the vocabulary of {link.address} is not that of {self.description.name}")

@@ -1,6 +1,7 @@
 """Discovery sources from a gateway's configuration."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from draftwire_gateway.config import DNS_PREFIX, GatewayConfig
 from draftwire_gateway.peers import endpoint_slices
@@ -27,9 +28,7 @@ async def sources_of(config: GatewayConfig) -> Sources:
     namespace = settings.namespace or endpoint_slices.own_namespace()
     configuration = await endpoint_slices.read_configuration()
 
-    def follow(service: str) -> Source:
-        return endpoint_slices.EndpointSliceSource(configuration, namespace, service)
-
+    follow = partial(endpoint_slices.EndpointSliceSource, configuration, namespace)
     drafters = follow(settings.drafter_service) if settings.drafter_service is not None else StaticSource(())
     return Sources(follow(settings.verifier_service), drafters)
 

@@ -5,7 +5,7 @@ from __future__ import annotations  # the generics of grpc exist for the type ch
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -41,7 +41,6 @@ SessionCommand = TypeVar("SessionCommand")
 Event = TypeVar("Event")
 
 RECONNECT_SECONDS = 0.5
-
 OPEN_SECONDS = 10.0
 """Timeout of opening a session on a verifier, which reads the prompt later."""
 
@@ -216,11 +215,8 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
 
     async def _requests(self, outbox: Outbox[SessionCommand]) -> AsyncIterator[Any]:
         while commands := await outbox.take_all():
-            for request in in_messages(self._request, commands):
+            for request in in_messages(lambda some: self._request_type(commands=some), commands):
                 yield request
-
-    def _request(self, commands: Iterable[SessionCommand]) -> Any:
-        return self._request_type(commands=commands)
 
     @abstractmethod
     def _open_stream(self, requests: AsyncIterator[Any]) -> grpc.aio.StreamStreamCall[Any, Any]: ...

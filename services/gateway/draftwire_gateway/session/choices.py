@@ -49,31 +49,16 @@ class _End:
     error: Exception | None
 
 
-class _Gate:
-    """Admits waiting tasks one at a time, in order of arrival, each when the one before has left. Once open, it admits
-    all at once.
-    """
+class _Gate(asyncio.Semaphore):
+    """Admits waiting tasks one at a time, in order of arrival, each when the one before has left, until it is open."""
 
-    def __init__(self) -> None:
-        self._is_free = asyncio.Event()
-        self._is_free.set()
-        self.is_open = False
+    is_open = False
 
-    async def enter(self) -> None:
-        """Waits for admission. Must be followed by `leave`."""
-        while not self._is_free.is_set():
-            await self._is_free.wait()
-        if not self.is_open:
-            self._is_free.clear()
-
-    def leave(self) -> None:
-        """Admits the next task."""
-        self._is_free.set()
-
-    def open(self) -> None:
-        """Admits all tasks from now on."""
+    def open(self, num_tasks: int) -> None:
+        """Admits so many tasks at once, which are all that there are."""
         self.is_open = True
-        self._is_free.set()
+        for _ in range(num_tasks):
+            self.release()
 
 
 @dataclass(slots=True)
@@ -86,30 +71,24 @@ class _SharedPrompt:
     """Address of that verifier."""
 
 
+@dataclass(slots=True, eq=False)
 class ChoiceRunner:
     """Runs the choices of one request. Use once."""
 
-    def __init__(
-        self,
-        generations: Sequence[Generation],
-        make_loop: Callable[[Generation], Awaitable[GenerationLoop]],
-        wait_for_room: Callable[[NoRoomError], Awaitable[None]],
-        on_open: Callable[[], None],
-    ) -> None:
-        """Starts nothing before `run`. `make_loop` makes the loop of a choice, anew for each attempt; `wait_for_room`
-        is called when no verifier has room for the request's first session, and returns when it is to be tried again,
-        or raises the refusal; `on_open` is called when the first session is open.
-        """
-        self._generations = generations
-        self._make_loop = make_loop
-        self._wait_for_room = wait_for_room
-        self._on_open = on_open
-        self._arrived_at = time.perf_counter()
-        self._events: asyncio.Queue[ChoiceEvent | _End] = asyncio.Queue(MAX_UNREAD_EVENTS)
-        self._gate = _Gate()
-        """Opened with the first session: two choices that wait for room would otherwise refuse each other."""
-        self._running: set[int] = set()
-        """Choices with a session, open or being moved. They free capacity when they end."""
+    _generations: Sequence[Generation]
+    _make_loop: Callable[[Generation], Awaitable[GenerationLoop]]
+    """Makes the loop of a choice, anew for each attempt."""
+    _wait_for_room: Callable[[NoRoomError], Awaitable[None]]
+    """Called when no verifier has room for the request's first session. Returns when it is to be tried again, or raises
+    the refusal."""
+    _on_open: Callable[[], None]
+    """Called when the first session is open."""
+    _arrived_at: float = field(default_factory=lambda: time.perf_counter())
+    _events: asyncio.Queue[ChoiceEvent | _End] = field(default_factory=lambda: asyncio.Queue(MAX_UNREAD_EVENTS))
+    _gate: _Gate = field(default_factory=_Gate)
+    """Opened with the first session: two choices that wait for room would otherwise refuse each other."""
+    _running: set[int] = field(default_factory=set)
+    """Choices with a session, open or being moved. They free capacity when they end."""
 
     async def run(self) -> AsyncGenerator[ChoiceEvent]:
         """Yields the events of the choices, in order within each choice. A failed choice cancels all others; at the end
@@ -142,13 +121,8 @@ class ChoiceRunner:
 
     async def _run_in_turn(self, generation: Generation, prompt: _SharedPrompt) -> None:
         """Runs one choice when both gates admit it."""
-        await prompt.gate.enter()
-        await self._gate.enter()
-        try:
+        async with prompt.gate, self._gate:
             await self._run_with_retries(generation, prompt)
-        finally:
-            self._gate.leave()
-            prompt.gate.leave()
 
     async def _run_with_retries(self, generation: Generation, prompt: _SharedPrompt) -> None:
         """Runs one choice, and retries it while verifiers are full.
@@ -163,7 +137,7 @@ class ChoiceRunner:
                 await self._run_choice(loop, generation, prompt)
                 return
             except NoRoomError as error:
-                generation = replace(generation, is_retried=generation.is_retried or loop.may_have_drawn)
+                generation = replace(generation, is_retried=generation.is_retried or loop.verifier.may_have_drawn)
                 del loop  # it holds a copy of the prompt
                 if not self._gate.is_open:
                     await self._wait_for_room(error)
@@ -186,12 +160,13 @@ class ChoiceRunner:
                     await self._events.put(ChoiceEvent(generation, event))
                     is_complete = generation.choice not in self._running  # a resumed choice that opened no session
                     if not isinstance(event, PromptPart) and not is_complete and not prompt.gate.is_open:
-                        prompt.verifier = loop.verifier_address
-                        prompt.gate.open()
+                        prompt.verifier = loop.verifier.address
+                        prompt.gate.open(len(self._generations))
         finally:
             self._running.discard(generation.choice)
 
     def _mark_open(self, generation: Generation) -> None:
         self._running.add(generation.choice)
-        self._gate.open()
+        if not self._gate.is_open:
+            self._gate.open(len(self._generations))
         self._on_open()

@@ -57,11 +57,6 @@ class CommittedText:
         self._session = session
         self._text = text
 
-    @property
-    def may_stop(self) -> bool:
-        """Whether there are stop strings: then a round's text is checked before the next round is requested."""
-        return self._text.may_stop
-
     def reason_before(self) -> FinishReason | None:
         """Returns the finish reason if a resumed completion is already complete: its whole text was sent before."""
         generation = self._session.generation
@@ -70,7 +65,7 @@ class CommittedText:
             self._text.finish()  # may complete a stop string
         if stops or self._text.stopped:
             return FinishReason.STOP
-        if self._session.prompt.is_missing:  # a verifier sends the log-probabilities only along with a token
+        if self._session.lacks_prompt:  # a verifier sends the log-probabilities only along with a token
             return None
         return None if self._session.num_left else FinishReason.LENGTH
 

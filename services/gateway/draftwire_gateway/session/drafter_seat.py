@@ -8,13 +8,13 @@ it replies. A drafter that has replied is never blamed for the verifier's silenc
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import structlog
 
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.rounds import BlockSent, DraftSessionSpec, Verdict
 from draftwire.models.description import FEATURES, FLUSH_REPLIES, NEEDS_FEATURES, ModelDescription
-from draftwire_gateway.session.block_wait import BlockFate
 from draftwire_gateway.session.policy import Policy
 from draftwire_gateway.session.ports import (
     DrafterLost,
@@ -25,7 +25,7 @@ from draftwire_gateway.session.ports import (
     TaggedInbox,
     TargetPort,
 )
-from draftwire_gateway.session.seated_drafter import SeatedDrafter
+from draftwire_gateway.session.seated_drafter import BlockFate, SeatedDrafter
 from draftwire_gateway.session.session_option import SessionOption
 from draftwire_gateway.session.session_state import SessionState
 
@@ -40,30 +40,23 @@ MAX_MISSING_BLOCKS = 2
 """A drafter is given up when so many blocks in a row, which it says that it sent, did not reach the verifier."""
 
 
+@dataclass(slots=True, eq=False)
 class DrafterSeat:
     """Holds the current drafter of a session, and opens the session on the next one in the background."""
 
-    def __init__(
-        self,
-        session: SessionState,
-        peers: Peers,
-        queue: asyncio.Queue[PeerEvent],
-        policy: Policy,
-        options: Sequence[SessionOption] = (),
-    ) -> None:
-        """Opens no session before `seek`. The queue receives the drafters' events."""
-        self._session = session
-        self._peers = peers
-        self._queue = queue
-        self._policy = policy
-        self._options = options
-        self._drafter: SeatedDrafter | None = None
-        self._opening: asyncio.Task[None] | None = None
-        self._tried: set[int] = set()
-        self.permit_number = -1
-        """Permit number of the latest drafter; each drafter has a higher one."""
-        self.error = ""
-        """Error of the drafter that was lost last; empty if none was lost."""
+    _session: SessionState
+    _peers: Peers
+    _queue: asyncio.Queue[PeerEvent]
+    """Receives the drafters' events."""
+    _policy: Policy
+    _options: Sequence[SessionOption] = ()
+    _drafter: SeatedDrafter | None = None
+    _opening: asyncio.Task[None] | None = None
+    _tried: set[int] = field(default_factory=set)
+    permit_number: int = -1
+    """Permit number of the latest drafter; each drafter has a higher one."""
+    error: str = ""
+    """Error of the drafter that was lost last; empty if none was lost."""
 
     @property
     def has_drafter(self) -> bool:
@@ -78,12 +71,12 @@ class DrafterSeat:
     @property
     def is_awaited(self) -> bool:
         """Whether a block of the open round is awaited: not if it was late, though it may still be verified."""
-        return self._drafter is not None and self._drafter.wait.is_awaited
+        return self._drafter is not None and self._drafter.is_awaited
 
     @property
     def is_asleep(self) -> bool:
         """Whether the drafter did not reply in time, and is not asked for blocks until it does."""
-        return self._drafter is not None and self._drafter.wait.is_asleep
+        return self._drafter is not None and self._drafter.is_asleep
 
     @property
     def room(self) -> int:
@@ -110,7 +103,7 @@ class DrafterSeat:
         that has been asleep for longer than `longest_sleep_s` is given up if there is another one.
         """
         if self._drafter is not None:
-            slept_s = self._drafter.wait.sleeping_s(asyncio.get_running_loop().time())
+            slept_s = self._drafter.slept_s(asyncio.get_running_loop().time())
             if slept_s <= longest_sleep_s or self._next(target) is None:
                 return
             self.give_up(UnavailableError(NO_BLOCK))
@@ -132,15 +125,6 @@ class DrafterSeat:
             self._drafter.is_ready = True
             self._session.add_event("drafter ready", epoch=self._session.epoch)
 
-    def fall_asleep(self) -> None:
-        """Records that the block of the open round did not come in time, which must then be requested in another way.
-
-        The drafter is asleep unless it has replied.
-        """
-        if self.drafter.wait.expire(asyncio.get_running_loop().time()):
-            log.info("gateway.drafter_asleep", session_id=self._session.session_id, round=self._session.round)
-            self._session.add_event("drafter asleep", epoch=self._session.epoch, round=self._session.round)
-
     def note_sent(self, sent: BlockSent, arrived_at: float) -> bool:
         """Records the drafter's reply to a flush, if there still is one; see `SeatedDrafter.note_sent`."""
         return self._drafter is not None and self._drafter.note_sent(sent, arrived_at)
@@ -151,11 +135,11 @@ class DrafterSeat:
         """
         drafter = self._drafter
         for option in self._options:
-            option.end_round(verdict, was_held=drafter is not None and drafter.wait.is_held)
+            option.end_round(verdict, was_held=drafter is not None and drafter.is_held)
         if drafter is None:
             return
         match drafter.end_round(verdict, arrived_at):
-            case BlockFate.MISSING if drafter.wait.num_missing == MAX_MISSING_BLOCKS:
+            case BlockFate.MISSING if drafter.num_missing == MAX_MISSING_BLOCKS:
                 self.give_up(UnavailableError("its blocks do not reach the verifier"))
             case BlockFate.LATE if not drafter.is_capable_of(FLUSH_REPLIES):  # nobody would say when it is awake
                 self.give_up(UnavailableError(NO_BLOCK))

@@ -76,23 +76,13 @@ class GenerationLoop:
         self._session = SessionState(generation, plugs.trace)
         self._text = CommittedText(self._session, text)
         policy, options = plugs.policy, plugs.make_options(self._session)
-        self._verifier = VerifierSeat(self._session, peers, self._queue, settings, options)
+        self.verifier = VerifierSeat(self._session, peers, self._queue, settings, options)
         self._seat = DrafterSeat(self._session, peers, self._queue, policy, options)
         self._planner = RoundPlanner(self._session, self._seat, policy, options)
         self._policy = policy
         self._watch = RoundWatch(combined(plugs.observer, policy.observer))
         self._deadline = 0.0
         self.statistics = self._session.statistics
-
-    @property
-    def verifier_address(self) -> str:
-        """Address of the verifier; empty if the session is not open."""
-        return self._verifier.address
-
-    @property
-    def may_have_drawn(self) -> bool:
-        """Whether random numbers of the generation may have been drawn though nothing was yielded."""
-        return self._verifier.may_have_drawn
 
     async def run(
         self,
@@ -118,11 +108,11 @@ class GenerationLoop:
             CompletionInterruptedError: no verifier is left.
         """
         started = time.perf_counter() if arrived_at is None else arrived_at
-        self._verifier.preferred_address = verifier
+        self.verifier.preferred_address = verifier
         reason = self._text.reason_before()
         try:
             if reason is None:
-                await self._verifier.open(self._prepare, self._policy.leave, waits_for_room=waits_for_room)
+                await self.verifier.open(self._prepare, self._policy.leave, waits_for_room=waits_for_room)
                 self._begin()
                 on_open()
             while reason is None:
@@ -130,11 +120,11 @@ class GenerationLoop:
                 if isinstance(verdict, PromptPart):
                     yield verdict
                     continue
-                self._verifier.end_round()
+                self.verifier.end_round()
                 self._set_timeout(self._settings.verdict_timeout_s)  # for the next round of a plain run
                 token_ids, reason = self._text.commit(verdict)
                 asks = verdict.plain_rounds_left == 0
-                if asks and reason is None and not self._text.may_stop:
+                if asks and reason is None and not self._session.generation.stop:  # which the text is checked for first
                     self._ask_for_round()
                     asks = False
                     await asyncio.sleep(0)  # lets the request be sent before the text is decoded
@@ -150,7 +140,7 @@ class GenerationLoop:
             yield Finish(reason, self.statistics, self._seat.error)
         finally:
             self._seat.end()
-            self._verifier.drop()
+            self.verifier.drop()
             self._session.end(reason.value if reason is not None else "")
 
     async def _next_verdict(self) -> Verdict | PromptPart:
@@ -182,7 +172,7 @@ class GenerationLoop:
 
     async def _take(self, event: PeerEvent) -> Verdict | PromptPart | None:
         """Returns what is new in a verifier's event, if anything is. A verifier that sends something else is lost."""
-        vocab_size = self._verifier.target.description.vocab_size
+        vocab_size = self.verifier.target.description.vocab_size
         try:
             match event.event:
                 case Verdict() as verdict if verdict.fence == self._session.fence:
@@ -205,7 +195,7 @@ class GenerationLoop:
         if not self._seat.is_awaited:
             await self._move(UnavailableError("the verifier was silent for too long"))
         elif not self._seat.drafter.can_flush:
-            self._seat.fall_asleep()
+            self._seat.drafter.fall_asleep()
             self._run(RunRequest(WhyPlain.LATE, self._settings.bridge_rounds))
         else:
             self._set_timeout(self._seat.drafter.flush_timeout_s(self._settings.block_timeout_s))
@@ -220,7 +210,7 @@ class GenerationLoop:
 
     def _ask_for_round(self) -> None:
         """Requests the next round: a block if a drafter is ready and has room, else plain rounds."""
-        self._seat.seek(self._verifier.target, self._settings.block_timeout_s)
+        self._seat.seek(self.verifier.target, self._settings.block_timeout_s)
         arm = self._planner.next_draft()
         if arm.length:
             self._watch.ask(WhyPlain.EMPTY_BLOCK)
@@ -238,7 +228,7 @@ class GenerationLoop:
         self._watch.ask(request.why)
         self._set_timeout(self._settings.verdict_timeout_s)
         num_rounds = max(request.num_rounds, self._planner.num_begun)
-        self._verifier.run_plain(min(num_rounds, self._session.num_left), request.draft)
+        self.verifier.run_plain(min(num_rounds, self._session.num_left), request.draft)
 
     def _prepare(self, target: TargetPort) -> int:
         """Prepares an attempt to open the session on a verifier, and returns its plain rounds; a `Prepare`."""
@@ -249,12 +239,12 @@ class GenerationLoop:
     def _begin(self) -> None:
         """Continues the open round on a verifier that accepted the session."""
         self._set_timeout(self._settings.prompt_timeout_s)
-        self._seat.seek(self._verifier.target)
+        self._seat.seek(self.verifier.target)
 
     async def _move(self, error: Exception) -> None:
         """Moves the session to another verifier. The drafter is dropped, since it sends its blocks to the lost one."""
         self._seat.drop()
-        await self._verifier.move(error, self._prepare, self._policy.leave)
+        await self.verifier.move(error, self._prepare, self._policy.leave)
         self._begin()
 
     def _give_up_drafter(self, error: Exception) -> None:

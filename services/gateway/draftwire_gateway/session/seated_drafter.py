@@ -1,17 +1,36 @@
-"""A drafter that a session is open on: its permit, its blocks, and how long they take."""
+"""A drafter that a session is open on: its permit, the block that it is asked for, and the wait for that block."""
 
 import asyncio
 import math
 from collections.abc import Sequence
+from enum import Enum, auto
+
+import structlog
 
 from draftwire.method.keys import Role
 from draftwire.method.rounds import BlockSent, Calibration, DraftSessionSpec, Permit, SendDrafted, Verdict
 from draftwire.models.description import FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS
-from draftwire_gateway.session.block_wait import BlockFate, BlockWait
 from draftwire_gateway.session.policy import Arm
 from draftwire_gateway.session.ports import DrafterPort, TargetPort
 from draftwire_gateway.session.session_option import BlockRequest, SessionOption
 from draftwire_gateway.session.session_state import SessionState
+
+log = structlog.get_logger()
+
+MAX_STRETCH = 2.0
+"""A block counts in the estimate of a drafter's times as at most so many times the timeout that it was asked under: one
+pause, of the verifier too, must not make all sessions patient."""
+
+
+class BlockFate(Enum):
+    """Outcome of a round's block."""
+
+    NOT_REQUESTED = auto()
+    VERIFIED = auto()
+    MISSING = auto()
+    """The drafter replied in time that it sent the block, which the verifier does not have."""
+    LATE = auto()
+    """The drafter did not reply in time, and the round was plain."""
 
 
 class SeatedDrafter:
@@ -29,7 +48,19 @@ class SeatedDrafter:
         self.port = port
         self.is_ready = False
         """Whether it has finished its prefill."""
-        self.wait = BlockWait()
+        self.is_awaited = False
+        """Whether a block of the open round is awaited: not if it was late, though it may still be verified."""
+        self.is_asleep = False
+        """Whether it did not reply in time, and is not asked for blocks until it does."""
+        self.is_held = False
+        """Whether the latest block was drafted ahead: how soon it is verified tells nothing of the drafter."""
+        self.num_missing = 0
+        """Blocks in a row that went missing."""
+        self._num_tokens = 0
+        """How many tokens were requested of the latest block, in the round of which number, when, and until when."""
+        self._round, self._asked_at, self._timeout_s = -1, 0.0, 0.0
+        self._asleep_since = 0.0
+        self._flush_requested = self._has_replied = self._is_missing = False
         self._target, self._session, self._options = target, session, options
         self._permit_number = permit_number
         self._known_len = len(session.committed)
@@ -83,15 +114,14 @@ class SeatedDrafter:
         block = BlockRequest(arm, calibration, arm.length)
         for option in self._options:
             option.request(block)
-        if block.is_held:
-            timeout_s = self.port.round_trip.sent_timeout_s(block.depth, most_s)
-        else:
-            timeout_s = self.timeout_s(block.depth, most_s)
-        now = asyncio.get_running_loop().time()
-        self.wait.begin(self._session.round, block.depth, now, timeout_s, is_held=block.is_held)
+        self._round, self._num_tokens = self._session.round, block.depth
+        self.is_awaited, self._is_missing = True, False
+        self.is_held = self._flush_requested = self._has_replied = block.is_held
+        self._timeout_s = self.sent_timeout_s(most_s) if block.is_held else self.timeout_s(block.depth, most_s)
+        self._asked_at = asyncio.get_running_loop().time()
         self._session.expected.request_block(arm.length, num_nodes=arm.num_nodes, is_ahead=block.may_be_ahead)
         self.port.calibrate(block.calibration)
-        return timeout_s
+        return self._timeout_s
 
     def timeout_s(self, num_draft_tokens: int, most: float) -> float:
         """Returns the timeout of a block of so many tokens, after which `request_flush` is due; at most `most`."""
@@ -102,7 +132,7 @@ class SeatedDrafter:
     @property
     def can_flush(self) -> bool:
         """Whether it supports partial blocks, and was not asked for this one yet."""
-        return not self.wait.flush_requested and self.is_capable_of(PARTIAL_BLOCKS)
+        return not self._flush_requested and self.is_capable_of(PARTIAL_BLOCKS)
 
     def request_flush(self) -> None:
         """Requests the tokens drawn so far of the block.
@@ -110,7 +140,7 @@ class SeatedDrafter:
         Raises:
             DraftwireError: the drafter cannot be asked.
         """
-        self.wait.flush_requested = True
+        self._flush_requested = True
         self.port.send_drafted(SendDrafted(self._session.session_id, self._session.epoch, self._session.round))
 
     def flush_timeout_s(self, most: float) -> float:
@@ -118,31 +148,55 @@ class SeatedDrafter:
         if not self.is_capable_of(FLUSH_REPLIES):
             return most
         mask_s = sum(option.flush_s for option in self._options)
-        return self.port.round_trip.flush_timeout_s(self.wait.num_tokens, most, mask_s)
+        return self.port.round_trip.flush_timeout_s(self._num_tokens, most, mask_s)
 
     def sent_timeout_s(self, most: float) -> float:
         """Returns the timeout of the verdict after that reply."""
-        return self.port.round_trip.sent_timeout_s(self.wait.num_tokens, most)
+        return self.port.round_trip.sent_timeout_s(self._num_tokens, most)
+
+    def fall_asleep(self) -> None:
+        """Ends the wait for a block that did not come in time: the round must then be requested in another way.
+
+        The drafter is asleep, unless it has replied: then the verifier has the block, and is late itself, or will never
+        get it. The block may still be the first to be verified.
+        """
+        self.is_awaited, self._is_missing = False, self._has_replied
+        if self._has_replied:
+            return
+        self.is_asleep, self._asleep_since = True, asyncio.get_running_loop().time()
+        session = self._session
+        log.info("gateway.drafter_asleep", session_id=session.session_id, round=session.round)
+        session.add_event("drafter asleep", epoch=session.epoch, round=session.round)
 
     def note_sent(self, sent: BlockSent, arrived_at: float) -> bool:
         """Records its reply to a flush, which wakes it if it is asleep. Returns whether the block is still awaited:
         from now on of the verifier.
         """
-        if not self.wait.take_reply(sent.round):
+        if not self._flush_requested or sent.round != self._round or self._has_replied:
             return False
-        if self.wait.is_asleep:
+        self._has_replied = True
+        if self.is_asleep:
             self._learn(arrived_at, None)
             self._wake()
-        return self.wait.is_awaited
+        return self.is_awaited
 
     def end_round(self, verdict: Verdict, arrived_at: float) -> BlockFate:
         """Ends the open round; if a block was verified, updates the estimate of the drafter's times."""
-        fate = self.wait.end(verdict.fence.round, verdict.num_draft_tokens > 0 and not verdict.is_of_verifier)
-        if fate is BlockFate.VERIFIED:
-            if not self.wait.is_held:
+        was_awaited, self.is_awaited = self.is_awaited, False
+        if verdict.fence.round != self._round:
+            return BlockFate.NOT_REQUESTED
+        if was_awaited or (verdict.num_draft_tokens and not verdict.is_of_verifier):
+            self.num_missing = 0
+            if not self.is_held:
                 self._learn(arrived_at, verdict)
             self._wake()
-        return fate
+            return BlockFate.VERIFIED
+        self.num_missing += self._is_missing
+        return BlockFate.MISSING if self._is_missing else BlockFate.LATE
+
+    def slept_s(self, now: float) -> float:
+        """Returns for how long it has been asleep; 0 if it is awake."""
+        return now - self._asleep_since if self.is_asleep else 0.0
 
     def _next_permit(self) -> Permit | None:
         """Returns the permit to send now, which names the drafter; None if it has one."""
@@ -153,14 +207,15 @@ class SeatedDrafter:
         return Permit.make(self._session.permit_key, self._permit_number, drafter_id)
 
     def _wake(self) -> None:
-        if self.wait.wake():
+        if self.is_asleep:
+            self.is_asleep = False
             self._session.add_event("drafter awake", epoch=self._session.epoch)
 
     def _learn(self, arrived_at: float, verdict: Verdict | None) -> None:
         """Updates the estimate of the drafter's times by the time since the block was requested."""
-        seconds = self.wait.seconds_until(arrived_at)
+        seconds = min(arrived_at - self._asked_at, MAX_STRETCH * self._timeout_s)
         pass_s = None
         if verdict is not None and verdict.num_draft_tokens:
             drafting_s = (verdict.timings.calibration_us + verdict.timings.draft_us) / 1e6
             pass_s = min(drafting_s, seconds) / verdict.num_draft_positions
-        self.port.round_trip.add(seconds, self.wait.num_tokens, pass_s)
+        self.port.round_trip.add(seconds, self._num_tokens, pass_s)

@@ -29,34 +29,6 @@ class SessionTrace(Protocol):
         """Ends the session, with a finish reason; empty if it was not finished."""
 
 
-class PromptReport:
-    """Reports each token of a prompt once: a verifier that takes over starts again at the first token."""
-
-    def __init__(self, prompt_ids: list[int], is_wanted: bool) -> None:
-        """Starts at the second token: the first one of a prompt has no log-probability."""
-        self._prompt_ids = prompt_ids
-        self._position = 1 if is_wanted else len(prompt_ids)
-
-    @property
-    def is_missing(self) -> bool:
-        """Whether log-probabilities are missing."""
-        return self._position < len(self._prompt_ids)
-
-    def take(self, part: PromptPart) -> PromptPart | None:
-        """Returns the new tokens of a part; None if all were reported before.
-
-        Raises:
-            ProtocolViolationError: tokens are missing, or are not those of the prompt.
-        """
-        start = part.first_position
-        expected = self._prompt_ids[start : start + len(part.tokens)]
-        if start > self._position or [token.token_id for token in part.tokens] != expected:
-            raise ProtocolViolationError("log-probabilities of other tokens than the prompt's next ones")
-        first, self._position = self._position, max(self._position, start + len(part.tokens))
-        new = part.tokens[first - start :]
-        return PromptPart(first, new) if new else None
-
-
 class SessionState:
     """One session: ids, keys and committed tokens. Outlives its peers."""
 
@@ -74,7 +46,8 @@ class SessionState:
         self.committed = CommittedTokens([*generation.prompt_ids, *generation.generated_ids])
         self.num_generated = len(generation.generated_ids)
         """Tokens of the completion: the committed ones, cut at a stop."""
-        self.prompt = PromptReport(generation.prompt_ids, generation.logprobs.prompt_logprobs is not None)
+        self._num_reported = 1 if generation.logprobs.prompt_logprobs is not None else len(generation.prompt_ids)
+        """Tokens of the prompt whose log-probabilities were reported; the first one has none."""
         self.expected = ExpectedVerdict(generation)
         """Limits of the open round's verdict."""
         self.statistics = Statistics(num_prompt_tokens=len(generation.prompt_ids))
@@ -90,6 +63,11 @@ class SessionState:
         """Tokens that may still be generated."""
         return self.generation.max_tokens - self.num_generated
 
+    @property
+    def lacks_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt were requested and are not reported yet."""
+        return self._num_reported < len(self.generation.prompt_ids)
+
     def check(self, verdict: Verdict, vocab_size: int) -> None:
         """Checks a verdict that has the open round's fence, and that the prompt parts before it held all that was
         requested.
@@ -97,18 +75,25 @@ class SessionState:
         Raises:
             ProtocolViolationError: the verifier must not be believed.
         """
-        if self.prompt.is_missing:
+        if self.lacks_prompt:
             raise ProtocolViolationError("the verifier left out log-probabilities of the prompt")
         self.expected.check(verdict, vocab_size)
 
     def take_prompt(self, part: PromptPart, vocab_size: int) -> PromptPart | None:
-        """Returns the new tokens of a part of the prompt's log-probabilities, if any.
+        """Returns the new tokens of a part of the prompt's log-probabilities, if any: each is reported once, and a
+        verifier that takes over starts again at the first.
 
         Raises:
             ProtocolViolationError: the verifier must not be believed.
         """
         check_top(part.tokens, self.generation.logprobs.prompt_logprobs, vocab_size)
-        return self.prompt.take(part)
+        start, end = part.first_position, part.first_position + len(part.tokens)
+        expected = self.generation.prompt_ids[start:end]
+        if start > self._num_reported or [token.token_id for token in part.tokens] != expected:
+            raise ProtocolViolationError("log-probabilities of other tokens than the prompt's next ones")
+        first, self._num_reported = self._num_reported, max(self._num_reported, end)
+        new = part.tokens[first - start :]
+        return PromptPart(first, new) if new else None
 
     def commit(self, verdict: Verdict) -> None:
         """Commits all tokens of the open round, and starts the next round."""

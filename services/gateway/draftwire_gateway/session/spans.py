@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 _PARTS = ("lost", "prefill", "calibration", "draft", "queue", "verify", "wire", "gateway")
 """Parts of a round's time; see `RoundTimes`."""
-
-
 _COUNTS = (
     *("num_prompt_tokens", "num_cached_prompt_tokens", "num_generated_tokens", "num_rounds", "num_draft_tokens"),
     *("num_accepted_tokens", "num_ahead_hits", "num_ahead_late", "num_ahead_misses", "num_ahead_wasted_tokens"),
@@ -35,7 +33,6 @@ class ChoiceSpans:
     """Span of one choice, and those of its rounds. Used on the event loop only."""
 
     def __init__(self, tracer: OtlpTracer, span: OtlpSpan) -> None:
-        """`span` is the choice's, already started."""
         self._tracer = tracer
         self._span = span
         self.traceparent = traceparent_of(span.context)
@@ -78,7 +75,6 @@ class RequestSpans:
     """Span of one request. Used on the event loop only."""
 
     def __init__(self, tracer: OtlpTracer, span: OtlpSpan) -> None:
-        """`span` is the request's, already started."""
         self._tracer = tracer
         self._span = span
 

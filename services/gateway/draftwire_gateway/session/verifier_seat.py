@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -42,30 +42,23 @@ Prepare = Callable[[TargetPort], int]
 with."""
 
 
+@dataclass(slots=True, eq=False)
 class VerifierSeat:
     """Holds the verifier that a session is open on, and opens the session on another one when it is lost."""
 
-    def __init__(
-        self,
-        session: SessionState,
-        peers: Peers,
-        queue: asyncio.Queue[PeerEvent],
-        settings: LoopSettings,
-        options: Sequence[SessionOption] = (),
-    ) -> None:
-        """Opens nothing yet. The queue receives the verifiers' events."""
-        self._session = session
-        self._peers = peers
-        self._queue = queue
-        self._settings = settings
-        self._options = options
-        self._target: TargetPort | None = None
-        self._lost_by: list[str] = []
-        self._futile_moves = 0
-        self.preferred_address = ""
-        """Address of a verifier with the prompt in its KV cache, which is tried first."""
-        self.may_have_drawn = False
-        """Whether a verifier that gave no clear answer may have opened the session, and drawn its random numbers."""
+    _session: SessionState
+    _peers: Peers
+    _queue: asyncio.Queue[PeerEvent]
+    """Receives the verifiers' events."""
+    _settings: LoopSettings
+    _options: Sequence[SessionOption] = ()
+    _target: TargetPort | None = None
+    _lost_by: list[str] = field(default_factory=list)
+    _futile_moves: int = 0
+    preferred_address: str = ""
+    """Address of a verifier with the prompt in its KV cache, which is tried first."""
+    may_have_drawn: bool = False
+    """Whether a verifier that gave no clear answer may have opened the session, and drawn its random numbers."""
 
     @property
     def target(self) -> TargetPort:
@@ -89,11 +82,9 @@ class VerifierSeat:
             DraftwireError: no verifier accepts the session.
         """
         clock = asyncio.get_running_loop().time
-        deadline = (
-            clock() + self._settings.failover_timeout_s
-            if waits_for_room
-            else self._peers.last_usable_at() + FIRST_WAIT_SECONDS
-        )
+        deadline = self._peers.last_usable_at() + FIRST_WAIT_SECONDS
+        if waits_for_room:
+            deadline = clock() + self._settings.failover_timeout_s
         pause_s, rule = FIRST_PAUSE_S, self._session.generation.rule
         while True:
             refusals: list[DraftwireError] = []
@@ -180,7 +171,7 @@ class VerifierSeat:
         self._session.add_event("verifier opened", address=target.address, epoch=self._session.epoch)
 
     def _spec(self, target: TargetPort, plain_rounds: int) -> TargetSessionSpec:
-        session, generation = self._session, self._session.generation
+        session, generation, logprobs = self._session, self._session.generation, self._session.generation.logprobs
         spec = TargetSessionSpec(
             session_id=session.session_id,
             epoch=session.epoch,
@@ -191,9 +182,7 @@ class VerifierSeat:
             plain_rounds=max(1, min(plain_rounds, session.num_left)),
             max_len=generation.max_len,
             permit_key=session.permit_key if generation.num_speculative_tokens else b"",
-            logprobs=generation.logprobs
-            if session.prompt.is_missing
-            else replace(generation.logprobs, prompt_logprobs=None),
+            logprobs=logprobs if session.lacks_prompt else replace(logprobs, prompt_logprobs=None),
             reports_draft_logprobs=generation.token_details,
         )
         for option in self._options:

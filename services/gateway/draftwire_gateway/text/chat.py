@@ -7,7 +7,8 @@ by comparing renderings with and without each part.
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from inspect import signature
@@ -125,11 +126,7 @@ class _Rendering:
     """One conversation, which is rendered repeatedly with changes to see whether the text changes."""
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        model_name: str,
-        conversation: Conversation,
-        render_time: Deadline,
+        self, tokenizer: PreTrainedTokenizerBase, model_name: str, conversation: Conversation, render_time: Deadline
     ) -> None:
         self._render_time = render_time
         self._tokenizer = tokenizer
@@ -204,22 +201,25 @@ class _Rendering:
             InvalidRequestError: a part of the conversation has no effect on the text.
         """
         places = list(self._places())
-        with _Changes() as changes:
+        with _kept([place.owner for place in places]):
             for number, place in enumerate(places):
-                changes.append(place, _mark(number))
+                place.owner[place.key] += _mark(number)
             shown = {int(number) for number in _MARK.findall(self._text_or_empty())}
         for number, place in enumerate(places):
             if number in shown:
                 continue
-            with _Changes() as changes:  # a part that is tested but not printed still changes the text
-                changes.append(place, _mark(number))
+            with _kept([place.owner]):  # a part that is tested but not printed still changes the text
+                place.owner[place.key] += _mark(number)
                 if self._text_or_empty() == text:
                     raise InvalidRequestError(f"the chat template leaves out {place.what}")
         self._check_arguments(text)
         for what, owners, key in self._groups():
-            with _Changes() as changes:
+            with _kept(owners):
                 for owner in owners:
-                    changes.remove(owner, key)
+                    if key == "arguments":  # which every call must have
+                        owner[key] = {}
+                    else:
+                        del owner[key]
                 if not owners or self._text_or_empty() != text:
                     continue
             if key != "tool_call_id":
@@ -229,8 +229,8 @@ class _Rendering:
     def _check_arguments(self, text: str) -> None:
         """Refuses variables without effect, such as those that the template sets itself. Default values are allowed."""
         for name in self._arguments:
-            with _Changes() as changes:
-                changes.remove(self._arguments, name)
+            with _kept([self._arguments]):
+                del self._arguments[name]
                 for other in (None, False, True, _mark(0)):
                     if other is not None:
                         self._arguments[name] = other
@@ -274,32 +274,16 @@ def _mark(number: int) -> str:
     return f"Draftwire{number:06d}mark"
 
 
-class _Changes:
-    """Changes to the template's inputs. A context manager that reverts them."""
-
-    def __init__(self) -> None:
-        self._originals: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    def __enter__(self) -> "_Changes":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for owner, original in reversed(self._originals):
+@contextmanager
+def _kept(owners: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Reverts changes to some of the template's inputs at the end."""
+    originals = [dict(owner) for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, original in zip(owners, originals, strict=True):
             owner.clear()
             owner.update(original)  # in the same order, which templates may show
-
-    def append(self, place: _Place, mark: str) -> None:
-        """Appends a mark to a text."""
-        self._originals.append((place.owner, dict(place.owner)))
-        place.owner[place.key] += mark
-
-    def remove(self, owner: dict[str, Any], key: str) -> None:
-        """Removes a key; `arguments`, which every call must have, are emptied instead."""
-        self._originals.append((owner, dict(owner)))
-        if key == "arguments":
-            owner[key] = {}
-        else:
-            del owner[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,17 +323,10 @@ def parse_template(source: str) -> _Template:
 
 def _turn_to_json(index: int, turn: ChatTurn) -> dict[str, Any]:
     """Returns a message in OpenAI's format, but with parsed arguments, as templates expect."""
-    message: dict[str, Any] = {"role": turn.role, "content": turn.content}
-    if turn.name:
-        message["name"] = turn.name
-    if turn.tool_call_id:
-        message["tool_call_id"] = turn.tool_call_id
-    if turn.tool_calls:
-        message["tool_calls"] = [
-            _call_to_json(f"messages[{index}].tool_calls[{number}]", call)
-            for number, call in enumerate(turn.tool_calls)
-        ]
-    return message
+    what = f"messages[{index}].tool_calls"
+    calls = [_call_to_json(f"{what}[{number}]", call) for number, call in enumerate(turn.tool_calls)]
+    given = {"name": turn.name, "tool_call_id": turn.tool_call_id, "tool_calls": calls}
+    return {"role": turn.role, "content": turn.content} | {key: value for key, value in given.items() if value}
 
 
 def _call_to_json(what: str, call: ToolCall) -> dict[str, Any]:

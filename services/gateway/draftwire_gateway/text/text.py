@@ -123,8 +123,6 @@ class StopStrings:
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         """The stop strings must not be empty."""
-        self.any = bool(stops)
-        """Whether there are stop strings."""
         self._stops = stops
         self._held = ""
         self.stopped = False
@@ -185,16 +183,13 @@ class TextStream:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, shown)
         self._stops = StopStrings(stops)
         self._per_token = per_token
+        self._pushes_each = per_token or bool(stops)
+        """Whether tokens are pushed one by one."""
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string ended the text."""
         return self._stops.stopped
-
-    @property
-    def may_stop(self) -> bool:
-        """Whether there are stop strings."""
-        return self._stops.any
 
     def skip(self, token_ids: list[int], stop_token_ids: frozenset[int]) -> None:
         """Adds tokens whose final text was emitted before an interruption. A stop token at their end has no text."""
@@ -204,7 +199,7 @@ class TextStream:
 
     def push(self, token_ids: list[int]) -> Shown:
         """Adds tokens up to the one that completes a stop string, and returns their final text."""
-        if not self.may_stop and not self._per_token:
+        if not self._pushes_each:
             return Shown(self._detokenizer.push(token_ids), len(token_ids), [])
         pieces: list[str] = []
         for token in token_ids:

@@ -41,7 +41,13 @@ class TokenizerPool:
             InvalidRequestError: the text is certainly longer than the context, or takes more than `TOKENIZE_SECONDS`.
             NoRoomError: too many prompts wait, or the timeout passed because of others.
         """
-        self.check_length(len(text))
+        if len(text) > MAX_PROMPT_CHARACTERS:
+            raise InvalidRequestError(f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters")
+        length = self._model.context_length
+        if self._per_token is not None and len(text) > length * self._per_token:
+            raise ContextLengthError.of(
+                length, f"the prompt has {len(text)} characters, of which a token has {self._per_token} at most"
+            )
         if self._num_waiting >= MAX_WAITING:
             raise NoRoomError(f"{MAX_WAITING} prompts wait to be tokenised, which is the limit")
         deadline = Deadline(TOKENIZE_SECONDS)
@@ -61,17 +67,3 @@ class TokenizerPool:
             raise InvalidRequestError(f"the prompt takes more than {TOKENIZE_SECONDS:g} s to tokenise") from error
         finally:
             self._num_waiting -= 1
-
-    def check_length(self, num_characters: int) -> None:
-        """Checks that a text of so many characters may fit the context.
-
-        Raises:
-            InvalidRequestError: it cannot, however it is tokenised.
-        """
-        if num_characters > MAX_PROMPT_CHARACTERS:
-            raise InvalidRequestError(f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters")
-        length = self._model.context_length
-        if self._per_token is not None and num_characters > length * self._per_token:
-            raise ContextLengthError.of(
-                length, f"the prompt has {num_characters} characters, of which a token has {self._per_token} at most"
-            )

@@ -8,6 +8,7 @@ scheduler runs, and put right after it.
 from collections.abc import Mapping
 from typing import Any
 
+from draftwire.verification.deciding import reports_prompt
 from draftwire_verifier.vllm.items import PromptToReport, RoundItem, StepItems, StepReport
 
 NEVER = 1 << 60
@@ -114,7 +115,7 @@ class SessionGate:
                 deciding.append(request_id)
             start = end - num_tokens
             num_rows = min(end, item.prompt_len - 1) - start
-            if item.logprobs.prompt_logprobs is not None and num_rows > 0:
+            if reports_prompt(item.report) and num_rows > 0:
                 prompts[request_id] = PromptToReport(start, num_rows)
         return StepItems(reading, frozenset(deciding), prompts)
 

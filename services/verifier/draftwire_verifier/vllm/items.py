@@ -8,9 +8,8 @@ from draftwire.errors import DraftwireError
 from draftwire.method.distributions import DraftRows
 from draftwire.method.keys import DrawKey
 from draftwire.requests.automaton import BlockMasks
-from draftwire.requests.logprobs import LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification.deciding import JudgingOutcome
+from draftwire.verification.deciding import JudgingOutcome, TokenReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +23,21 @@ class RoundItem:
     sampling: SamplingParams
     rule: str
     """Name of the verification rule."""
-    is_used: bool
-    """Whether the draft tokens may enter the text; if not, they are audited alone."""
     key: DrawKey
     num_committed: int
     """Committed tokens before the block."""
     max_read: int
     """Limit of unread committed tokens: if there are more, only so many are read and nothing is decided."""
     prompt_len: int
-    stop_token_ids: frozenset[int]
-    logprobs: LogprobsRequest
+    stop_token_ids: frozenset[int] = frozenset()
+    report: TokenReport | None = None
+    """Reports about its tokens; None if nothing is reported."""
     committed: Sequence[int] = ()
     """The committed tokens, if what is decided or reported depends on them."""
     masks: BlockMasks | None = None
     """Masks of the form of its text, if it has one."""
+    is_used: bool = True
+    """Whether the draft tokens may enter the text; if not, they are audited alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """Decides a step's blocks from vLLM's logits, on rank 0, by the definition that our own engine uses. No vLLM here."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,8 +11,7 @@ from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.devices import upload
 from draftwire.method.sampling import TokenEdits
 from draftwire.requests.logprobs import PromptPart
-from draftwire.verification.deciding import NOT_FINITE, Case, Judgement, JudgingOutcome, StillReading, decide
-from draftwire.verification.reported_logprobs import PromptRows, of_prompt
+from draftwire.verification.deciding import Case, Judgement, JudgingOutcome, StillReading, decide
 from draftwire.verification.rule import VerificationRule
 from draftwire_verifier.auditing import audits_of
 from draftwire_verifier.vllm.items import RoundItem, StepItems, StepReport
@@ -49,18 +47,23 @@ class RankDecisions:
                 None if none is. Overwritten.
             prompt_logits: `[num_rows, vocab]` of each of `items.prompts`.
         """
-        prompts = {name: self._reported(items, name, rows) for name, rows in prompt_logits.items()}
+        outcomes: dict[str, JudgingOutcome] = {}
+        prompts: dict[str, PromptPart] = {}
+        for name, own in prompt_logits.items():
+            part = self._reported(items, name, own)
+            if isinstance(part, DraftwireError):
+                outcomes[name] = part
+            else:
+                outcomes[name], prompts[name] = StillReading(part), part
         names = [name for name in starts if name in items.deciding]
         cases = [self._case(name, items.reading[name]) for name in names]
-        bad = {name for name, part in prompts.items() if any(math.isnan(token.logprob) for token in part.tokens)}
-        outcomes: dict[str, JudgingOutcome] = {name: StillReading(part) for name, part in prompts.items()}
-        outcomes |= {name: UnavailableError(NOT_FINITE) for name in bad}
         if not cases:
             return StepReport(outcomes)
         assert logits is not None, "rank 0 has the logits of all that is decided"
         rows = [start for name, case in zip(names, cases, strict=True) for start in _rows(starts[name], case)]
         if rows != list(range(len(logits))):
             logits = logits.index_select(0, upload(rows, logits.device, torch.int64))
+        bad = prompt_logits.keys() - prompts.keys()
         decisions = decide(cases, logits, [index for index, name in enumerate(names) if name in bad])
         for name, outcome in zip(names, decisions.outcomes, strict=True):
             if isinstance(outcome, Judgement):
@@ -81,7 +84,7 @@ class RankDecisions:
             committed=item.committed,
             prompt_len=item.prompt_len,
             stop_token_ids=item.stop_token_ids,
-            logprobs=item.logprobs,
+            report=item.report,
             masks=item.masks,
             edits=self._edits_of(name, item),
             is_used=item.is_used,
@@ -92,15 +95,10 @@ class RankDecisions:
             self._edits[name] = TokenEdits(item.sampling, item.stop_token_ids)
         return self._edits[name]
 
-    def _reported(self, items: StepItems, name: str, logits: Tensor) -> PromptPart:
-        item, wanted = items.reading[name], items.prompts[name]
-        num_top = item.logprobs.prompt_logprobs
-        assert num_top is not None, "asked of those who report their prompt"
-        text = list(item.committed[: wanted.start + wanted.num_rows + 1])
-        edits = self._edits_of(name, item)
-        mode, stops = item.logprobs.mode, item.stop_token_ids
-        rows = PromptRows(text, wanted.num_rows, num_top, mode, item.sampling, stops, edits)
-        return PromptPart(wanted.start + 1, of_prompt(logits, rows))
+    def _reported(self, items: StepItems, name: str, logits: Tensor) -> PromptPart | DraftwireError:
+        item = items.reading[name]
+        assert item.report is not None, "asked of those who report their prompt"
+        return item.report.of_prompt(self._case(name, item), items.prompts[name].start, logits)
 
 
 Share = Callable[[StepReport | None], StepReport]

@@ -5,6 +5,7 @@ import os
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -86,7 +87,9 @@ class RankStep:
         num_drafted = [0] * len(ids) if metadata is None else metadata.num_draft_tokens
         starts = dict(zip(ids, accumulate((num + 1 for num in num_drafted), initial=0), strict=False))
         self._report = agreed(
-            lambda: self._decisions.decide(self._items, starts, logits, self._prompt_logits), self._share, self._rank
+            lambda: self._decisions.decide(self._items, starts, logits, self._prompt_logits),
+            partial(self._group.broadcast_object, src=0),
+            self._rank,
         )
         tokens = [self._report.tokens_of(name) for name in ids]
         width = max((len(own) for own in tokens), default=0)
@@ -95,9 +98,6 @@ class RankStep:
             sampled[row, : len(own)] = torch.tensor(own, dtype=torch.int32)
         device = self._runner.device
         return SamplerOutput(sampled_token_ids=sampled.to(device), logprobs_tensors=None)
-
-    def _share(self, report: StepReport | None) -> StepReport:
-        return self._group.broadcast_object(report, src=0)  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def _read_prompts(self, state: Any) -> dict[str, Any]:

@@ -21,10 +21,9 @@ from draftwire.errors import BlockViolationError, DraftwireError, GroupLostError
 from draftwire.method.distributions import rows_of
 from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.models.card import ModelCard, load_card
-from draftwire.requests.logprobs import NO_LOGPROBS
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import EngineSettings, require
-from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading, make_masks
+from draftwire.verification.deciding import Judgement, JudgingOutcome, StillReading, make_masks, reports_prompt
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.vllm.arguments import (
     check_arguments,
@@ -177,13 +176,10 @@ class VllmEngine(StepEngine[Step, StepResult]):
             draft=None,
             sampling=SamplingParams(),
             rule="block",
-            is_used=True,
             key=DrawKey(bytes(KEY_BYTES), 0, 0),
             num_committed=num_tokens,
             max_read=num_tokens,
             prompt_len=num_tokens,
-            stop_token_ids=frozenset(),
-            logprobs=NO_LOGPROBS,
         )
         self._run({WARM_UP: item})
         self._end(WARM_UP)
@@ -288,8 +284,8 @@ class VllmEngine(StepEngine[Step, StepResult]):
         if name is None:
             self._num_opened += 1
             name = f"{session.key[0]}-{session.key[1]}-{self._num_opened}"
-            # Prompt log-probabilities need every logit: no prefix is reused, since cached tokens give none.
-            reuses = session.spec.logprobs.prompt_logprobs is None
+            # What is reported of a prompt needs every logit: no prefix is reused, since cached tokens give none.
+            reuses = not reports_prompt(session.report)
             self._open_request(self.core, name, session.committed.ids, session.spec.parameters.cache_salt, reuses)
             self._names[session.key] = name
         return name
@@ -330,7 +326,7 @@ def _item_of(part: StepItem) -> RoundItem:
         masks = make_masks(session.automaton, committed[parameters.prompt_len :], draft_tokens)
     if isinstance(masks, DraftwireError):
         raise masks
-    reads_text = parameters.sampling.penalizes or spec.logprobs.prompt_logprobs is not None
+    reads_text = parameters.sampling.penalizes or reports_prompt(session.report)
     return RoundItem(
         draft_tokens=draft_tokens,
         draft=rows_of(block.draft) if block and not isinstance(block.draft, BlockViolationError) else None,
@@ -342,7 +338,7 @@ def _item_of(part: StepItem) -> RoundItem:
         max_read=part.max_read,
         prompt_len=parameters.prompt_len,
         stop_token_ids=parameters.stop_token_ids,
-        logprobs=spec.logprobs,
+        report=session.report,
         committed=list(committed) if reads_text else (),
         masks=masks,
     )

@@ -6,14 +6,16 @@ fused by the head that reads them, inside the pass, and kept by slot beside the 
 copies or moves those carries the features too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from draftwire.errors import InvalidRequestError
-from draftwire.models.kv_cache import BLOCK_SIZE, NULL_BLOCK
+from draftwire.models.kv_cache import BLOCK_SIZE, NULL_BLOCK, CachedSequence
+from draftwire.models.sequence_model import FeatureSpan, SequenceModel, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,22 @@ class SlotFeatures:
         """Copies features between slots, `[count] int64` each."""
         if self.rows is not None:
             self.rows.index_copy_(0, targets, self.rows.index_select(0, sources))
+
+
+class FeatureReader(Protocol[Text]):
+    """A holder of the features of texts' tokens."""
+
+    def features(self, spans: Sequence[FeatureSpan[Text]]) -> Tensor:
+        """Returns what is kept of some tokens' hidden states.
+
+        Returns:
+            `[sum of stop - start, kept]` on the device of who reads them, for each span in order.
+        """
+
+
+@runtime_checkable
+class FeatureModel(SequenceModel, FeatureReader[CachedSequence], Protocol):
+    """A model that keeps features of the tokens that it has read."""
 
 
 def joined(states: Mapping[int, Tensor], layers: tuple[int, ...]) -> Tensor:

@@ -10,7 +10,7 @@ from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
 from draftwire.models.kv_storage import KvStorage
 from draftwire.models.packing import pack
 from draftwire.models.sequence_model import Segment
-from draftwire.models.taps import check_taps, joined
+from draftwire.options.heads.taps import check_taps, joined
 
 
 class _Collected:
@@ -33,7 +33,7 @@ def features_and_logits(decoder: Decoder, token_ids: Tensor, layers: tuple[int, 
     Args:
         decoder: of the model.
         token_ids: `[batch, length] int64`, on the decoder's device; both at least 1.
-        layers: ids of the taps; see `draftwire.models.taps`.
+        layers: ids of the taps; see `draftwire.options.heads.taps`.
 
     Returns:
         Features, `[batch, length, len(layers) * hidden]`, and logits, `[batch, length, vocab]`, in the dtype of the

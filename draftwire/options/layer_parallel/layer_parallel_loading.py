@@ -2,15 +2,24 @@
 
 from dataclasses import dataclass
 
+import structlog
+
+from draftwire.engine.cache_sizing import count_of, fitter_of, size_while_loading
+from draftwire.engine.ranks.group_model import LoadedRank, join_group
+from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.errors import InvalidRequestError
 from draftwire.models.card import ModelCard
 from draftwire.models.decoder import Decoder
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import load_model
-from draftwire.models.parallel.layer_groups import LayerGroups, LayerParallelism, groups_of_size
-from draftwire.models.parallel.layer_parallel import LayerParallelDecoder, Ranks
 from draftwire.models.parallel.process_group import ProcessGroup
 from draftwire.models.parallel.sharded_loading import LOADING_SECONDS
+from draftwire.models.parallel.tensor_parallel import ParallelModel
+from draftwire.options.layer_parallel.layer_groups import LayerGroups, LayerParallelism, groups_of_size, written
+from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder, Ranks
+from draftwire.options.layer_parallel.layer_settings import LayerParallelSettings
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +67,21 @@ def load_layer_parallel(
         group.break_off(f"its part of {name} was not loaded: {type(error).__name__}")
         raise
     return LoadedLayers(loaded.card, exact, drafting, groups)
+
+
+def load_draft_rank(config: RankConfig) -> LoadedRank:
+    """Joins the group and loads this rank's share of the layers.
+
+    Raises:
+        InvalidRequestError: the model has no such groups of layers, or its layers cannot be shared.
+        UnavailableError: another rank did not join in time, or was lost.
+    """
+    loading, group = config.loading, join_group(config)
+    layers, device = LayerParallelSettings.parse(config.loader_settings).parallelism, str(group.device)
+    fitter = fitter_of(config.engine, device, group.size)
+    loaded = load_layer_parallel(loading.model, loading.dtype, device, loading.revision, layers, group)
+    log.info("models.layers_grouped", groups=written(loaded.groups), rank=group.rank)
+    # Not static: graphs with collectives in them have not been tried on GPUs.
+    count, num_tokens = count_of(fitter, loaded.card), size_while_loading(config.engine)
+    model = ParallelModel(loaded.exact, num_tokens, drafting=loaded.drafting, group=group, count=count)
+    return LoadedRank(loaded.card, model, group, count)
