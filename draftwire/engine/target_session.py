@@ -289,8 +289,9 @@ class StepResult:
     """Tokens that the forward pass read, draft tokens included."""
     verify_us: int
     """How long it took, drafting included."""
-    audits: Sequence[AuditSums | None] = ()
-    """Audit sums of the draft tokens; None if the item has no distributions to audit."""
+    audit: Callable[[], Sequence[AuditSums | None]] = tuple
+    """Returns the audit sums of each item's draft tokens; None if it has no distributions to audit. To be called once,
+    on the torch thread, before the next step: no verdict waits for it."""
     drafted: Mapping[SessionKey, ReceivedBlock | None] = field(default_factory=dict)
     """Blocks that were ordered, drafted and verified; see `OrderedBlocks`."""
     draft_s: float = 0.0

@@ -2,10 +2,8 @@
 
 import asyncio
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from unittest import mock
 
 from tiny_models import tiny_compiler

@@ -1,4 +1,4 @@
-"""Cases of rounds that a drafter begins on the verifier's outcome, and that do not go on as the drafter takes them to."""
+"""Cases of rounds that a drafter begins on the verifier's outcome, and that go on otherwise than it takes them to."""
 
 import asyncio
 from dataclasses import replace

@@ -183,7 +183,7 @@ class Duel:
         for _ in range(MOST_STEPS):
             result = self.vllm.step(Step([step.items[index] for index in left], step.started_at))
             self.seen["steps"] += 1
-            for index, outcome, sums in zip(left, result.outcomes, result.audits, strict=True):
+            for index, outcome, sums in zip(left, result.outcomes, result.audit(), strict=True):
                 outcomes[index], audits[index] = outcome, sums
                 prompts[index] += (getattr(outcome, "prompt", None) and outcome.prompt.tokens) or []
             left = [
@@ -194,7 +194,7 @@ class Duel:
             if not left:
                 break
         assert not left, "vLLM decides what our own engine does"
-        result = StepResult(outcomes, own.num_unread, own.num_reused, own.num_tokens, 0, audits)
+        result = StepResult(outcomes, own.num_unread, own.num_reused, own.num_tokens, 0, lambda: audits)
         self._prompts = prompts
         return result
 
@@ -222,7 +222,7 @@ class Duel:
         self.seen["near ties of vLLM"] += other.num_near_ties
         self._differ("logprobs", mine.logprobs, other.logprobs)
         # A block without draft tokens has sums of zero where it is decided together with others, else none.
-        sums, other_sums = own.audits[index] or AuditSums(), theirs.audits[index] or AuditSums()
+        sums, other_sums = own.audit()[index] or AuditSums(), theirs.audit()[index] or AuditSums()
         assert sums.num_positions == other_sums.num_positions
         if sums.num_positions:
             self.seen["audits"] += 1

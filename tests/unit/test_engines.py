@@ -179,7 +179,7 @@ def test_step_audits_just_the_blocks_of_rules_that_read_distributions() -> None:
         verifier.offer(session, expected_tokens(len(session.committed), length))
     verifier.scheduler.run_plain(PlainRun(sessions[-1].fence, 1))
     ((result, _),) = verifier.steps()
-    assert [sums is not None for sums in result.audits] == [True, False, True, False, False]
+    assert [sums is not None for sums in result.audit()] == [True, False, True, False, False]
 
 
 @every("rule", ["block", "token"])
@@ -194,7 +194,7 @@ def test_block_that_is_set_aside_is_audited_and_its_round_is_a_plain_one(rule: s
         if number == 0:
             verifier.scheduler.set_aside(aside)
         ((result, told),) = verifier.steps()
-        assert all(sums is not None for sums in result.audits)
+        assert all(sums is not None for sums in result.audit())
         verdicts = {session.spec.session_id: verdict for session, verdict in told if isinstance(verdict, Verdict)}
         counts = [(verdicts[each].num_draft_tokens, verdicts[each].num_accepted_tokens) for each in range(3)]
         assert counts == [(0, 0) if number == 0 else (4, 4), (4, 4), (4, 4)]

@@ -55,7 +55,7 @@ def decide(core: VerifierCore) -> list[Verdict]:
     while (step := scheduler.next_step()) is not None:
         result = core._engine.step(step)
         verdicts += [event for _, event in scheduler.complete(step, result) if isinstance(event, Verdict)]
-        core.peers.learn(step, result)
+        core.peers.learn(step, result, result.audit())
     return verdicts
 
 

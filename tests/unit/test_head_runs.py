@@ -177,8 +177,9 @@ def test_round_that_reads_the_prompt_is_plain_and_later_ones_are_drafted() -> No
     assert block is not None
     assert (block.fence, block.drafter_id) == (third.fence, NO_DRAFTER)
     assert result.draft_s > 0.0
-    assert result.audits[0] is not None, "what was drawn is audited against what is declared"
-    assert result.audits[0].num_positions == 3
+    (sums,) = result.audit()
+    assert sums is not None, "what was drawn is audited against what is declared"
+    assert sums.num_positions == 3
 
 
 def test_rounds_of_a_plain_run_have_no_draft() -> None:

@@ -93,7 +93,7 @@ class Rounds:
         step = self.verdicts.next_step()
         assert step is not None
         result = self.judging.step(step)
-        self.audits += result.audits
+        self.audits += result.audit()
         ((_, verdict),) = self.verdicts.complete(step, result)
         assert isinstance(verdict, Verdict)
         return verdict

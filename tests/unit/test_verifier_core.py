@@ -103,7 +103,7 @@ def convict(core: VerifierCore, session_id: int, drafter_id: int = DRAFTER) -> N
     """Tells the core of a step whose block damns its drafter."""
     session = core._scheduler.sessions[session_id, 0]
     step = Step([StepItem(session, make_block(session_id, [97], drafter_id), 1)], 0.0)
-    core.peers.learn(step, StepResult([], [], [], 0, 0, audits=[DISHONEST]))
+    core.peers.learn(step, StepResult([], [], [], 0, 0), [DISHONEST])
 
 
 class TestVerifierService(EngineServiceContract):

@@ -1,12 +1,15 @@
 """The verifier without gRPC: sessions of gateways, and delivery of verdicts."""
 
-from collections.abc import Collection
+import asyncio
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import structlog
 from typing_extensions import override
 
+from draftwire.audit import AuditSums
 from draftwire.engine.admission import Room
 from draftwire.engine.engine_service import EngineService
 from draftwire.engine.leases import SessionFailed
@@ -38,6 +41,8 @@ from draftwire_verifier.trust import Trust
 
 if TYPE_CHECKING:
     from draftwire_verifier.feature_feeds import FeatureFeeds
+
+log = structlog.get_logger()
 
 CAPABILITIES = frozenset({DRAFTS_ON_OUTCOMES, HELD_BLOCKS, ISSUED_IDENTITIES})
 TargetEvent = Verdict | PromptRead | BlockRefused | SessionFailed
@@ -179,22 +184,38 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
 
     @override
     def _complete(self, step: Step, result: StepResult) -> list[Completed]:
-        self.metrics.count_step(len(step.items), result.verify_us / 1e6)
-        self.metrics.count_head(result.draft_s)
         deliveries = self._scheduler.complete(step, result)
         for session, event in deliveries:
             if isinstance(event, DraftwireError):
                 self._fail(session.key, event)
                 continue
-            self._leases.send(session.lease_id, event)
-            if isinstance(event, Verdict):
-                self.metrics.count(event, is_first=event.fence.round == session.spec.first_round)
-                self.peers.tell(session, event)
-        if self.feeds is not None:
-            self.feeds.observe(step)
-        self.peers.learn(step, result)
-        for session, event in deliveries:
             if isinstance(event, Verdict):
                 self.trust.begin(session)
                 self.peers.gate(session)
+                self.peers.tell(session, event)
+            self._leases.send(session.lease_id, event)
+        if self.feeds is not None:
+            self.feeds.observe(step)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._count, step, result, deliveries)  # when the verdicts are on their way
+        if result.drafted or any(item.block is not None for item in step.items):
+            self._torch.post(self._audit, loop, step, result)  # before the next step, whose pass needs the memory
+        else:
+            self.peers.learn(step, result, [None] * len(step.items))
         return deliveries
+
+    def _audit(self, loop: asyncio.AbstractEventLoop, step: Step, result: StepResult) -> None:
+        """Audits what a step has judged, on the torch thread."""
+        audits: Sequence[AuditSums | None] = [None] * len(step.items)
+        try:
+            audits = result.audit()
+        except Exception:  # the verdicts are sent
+            log.exception("verifier.audit_failed", num_sessions=len(step.items))
+        loop.call_soon_threadsafe(self.peers.learn, step, result, audits)
+
+    def _count(self, step: Step, result: StepResult, deliveries: Sequence[Completed]) -> None:
+        self.metrics.count_step(len(step.items), result.verify_us / 1e6)
+        self.metrics.count_head(result.draft_s)
+        for session, event in deliveries:
+            if isinstance(event, Verdict):
+                self.metrics.count(event, is_first=event.fence.round == session.spec.first_round)

@@ -1,11 +1,12 @@
 """The drafters of a verifier: their streams, what they send, and what comes of that."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import structlog
 
+from draftwire.audit import AuditSums
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.target_session import Step, StepResult, TargetSession
 from draftwire.errors import BlockViolationError, ProtocolViolationError, UnavailableError, Violation
@@ -164,9 +165,9 @@ class DrafterPeers:
             with suppress(UnavailableError):
                 stream.outbox.put(RoundOutcome(session.fence, verdict.token_ids))
 
-    def learn(self, step: Step, result: StepResult) -> None:
-        """Audits what a step has judged, and refuses whoever is found out."""
-        for drafter in self._trust.audit(step, result):
+    def learn(self, step: Step, result: StepResult, audits: Sequence[AuditSums | None]) -> None:
+        """Records the audit of what a step has judged, and refuses whoever is found out."""
+        for drafter in self._trust.audit(step, result, audits):
             sessions = [one for one in self._scheduler.sessions.values() if one.drafter_id == drafter.id]
             log.error(
                 "verifier.drafter_quarantined",

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -87,7 +88,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
             num_reused=[judging.sequence.num_reused for judging in judgings],
             num_tokens=done.num_tokens,
             verify_us=int((time.perf_counter() - started) * 1e6),
-            audits=audits_of(done.decided, [judging.rule for judging in judgings], done.shaped),
+            audit=partial(audits_of, done.decided, [judging.rule for judging in judgings], done.shaped),
             drafted=drafted,
             draft_s=ordered.seconds,
             mask_us=mask_us_of(step.items),

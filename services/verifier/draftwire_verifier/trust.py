@@ -1,6 +1,6 @@
 """Trust in drafters: whose draft tokens may enter texts, by audit, credit and quarantine."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from weakref import WeakSet
 
 import structlog
@@ -55,6 +55,8 @@ class Trust:
         self._local: dict[str, Drafter] = {}
         self._rounds: dict[TargetSession, RoundTrust] = {}
         """Current rounds of the sessions whose text a lie could change, and the audit would see it."""
+        self._unaudited: dict[TargetSession, RoundTrust] = {}
+        """Rounds that are over, and whose use of credits is not counted yet: they keep what they were promised."""
         self._repeated = WeakSet[TargetSession]()
         """Sessions whose draft tokens do not count: an earlier one drew with the same random numbers."""
 
@@ -84,7 +86,7 @@ class Trust:
     def begin(self, session: TargetSession) -> None:
         """Decides whose blocks a session's next round may use: its drafter's or, while it has none, those of any."""
         if session in self._rounds:
-            self._rounds[session].end()
+            self._unaudited[session] = self._rounds[session]
             self._rounds[session] = RoundTrust(self.drafters.now())
         drafter = self.drafters.get(session.drafter_id) if session.drafter_id is not None else None
         self._add(session, self.drafters if drafter is None else (drafter,))
@@ -112,10 +114,15 @@ class Trust:
         drafter, trust = self.drafters.get(sender), self._rounds.get(session)
         return drafter is not None and (trust is None or trust.covers(drafter))
 
-    def audit(self, step: Step, result: StepResult) -> list[Drafter]:
-        """Adds the audit sums of a step to the drafters' records; returns those who are newly in quarantine."""
+    def audit(self, step: Step, result: StepResult, audits: Sequence[AuditSums | None]) -> list[Drafter]:
+        """Adds the audit sums of a step to the drafters' records; returns those who are newly in quarantine.
+
+        The sessions' next rounds have begun. So a session's unproven drafter needs credit for two rounds.
+        """
         sums_of: dict[tuple[int, bool], AuditSums] = {}
-        for item, sums in zip(step.items, result.audits, strict=True):
+        for item, sums in zip(step.items, audits, strict=True):
+            if (over := self._unaudited.pop(item.session, None)) is not None:
+                over.end()
             block = result.drafted.get(item.session.key) or item.block
             if block is None or sums is None or item.session in self._repeated:
                 continue

@@ -19,10 +19,10 @@ class BegunRounds:
     """How far the calibrations of one epoch have allowed a session's drafter to go.
 
     A drafter begins a later round when the verifier tells it the outcome of the one before, and its block goes
-    straight to the verifier: two hops in place of three. If that round were then requested without it, the block and the request
-    would meet at the verifier, which takes what comes first. When a block comes may depend on its tokens: so some
-    would be dropped by their values, which biases the text. A round that may have begun is therefore requested as
-    it was begun. See docs/exactness.md.
+    straight to the verifier: two hops in place of three. If that round were then requested without it, the block and
+    the request would meet at the verifier, which takes what comes first. When a block comes may depend on its tokens:
+    so some would be dropped by their values, which biases the text. A round that may have begun is therefore requested
+    as it was begun. See docs/exactness.md.
     """
 
     def __init__(self) -> None:

@@ -221,7 +221,7 @@ class VllmEngine(StepEngine[Step, StepResult]):
             num_reused=[self._num_reused.get(name, 0) for name in names],
             num_tokens=num_tokens,
             verify_us=int((time.perf_counter() - started) * 1e6),
-            audits=[report.audits.get(name) for name in names],
+            audit=lambda: [report.audits.get(name) for name in names],
             mask_us=mask_us_of(step.items),
         )
         for part, name, outcome in zip(step.items, names, outcomes, strict=True):
