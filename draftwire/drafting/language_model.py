@@ -26,8 +26,8 @@ class LanguageModelSequence:
     """One session's tokens in the drafter's KV cache.
 
     The cache holds at least all committed tokens but the last: reading the last one gives the logits for the next.
-    Drafted tokens may have been read approximately. Unless calibration is switched off, the next round reads them again
-    exactly, accepted or not, so that approximations never add up over rounds.
+    Drafted tokens may have been read approximately, by a model that does not extend exactly. Unless calibration is
+    switched off, the next round reads them again exactly, accepted or not, so that approximations never add up.
 
     Source: bonus calibration, Wu et al. 2025 (arXiv 2502.02493), section 4.3.
     """

@@ -103,7 +103,9 @@ class SessionBook(ABC, Generic[Session, Step]):
     max_draft_tokens: int
     """Most draft tokens that a session may ask for."""
     room: Room
+    """Reservations of the open sessions."""
     pacer: PrefillPacer
+    """Limits the prompt tokens of a step."""
     sessions: dict[SessionKey, Session] = field(default_factory=dict)
     """The open sessions, in the order in which they were opened."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -111,6 +113,7 @@ class SessionBook(ABC, Generic[Session, Step]):
     prefix_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens of opened sessions ("queried") and how many of them did not have to be read ("reused")."""
     closed_early: ClosedEarly = field(default_factory=ClosedEarly)
+    """Sessions that were closed before they were opened."""
     _ready: list[Session] = field(default_factory=list)
     """Sessions that wait for a step."""
 

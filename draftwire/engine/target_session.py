@@ -153,7 +153,7 @@ Raises:
 
 
 class SessionReport(TokenReport, Protocol):
-    """The same with what is told of it in verdicts."""
+    """A `TokenReport` that is also stated in verdicts."""
 
     def of_round(self, block: ReceivedBlock | None, judgement: Judgement) -> LogprobsPart | None:
         """Returns what the verdict on a block says. Used on the event loop."""

@@ -16,8 +16,11 @@ class Role(Enum):
     """Use of a key. Keys of different roles are independent."""
 
     DRAFTING = "drafting"
+    """Draws draft tokens, at the drafter."""
     VERIFYING = "verifying"
+    """Decides rounds, at the verifier."""
     COUPLING = "coupling"
+    """Does both under a coupled rule, whose drafter draws with the verifier's noise."""
 
 
 def new_seed() -> int:

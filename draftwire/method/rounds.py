@@ -86,7 +86,9 @@ class DraftTimings:
     """Durations of a drafter's phases, microseconds."""
 
     calibration_us: int = 0
+    """Reading of committed tokens."""
     draft_us: int = 0
+    """Drawing of the block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,9 @@ class Verdict:
     plain_rounds_left: int
     """Rounds of the run that the verifier will still decode without a further request."""
     verify_us: int = 0
+    """Duration of the step that decided the round, without drafting in it."""
     queue_us: int = 0
+    """Wait of the block, or of the plain round, for that step."""
     timings: DraftTimings = field(default_factory=DraftTimings)
     num_near_ties: int = 0
     """Tokens of the round that rounding could have changed; 0 for rules that do not count them."""
@@ -332,6 +336,7 @@ class TargetSessionSpec:
     verifying_key: bytes
     """Key of the role COUPLING under a coupled rule, where the drafter has the same; else of VERIFYING."""
     plain_rounds: int
+    """Rounds without a drafter that the verifier begins with."""
     max_len: int
     """Upper bound of committed tokens, prompt included."""
     permit_key: bytes = b""

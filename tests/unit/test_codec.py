@@ -66,7 +66,7 @@ def test_part_is_there_if_any_of_its_fields_is_set(waste: Waste) -> None:
     assert SOURCES.encode(replace(whole, waste=Waste())) == SOURCES.encode(replace(whole, waste=None))
 
 
-def test_part_with_a_default_is_left_out_where_it_is_that_and_has_its_fields_in_the_table() -> None:
+def test_part_that_is_its_default_is_left_out_of_the_message() -> None:
     given = Conversion(lambda size: size + 1, lambda size: size - 1)
     codec = Codec(Known, session_pb2.Verdict, {"held_bytes": "queue_duration_us"}, held_bytes=given)
     assert codec.encode(Known(Waste())) == session_pb2.Verdict()

@@ -1,4 +1,4 @@
-"""Which part of the sources may import which: docs/decisions/0014. Read off the sources, so that nothing hides."""
+"""Which part of the sources may import which: docs/decisions/0039. Read off the sources, so that nothing hides."""
 
 import ast
 from collections import Counter

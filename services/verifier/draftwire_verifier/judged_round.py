@@ -60,7 +60,7 @@ class JudgedRound:
             num_accepted_tokens=judgement.num_accepted,
             extra=self.extra,
             plain_rounds_left=session.plain_rounds_left,
-            verify_us=result.verify_us - int(result.draft_s * 1e6),  # which is told apart
+            verify_us=result.verify_us - int(result.draft_s * 1e6),  # the verifier's own drafts
             queue_us=min(int(max(0.0, self.step.started_at - session.queued_at) * 1e6), MAX_UINT32),
             num_near_ties=judgement.num_near_ties,
             num_cached_tokens=session.num_reused or 0,

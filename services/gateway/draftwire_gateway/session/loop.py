@@ -124,7 +124,7 @@ class GenerationLoop:
                 self._set_timeout(self._settings.verdict_timeout_s)  # for the next round of a plain run
                 token_ids, reason = self._text.commit(verdict)
                 asks = verdict.plain_rounds_left == 0
-                if asks and reason is None and not self._session.generation.stop:  # which the text is checked for first
+                if asks and reason is None and not self._session.generation.stop:  # else the text is checked first
                     self._ask_for_round()
                     asks = False
                     await asyncio.sleep(0)  # lets the request be sent before the text is decoded

@@ -56,9 +56,10 @@ class SeatedDrafter:
         """Whether the latest block was drafted ahead: how soon it is verified tells nothing of the drafter."""
         self.num_missing = 0
         """Blocks in a row that went missing."""
-        self._num_tokens = 0
-        """How many tokens were requested of the latest block, in the round of which number, when, and until when."""
-        self._round, self._asked_at, self._timeout_s = -1, 0.0, 0.0
+        self._num_tokens, self._round = 0, -1
+        """Tokens that were requested of the latest block, and the number of its round."""
+        self._asked_at, self._timeout_s = 0.0, 0.0
+        """Time at which it was requested, and the timeout under which."""
         self._asleep_since = 0.0
         self._flush_requested = self._has_replied = self._is_missing = False
         self._target, self._session, self._options = target, session, options
