@@ -299,7 +299,7 @@ def test_calibration_that_contradicts_an_outcome_is_a_violation() -> None:
 
 
 @pytest.mark.parametrize("rounds_ahead", [0, 1])
-def test_session_without_branches_goes_on_at_an_outcome_as_far_as_its_calibration_lets_it(rounds_ahead: int) -> None:
+def test_session_goes_on_at_an_outcome_as_far_as_its_calibration_lets_it(rounds_ahead: int) -> None:
     rig, text = Rig(ahead=None), Text().commit(4)
     rig.calibrate(text, len(PROMPT), max_rounds_ahead=rounds_ahead)
     rig.run()
@@ -318,7 +318,7 @@ def test_session_without_branches_goes_on_at_an_outcome_as_far_as_its_calibratio
     assert replace(block, timings=same.timings) == same
 
 
-def test_outcome_that_comes_before_its_calibration_has_the_block_after_drafted_at_the_calibration() -> None:
+def test_outcome_before_its_calibration_has_the_next_block_drafted_at_it() -> None:
     rig, text = Rig(ahead=None), Text().commit(4)
     rig.calibrate(text, len(PROMPT))
     rig.run()
