@@ -53,7 +53,7 @@ OUTCOME_CASES: list[Scene] = [
         num_draft_tokens=2,
         network={"times": slow_after(4)},
         fields={"stop": ("c",)},
-        happens=frozenset({"outcome", "whole block", "rejection"}),
+        happens=frozenset({"outcome", "wasted", "whole block", "rejection"}),
     ),
     Scene(
         name="on outcomes, a drafter whose context is full",

@@ -169,6 +169,7 @@ def seen_in(network: Network, statistics: Statistics) -> frozenset[str]:
         "miss": statistics.num_ahead_misses,
         "drafter lost": statistics.num_drafters_lost,
         "verifier lost": statistics.num_verifiers_lost,
+        "wasted": statistics.num_ahead_wasted_tokens,
         "whole block": any(times.verdict.num_accepted_tokens == times.verdict.num_draft_tokens > 0 for times in rounds),
         "rejection": any(times.verdict.num_accepted_tokens < times.verdict.num_draft_tokens for times in rounds),
         "asked as begun": any(c.max_rounds_ahead == 0 and c.fence.round <= until for c, until in pairs),

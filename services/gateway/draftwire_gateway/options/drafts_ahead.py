@@ -41,6 +41,11 @@ class BegunRounds:
         """Returns how many rounds may have begun, from a round on: all of them up to the last one."""
         return max(0, self._last_round - round_number + 1)
 
+    @property
+    def length(self) -> int:
+        """Draft tokens of each such round, at most."""
+        return self._length
+
     def is_of_another(self, round_number: int, permit_number: int) -> bool:
         """Whether another drafter may have begun a round than the one with this permit."""
         return self.num_from(round_number) > 0 and permit_number != self._permit_number
@@ -143,6 +148,11 @@ class DraftsAhead(SessionOption):
         statistics.num_ahead_hits += is_hit
         statistics.num_ahead_late += ahead.is_ahead and not is_hit
         statistics.num_ahead_misses += not ahead.is_ahead
+
+    @override
+    def end_at_string(self) -> None:
+        if self.num_begun(self._session.round):
+            self._session.statistics.num_ahead_wasted_tokens += self._begun.length
 
     def _goes_on(self, arm: Arm) -> bool:
         """Whether the drafter may begin the round after one of this arm on its outcome."""

@@ -128,9 +128,12 @@ class GenerationLoop:
                     self._ask_for_round()
                     asks = False
                     await asyncio.sleep(0)  # lets the request be sent before the text is decoded
+                goes_on = reason is None
                 delta, reason = self._text.show(verdict, token_ids, reason)
                 if asks and reason is None:
                     self._ask_for_round()
+                if goes_on and reason is not None:
+                    self._planner.end_at_string()
                 if reason is not None:
                     self._watch.end()
                 self._watch.report()

@@ -25,6 +25,11 @@ class RoundPlanner:
         """
         return max((option.num_begun(self._session.round) for option in self._options), default=0)
 
+    def end_at_string(self) -> None:
+        """Records that the text has ended at a stop string, which its verifier does not know."""
+        for option in self._options:
+            option.end_at_string()
+
     def next_draft(self) -> Arm:
         """Returns what to draft for the round that is requested now; plain decoding if the drafter is not to draft.
 

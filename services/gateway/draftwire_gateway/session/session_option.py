@@ -90,6 +90,9 @@ class SessionOption:
     def end_round(self, verdict: Verdict, *, was_held: bool) -> None:
         """Records the verdict of the open round; `was_held` if its block was requested as one that the verifier had."""
 
+    def end_at_string(self) -> None:
+        """Records that the text has ended at a stop string, which its verifier does not know."""
+
 
 MakeOptions = Callable[[SessionState], Sequence[SessionOption]]
 """Makes the options that a session's generation asks for, in the order in which they are asked."""

@@ -44,7 +44,7 @@ class Statistics:
     """Rounds for which a drafter that may draft ahead had drafted no block, or none that was judged."""
     num_ahead_wasted_tokens: int = 0
     """Draft tokens of blocks that were drafted ahead for texts that did not come true, as far as they reached the
-    verifier.
+    verifier; and those that a drafter may have begun when the text ended at a stop string.
     """
     max_held_bytes: int = 0
     """Largest size of the blocks that the verifier held for the completion."""
