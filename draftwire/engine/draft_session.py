@@ -24,7 +24,7 @@ class DraftSession(EngineSession[DraftSessionSpec]):
     last_asked: int = -1
     """Round of the block that was requested last."""
     outcome: RoundOutcome | None = None
-    """That of the latest round, if it came before the calibration that lets the drafter go on."""
+    """Outcome of the latest round, if it came before the calibration that lets the drafter go on."""
     calibration: Calibration | None = None
     """The calibration whose block is drafted next."""
     queued: bool = True
@@ -53,6 +53,15 @@ class DraftSession(EngineSession[DraftSessionSpec]):
     def reads_much(self) -> bool:
         """Whether more is unread than a round commits: a prompt, or tokens committed during its prefill."""
         return self.is_reading or self.num_unread > self.spec.parameters.max_draft_tokens + 1
+
+    def length_at(self, prefix_len: int) -> int:
+        """Returns how many tokens to draft after so many committed ones, as the latest calibration asks; less than 1 for
+        none. One is left for the verifier.
+
+        Gateway and drafter count alike: so a gateway knows which rounds a drafter cannot have begun by itself.
+        """
+        wanted = 0 if self.latest is None else self.latest.num_draft_tokens
+        return min(wanted, self.spec.max_len - prefix_len - 1)
 
     def request(self, number: int, num_tokens: int) -> DraftRequest:
         """Returns the request for a block of a round, which nothing cuts."""

@@ -6,18 +6,6 @@ MAX_BRANCHES = 32
 """Texts of one session for which a drafter may draft ahead at once, and blocks that a verifier may hold of it."""
 
 
-def room_for_drafts(max_len: int, prefix_len: int) -> int:
-    """Returns how many tokens may be drafted after a prefix; less than 1 for none. One is left for the verifier.
-
-    Gateway and drafter count alike: so a gateway knows which rounds a drafter cannot have begun by itself.
-
-    Args:
-        max_len: most tokens of the text that the drafter can have.
-        prefix_len: committed tokens.
-    """
-    return max_len - prefix_len - 1
-
-
 def held_blocks(max_branches: int, rounds_ahead: int) -> int:
     """Returns how many blocks a verifier holds of a session, so that a drafter with so many branches need never wait.
 

@@ -179,8 +179,9 @@ class Calibration(_message.Message):
     num_draft_tokens: _builtins.int
     """Tokens to draft, 1 to the session's limit; with `tree`, on each path at most."""
     max_rounds_ahead: _builtins.int
-    """Rounds beyond this one to draft for before their calibrations come, under the prefixes that the drafter predicts. 0:
-    none. At most 4.
+    """Rounds beyond this one to draft for before their calibrations come: when the verifier tells how the round before has
+    ended (RoundOutcome), and in sessions with max_branches ahead of that, under the prefixes that the drafter predicts.
+    0: none. At most 4.
     """
     @_builtins.property
     def fence(self) -> _session_pb2.Fence:

@@ -746,7 +746,9 @@ class GenerationStatistics(_message.Message):
     num_ahead_late: _builtins.int
     """Rounds whose draft block was drafted before their text was known, and came after they began."""
     num_ahead_wasted_tokens: _builtins.int
-    """Draft tokens of blocks that were drafted ahead for texts that did not come true, as far as they reached the verifier."""
+    """Draft tokens of blocks that were drafted ahead for texts that did not come true, as far as they reached the verifier;
+    and those that a drafter may have begun when the text ended at a stop string.
+    """
     max_held_bytes: _builtins.int
     """Largest size of the blocks that the verifier held for the completion after a round, bytes."""
     num_trees: _builtins.int

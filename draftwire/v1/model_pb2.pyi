@@ -74,6 +74,8 @@ class ModelDescription(_message.Message):
         "flush_replies": it replies to that command when the block is sent (BlockSent).
         "issued_identities": a verifier gives each drafter an identity; a drafter shows the one that it was given when it
         connects again, tells gateways of it, and takes its permit from the first calibration.
+        "drafts_on_outcomes": a verifier tells each drafter how the rounds of its blocks ended (RoundOutcomes); a drafter
+        begins the next round then, as far as the latest calibration lets it (Calibration.max_rounds_ahead).
         """
 
     @_builtins.property

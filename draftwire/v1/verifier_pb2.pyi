@@ -819,7 +819,7 @@ class PushDraftBlocksResponse(_message.Message):
 
     @_builtins.property
     def outcomes(self) -> Global___RoundOutcomes:
-        """Of sessions that hold blocks. Only for drafters with the capability "draft_ahead"."""
+        """Only for drafters with the capability "drafts_on_outcomes" and, of sessions that hold blocks, "draft_ahead"."""
 
     @_builtins.property
     def features(self) -> Global___SessionFeatures:

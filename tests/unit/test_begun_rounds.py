@@ -7,7 +7,6 @@ from virtual_time import in_virtual_time
 
 from draftwire.engine.draft_session import DraftSession
 from draftwire.method.rounds import Calibration, Fence
-from draftwire.options.ahead.lookahead import length_at
 from draftwire_gateway.options.drafts_ahead import BegunRounds
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 
@@ -69,6 +68,6 @@ async def test_gateway_and_drafter_count_alike_what_there_is_room_for(context: i
     for token in STORY[:12]:
         committed = len(one.session.committed)
         rooms.append(min(4, one.seat.room))
-        assert max(0, rooms[-1]) == max(0, length_at(session, committed)), committed
+        assert max(0, rooms[-1]) == max(0, session.length_at(committed)), committed
         one.end_round([token])
     assert {4, 1, 0} <= set(rooms)

@@ -10,9 +10,9 @@ import pytest
 from tests.imports import is_in, packages, sources
 from tests.path import NOT_COUNTED, ROOT, ROOTS, files_of_a_round, imports_of, lines_of
 
-MOST_LINES = 11_700
+MOST_LINES = 11_600
 """Of the modules that the roots import, transitively."""
-MOST_LINES_OF_A_ROUND = 8_500
+MOST_LINES_OF_A_ROUND = 8_600
 """Of the files that docs/round.md lists."""
 LOADED_SHARE = 1.1
 """Lines that are loaded for a few rounds of a fixed chain, over those that are imported."""

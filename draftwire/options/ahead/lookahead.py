@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from draftwire.engine.draft_session import DraftSession
-from draftwire.method.ahead_limits import room_for_drafts
 from draftwire.method.rounds import Fence
 from draftwire.options.ahead.branches import Branch, Endings
 from draftwire.options.ahead.branching import TRIAL_EVERY, PassTimes, num_worthwhile
@@ -47,12 +46,6 @@ class NextTexts:
             return 0
         share = limits.max_branches // max(1, self.max_rounds_ahead)
         return min(share, (limits.max_held_blocks or limits.max_branches) - self.num_ahead.total())
-
-
-def length_at(session: DraftSession, prefix_len: int) -> int:
-    """Returns how many tokens to draft for a session after so many committed ones, as the latest calibration asks."""
-    wanted = 0 if session.latest is None else session.latest.num_draft_tokens
-    return min(wanted, room_for_drafts(session.spec.max_len, prefix_len))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -127,7 +120,7 @@ class Lookahead:
         for ending in likeliest[: self._num_worthwhile(texts, [ending.chance for ending in likeliest], num_beside)]:
             added = [*block[: ending.num_kept], ending.token_id]
             prefix_len = node.fence.prefix_len + len(added)
-            length = length_at(session, prefix_len)
+            length = session.length_at(prefix_len)
             if length < 1 or not stops.isdisjoint(added):
                 continue
             prefix_hash = session.committed.hash_with([*path, *added])

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from draftwire.engine.draft_session import DraftOption, DraftOutcome, DraftSession, Step, StepItem, StepResult
 from draftwire.engine.session_book import SessionBook
 from draftwire.errors import InvalidRequestError, ProtocolViolationError
-from draftwire.method.ahead_limits import room_for_drafts
 from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, Fence, RoundOutcome, SendDrafted
 from draftwire.requests.automaton import Automaton
 
@@ -117,7 +116,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
             return
         session.outcome = None
         fence = outcome.fence
-        length = min(latest.num_draft_tokens, room_for_drafts(session.spec.max_len, fence.prefix_len))
+        length = session.length_at(fence.prefix_len)
         if length >= 1 and fence.round > session.last_asked:
             self.ask(session, Calibration(fence, len(session.committed), [], length))
 
