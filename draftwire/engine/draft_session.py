@@ -55,8 +55,8 @@ class DraftSession(EngineSession[DraftSessionSpec]):
         return self.is_reading or self.num_unread > self.spec.parameters.max_draft_tokens + 1
 
     def length_at(self, prefix_len: int) -> int:
-        """Returns how many tokens to draft after so many committed ones, as the latest calibration asks; less than 1 for
-        none. One is left for the verifier.
+        """Returns how many tokens to draft after so many committed ones, as the latest calibration asks, or less than 1
+        for none. One is left for the verifier.
 
         Gateway and drafter count alike: so a gateway knows which rounds a drafter cannot have begun by itself.
         """
