@@ -17,6 +17,8 @@ class DraftSession(EngineSession[DraftSessionSpec]):
 
     num_known: int
     """Committed tokens that were passed to the strategy."""
+    num_sent: int
+    """Committed tokens that the gateway has sent: outcomes of rounds may have brought more."""
     num_spare: int = 0
     """Tokens of the KV cache that options need beside its text."""
     latest: Calibration | None = None

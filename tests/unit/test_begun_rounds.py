@@ -62,7 +62,7 @@ async def test_gateway_and_drafter_count_alike_what_there_is_room_for(context: i
     one = seating(context_lengths=(context,), max_tokens=12)
     await one.seek_until_ready()
     spec = one.drafters[0].spec
-    session = DraftSession(spec=spec, lease_id=1, num_known=len(PROMPT))
+    session = DraftSession(spec=spec, lease_id=1, num_known=len(PROMPT), num_sent=len(PROMPT))
     session.latest = Calibration(Fence(1, 0, 0, len(PROMPT), 0), len(PROMPT), [], 4)
     rooms = []
     for token in STORY[:12]:

@@ -51,7 +51,10 @@ class Scheduler(SessionBook[DraftSession, Step]):
         self._check_max_len(spec)
         for option in self.options:
             option.check_session(spec)
-        session = DraftSession(spec=spec, lease_id=lease_id, automaton=automaton, num_known=len(spec.token_ids))
+        num_tokens = len(spec.token_ids)
+        session = DraftSession(
+            spec=spec, lease_id=lease_id, automaton=automaton, num_known=num_tokens, num_sent=num_tokens
+        )
         session.num_spare = sum(option.num_spare(spec) for option in self.options)
         session.permit = spec.permit
         self._admit(session)
@@ -77,7 +80,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
             raise ProtocolViolationError("calibration beyond the session's max_len")
         for option in self.options:
             option.check_calibration(calibration, session.spec)
-        session.latest = calibration
+        session.latest, session.num_sent = calibration, fence.prefix_len
         session.permit = calibration.permit or session.permit
         is_known = fence.round <= session.last_asked  # by the outcome of the round before
         if new_ids or not is_known:
@@ -226,9 +229,8 @@ class Scheduler(SessionBook[DraftSession, Step]):
             ProtocolViolationError: it does not continue the committed tokens.
         """
         fence, base_len, num_known = calibration.fence, calibration.base_len, len(session.committed)
-        num_sent = len(session.spec.token_ids) if session.latest is None else session.latest.fence.prefix_len
-        if base_len != num_sent:  # outcomes may have brought more
-            raise ProtocolViolationError(f"calibration from {base_len} tokens, but {num_sent} were sent")
+        if base_len != session.num_sent:
+            raise ProtocolViolationError(f"calibration from {base_len} tokens, but {session.num_sent} are known")
         repeated = session.committed.ids[base_len : fence.prefix_len]
         new_ids = calibration.token_ids[len(repeated) :]
         is_whole = fence.prefix_len == base_len + len(calibration.token_ids)
