@@ -1,8 +1,9 @@
 """`python -m tools.synth`: make a synthetic pair of models of real size, with a chosen acceptance rate."""
 
 import time
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+class Dtype(StrEnum):  # typer takes a `Literal` as of 0.19 only
+    """Types of weights."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 @app.command()
 def synth(
     shape: Annotated[str, typer.Option(help="Name of a shape, or path of a Llama-type config.json.")],
@@ -25,7 +33,7 @@ def synth(
     draft_layers: Annotated[int, typer.Option(help="Layers of the drafter.")] = 2,
     agreement: Annotated[float, typer.Option(help="Wanted acceptance of a draft token, above 0, at most 1.")] = 0.8,
     temperature: Annotated[float, typer.Option(help="At which they agree so far; 0 is greedy.")] = 1.0,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")] = "float32",
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights.")] = Dtype.FLOAT32,
     device: Annotated[str, typer.Option(help="Where the pair is made: cpu, cuda:0.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of weights and measured texts.", min=0)] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="torch's choice", min=1)] = None,
@@ -64,7 +72,7 @@ def synth(
                 draft_layers=draft_layers,
                 agreement=agreement,
                 temperature=temperature,
-                dtype=getattr(torch, dtype),
+                dtype=getattr(torch, dtype.value),
                 device=device,
                 seed=seed,
                 on_trial=lambda trial: _print_trial(console, trial, started),
