@@ -34,15 +34,23 @@ class TreeOutcome:
 class TreeRule(Protocol):
     """A rule for trees of draft tokens."""
 
-    name: str
-    """Name of the rule."""
-    is_lossless: bool
-    """Whether the output is distributed as the target's."""
-    needs_draft_probs: bool
-    """Whether the rule reads the distributions that the draft tokens were drawn from. If so, a tree's shape, and what
-    is kept of it, must not depend on the values of tokens that are not kept."""
-    is_coupled: bool
-    """Whether the drafter should draw with the same `Noise.exponentials` as the target."""
+    @property
+    def name(self) -> str:
+        """Name of the rule."""
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the output is distributed as the target's."""
+
+    @property
+    def needs_draft_probs(self) -> bool:
+        """Whether the rule reads the distributions that the draft tokens were drawn from. If so, a tree's shape, and
+        what is kept of it, must not depend on the values of tokens that are not kept.
+        """
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether the drafter should draw with the same `Noise.exponentials` as the target."""
 
     def decide_trees(self, trees: TreeBatch, noise: Noise) -> TreeOutcome:
         """Decides about each tree, independently of the rest of the batch.
