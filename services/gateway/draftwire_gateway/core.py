@@ -226,8 +226,8 @@ class GatewayCore:
                 record.begin_choice(generation.choice, loop.statistics)
                 return loop
 
-            queued = (partial(self.queue.wait_for_room, place), partial(self.queue.mark_open, place))
-            runner = ChoiceRunner(generations, make_loop, *queued)
+            wait_for_room, on_open = partial(self.queue.wait_for_room, place), partial(self.queue.mark_open, place)
+            runner = ChoiceRunner(generations, make_loop, wait_for_room, on_open)
             echoes = [generation for generation in generations if generation.echo]
             async with aclosing(runner.run()) as events:
                 async for event in events:
