@@ -23,12 +23,12 @@ from draftwire_gateway.http.route_names import route_of
 log = structlog.get_logger()
 
 MOST_IN_A_TURN = 16
-"""Requests that are begun in one turn of the event loop; more wait for the next one, behind all other work."""
+"""Requests that are begun in one turn of the event loop; more wait for a later one, behind all other work."""
 FINAL_ERROR_SECONDS = 1.0
 """How long a stream that is cut waits for the client to read the error."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Guard:
     """ASGI middleware around the routes."""
 

@@ -15,7 +15,7 @@ CLIENT_GONE = 499
 """Status of a request whose client left before the response began, as nginx calls it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RequestObserver:
     """ASGI middleware. What uvicorn answers itself, because it is no HTTP, is not seen here."""
 
