@@ -49,8 +49,8 @@ class Latencies:
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """Records a request from its first choice to its end. A context manager around its generation, whose error, if
-    there is one, is the request's result.
+    """Records a request from its first choice to its end; its prompts are counted when it is made. A context manager
+    around its generation, whose error, if there is one, is the request's result.
     """
 
     _metrics: GatewayMetrics
