@@ -128,8 +128,8 @@ def reasons(choice: Any, load: Any) -> Iterator[str]:
         wanted = f"it would not if less than {edge:.0%}" if best else f"it would if {edge:.0%}"
         acceptance = mean_acceptance(choice.survival[:drafting])
         yield f"{wanted} of the tokens were accepted{AFTER}; now {acceptance:.0%}"
-    token_s = break_even_token_s(load, drafting)
-    if token_s is not None and not best:
+    token_s = None if best else break_even_token_s(load, drafting)
+    if token_s is not None:
         yield f"or if a draft token took {_ms(token_s)}; now {_ms(load.draft_token_s)}"
 
 
