@@ -75,7 +75,8 @@ class Client:
         """
         self._addresses = addresses_of(address)
         security = Security(tls_ca, tls_cert, tls_key, tls_target_name, token, allow_plaintext)
-        self._channels = [security.channel_opener(one, CHANNEL_OPTIONS, grpc)() for one in self._addresses]
+        openers = [security.channel_opener(one, CHANNEL_OPTIONS, grpc) for one in self._addresses]
+        self._channels: list[grpc.Channel] = [open_channel() for open_channel in openers]
         self._metadata = security.metadata
         self._stubs = [gateway_pb2_grpc.GatewayServiceStub(channel) for channel in self._channels]
         self._turns = count(random.randrange(len(self._stubs)))
