@@ -72,5 +72,7 @@ def _test_probs(blocks: BlockBatch, weights: Tensor) -> Tensor:
     # 0 / 0 means target == draft after a prefix of weight 1, where a later test succeeds with certainty: any value.
     inside_probs = (mass / total).nan_to_num(nan=1.0)
     tests = torch.cat([inside_probs, weights[:, -1:]], dim=1)
+    if not blocks.is_ragged:
+        return tests
     tests = torch.where(blocks.positions + 1 == blocks.lengths.unsqueeze(1), weights[:, 1:], tests)  # h_n = a_n
     return tests.masked_fill_(~blocks.inside, 0.0)

@@ -36,6 +36,8 @@ class BlockBatch:
     draft_rows: Tensor
     """`[batch, max_len] int64`: row in `draft` of the distribution of each draft token; any valid row in the padding,
     any number if `draft` is empty."""
+    is_ragged: bool = True
+    """Whether blocks may have different lengths. If not, there is no padding to be left out, as with a single block."""
 
     @classmethod
     def packed(
@@ -68,7 +70,8 @@ class BlockBatch:
         moved = upload(numbers, device)
         sizes = (1, max_len, max_len + 1, max_len)
         own_lengths, tokens_of, target_rows, draft_rows = moved.split(sizes, dim=1)
-        return cls(target_probs, joined(drafts).to(device), tokens_of, own_lengths[:, 0], target_rows, draft_rows)
+        draft, is_ragged = joined(drafts).to(device), min(lengths, default=0) < max_len
+        return cls(target_probs, draft, tokens_of, own_lengths[:, 0], target_rows, draft_rows, is_ragged)
 
     @classmethod
     def padded(cls, target_probs: Tensor, draft_probs: Tensor, draft_tokens: Tensor, lengths: Tensor) -> "BlockBatch":
@@ -128,7 +131,8 @@ class BlockBatch:
 
         A draft token of draft probability 0 cannot have been drawn. `verify` cuts blocks before such tokens.
         """
-        return (self.target_probs_of_drafts() / self.draft_probs_of_drafts()).masked_fill_(~self.inside, 0.0)
+        ratios = self.target_probs_of_drafts() / self.draft_probs_of_drafts()
+        return ratios.masked_fill_(~self.inside, 0.0) if self.is_ragged else ratios
 
     def log_ratios(self) -> Tensor:
         """Returns the logarithms of `ratios`, `[batch, max_len] float64`; -inf in the padding.
@@ -136,7 +140,7 @@ class BlockBatch:
         Never infinite or NaN where a ratio overflows, which it does if a draft probability is denormal.
         """
         logs = self.target_probs_of_drafts().log() - self.draft_probs_of_drafts().log()
-        return logs.masked_fill_(~self.inside, -torch.inf)
+        return logs.masked_fill_(~self.inside, -torch.inf) if self.is_ragged else logs
 
     def residual_mass(self, scales: Tensor) -> Tensor:
         """Returns sum over tokens of [scale * target - draft]+ at each position.
@@ -147,6 +151,8 @@ class BlockBatch:
         Returns:
             `[batch, max_len] float64`; 0 in the padding.
         """
+        if not self.is_ragged:
+            return self.draft.residual_mass(self.target_probs, self.target_rows[:, :-1], self.draft_rows, scales)
         inside = self.inside.nonzero(as_tuple=True)  # no rows are read for padding
         rows = self.target_rows[inside], self.draft_rows[inside]
         mass = self.draft.residual_mass(self.target_probs, *rows, scales[inside])
@@ -186,7 +192,7 @@ class BlockBatch:
 
     def cut(self, lengths: Tensor) -> "BlockBatch":
         """Returns the blocks shortened to `lengths`, `[batch] int64`."""
-        return replace(self, lengths=lengths)
+        return replace(self, lengths=lengths, is_ragged=True)
 
     def padded_target_probs(self) -> Tensor:
         """Returns a copy of all of the target's distributions, `[batch, max_len + 1, vocab]`."""
@@ -214,7 +220,9 @@ def cut_impossible(blocks: BlockBatch) -> BlockBatch:
     """Cuts each block before its first token of draft probability 0, which no honest drafter can have drawn."""
     if not blocks.has_drafts:
         return blocks
-    is_impossible = (blocks.draft_probs_of_drafts() <= 0.0) & blocks.inside
+    is_impossible = blocks.draft_probs_of_drafts() <= 0.0
+    if blocks.is_ragged:
+        is_impossible &= blocks.inside
     if not bool(is_impossible.any()):
         return blocks
     return blocks.cut(blocks.lengths.minimum((~is_impossible).to(torch.int64).cumprod(dim=1).sum(dim=1)))
