@@ -43,7 +43,7 @@ from draftwire.errors import (
 )
 from draftwire.method.round_parts import LogprobsPart
 from draftwire.method.rounds import BlockSent, Calibration, SendDrafted, TargetSessionSpec
-from draftwire.models.description import PARTIAL_BLOCKS
+from draftwire.models.description import DRAFTS_ON_OUTCOMES, PARTIAL_BLOCKS
 from draftwire.requests.logprobs import TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import MAX_PLACE_S, StructuredOutput
@@ -741,6 +741,34 @@ def test_late_readiness_of_a_drafter_that_was_given_up_means_nothing() -> None:
     target.after_verdict = lambda count: drafter.tell(DrafterReady()) if drafter.closed else None
     whole_story(target, [drafter, other], LIMITS)
     assert other.opened == 1
+
+
+def on_outcomes(target: FakeTarget, *drafters: FakeDrafter) -> None:
+    """Lets the first drafter begin rounds when the verifier has decided those before, as its calibrations allow."""
+    for peer in (target, *drafters):
+        capabilities = peer.description.capabilities | {DRAFTS_ON_OUTCOMES}
+        peer.description = replace(peer.description, capabilities=capabilities)
+
+    def begin(_: int) -> None:
+        latest = drafters[0].calibrations[-1] if drafters[0].calibrations else None
+        if latest is not None and target.session.round <= latest.fence.round + latest.max_rounds_ahead:
+            target.offer_block(target.session.fence, latest.num_draft_tokens, drafters[0].instance_id, None)
+
+    target.after_verdict = begin
+
+
+def test_block_that_a_lost_drafter_has_begun_is_no_fault_of_the_verifier() -> None:
+    target, drafter, other = two_drafters()
+    on_outcomes(target, drafter, other)
+
+    def lose(calibration: Calibration) -> None:
+        drafter.tell(DrafterLost(GONE))
+        drafter.send_block(calibration)  # it comes before the gateway's request
+
+    drafter.answer_block(1, lose)
+    result = whole_story(target, [drafter, other], LIMITS)
+    assert_replaced(result, other, str(GONE))
+    assert result.statistics.num_verifiers_lost == 0
 
 
 def test_full_drafter_does_not_block_one_with_a_longer_context() -> None:

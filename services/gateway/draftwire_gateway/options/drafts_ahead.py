@@ -131,8 +131,9 @@ class DraftsAhead(SessionOption):
         rounds_ahead = self._rounds_ahead if is_ahead else int(self._goes_on(block.arm))
         self._begun.request(number, rounds_ahead, block.arm.length, self._drafter_number)
         block.is_held = self._next_is_held
-        # Blocks that were drafted for later rounds may still be held when none is drafted ahead any more.
-        block.may_be_ahead = self._rounds_ahead > 0
+        # Blocks that were drafted for later rounds may still be held when none is drafted ahead any more. What is begun
+        # on an outcome may be judged after its drafter was lost.
+        block.may_be_ahead = self._rounds_ahead > 0 or rounds_ahead > 0
         block.calibration = replace(block.calibration, max_rounds_ahead=rounds_ahead)
 
     @override
