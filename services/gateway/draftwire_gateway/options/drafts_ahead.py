@@ -127,7 +127,8 @@ class DraftsAhead(SessionOption):
     @override
     def request(self, block: BlockRequest) -> None:
         number, is_ahead = self._session.round, block.arm.source is DraftSource.AHEAD
-        self._counts = self._rounds_ahead > 0 and (is_ahead or self._next_is_held or self.num_begun(number) > 0)
+        block.is_begun = self.num_begun(number) > 0
+        self._counts = self._rounds_ahead > 0 and (is_ahead or self._next_is_held or block.is_begun)
         rounds_ahead = self._rounds_ahead if is_ahead else int(self._goes_on(block.arm))
         self._begun.request(number, rounds_ahead, block.arm.length, self._drafter_number)
         block.is_held = self._next_is_held
