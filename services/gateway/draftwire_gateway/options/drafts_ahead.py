@@ -157,10 +157,11 @@ class DraftsAhead(SessionOption):
             self._session.statistics.num_ahead_wasted_tokens += self._begun.length
 
     def _goes_on(self, arm: Arm) -> bool:
-        """Whether the drafter may begin the round after one of this arm on its outcome."""
-        return (
-            self._takes_outcomes and arm.source is DraftSource.DRAFTER and not arm.num_nodes and not self._is_changing
-        )
+        """Whether the drafter may begin the round after one of this arm on its outcome. One that may have branches
+        would draft for these before that.
+        """
+        is_chain = arm.source is DraftSource.DRAFTER and not arm.num_nodes
+        return self._takes_outcomes and not self._rounds_ahead and is_chain and not self._is_changing
 
     @property
     def _max_held_blocks(self) -> int:
