@@ -305,6 +305,14 @@ async def test_round_that_is_over_keeps_its_credit_until_it_is_audited(core: Ver
     assert fresh.origin._num_promised == 0
 
 
+async def test_session_that_ends_before_its_first_round_leaves_nothing(core: VerifierCore) -> None:
+    fresh = connect(core)
+    session = open_session(core)
+    assert fresh.origin._num_promised == BLOCK
+    core.close_session(*session.key)
+    assert (fresh.origin._num_promised, core.trust._rounds, core.trust._unaudited) == (0, {}, {})
+
+
 async def test_drafter_that_proves_itself_is_trusted_from_the_next_round_on(core: VerifierCore) -> None:
     """Else blocks that come late would be used where those that come soon are not."""
     fresh = connect(core)

@@ -14,7 +14,13 @@ from draftwire.errors import NoRoomError
 from draftwire.method.round_parts import AheadPart, BranchLimits, TreePart
 from draftwire.method.rounds import BlockSent, DraftTimings, Permit, SendDrafted, Verdict
 from draftwire.method.token_source import TokenSource
-from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ISSUED_IDENTITIES, PARTIAL_BLOCKS
+from draftwire.models.description import (
+    DRAFT_AHEAD,
+    DRAFTS_ON_OUTCOMES,
+    HELD_BLOCKS,
+    ISSUED_IDENTITIES,
+    PARTIAL_BLOCKS,
+)
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import MAX_PLACE_S, StructuredOutput
 from draftwire_gateway.session.drafter_seat import MAX_MISSING_BLOCKS, NO_BLOCK, DrafterSeat
@@ -141,6 +147,21 @@ async def test_rounds_are_counted_by_whether_their_block_was_drafted_ahead() -> 
     assert counts == [(0, 0, 1), (0, 1, 1), (0, 1, 2), (1, 1, 2), (1, 1, 3), (1, 1, 4)]
     one.end_round(STORY[6:7])
     assert (statistics.num_ahead_misses, statistics.num_ahead_wasted_tokens, statistics.max_held_bytes) == (4, 15, 7)
+
+
+@pytest.mark.parametrize(("rounds_ahead", "source", "allowed"), [(0, "drafter", 1), (2, "drafter", 0), (2, "ahead", 2)])
+@in_virtual_time
+async def test_drafter_begins_chains_on_outcomes_unless_it_has_branches(
+    rounds_ahead: int, source: str, allowed: int
+) -> None:
+    """It would draft for these, although a chooser has found that strict drafting is faster."""
+    one = seating(rounds_ahead=rounds_ahead, max_branches=8 * bool(rounds_ahead), adapts_length=True)
+    capabilities = frozenset({DRAFT_AHEAD, DRAFTS_ON_OUTCOMES, HELD_BLOCKS})
+    for peer in (one.target, one.drafters[0]):
+        peer.description = replace(peer.description, capabilities=capabilities)
+    drafter = await one.seek_until_ready()
+    one.seat.drafter.request_block(Arm(DraftSource(source), 4))
+    assert drafter.calibrations[-1].max_rounds_ahead == allowed
 
 
 SLOW_US, FAST_US = 100_000, 20

@@ -80,7 +80,7 @@ class Rig:
     def __init__(self, **spec: Any) -> None:
         seconds = itertools.count(0, 1000)  # so long takes a round that every branch is worthwhile
         self.model = make_table()
-        options = list[DraftOption]()
+        self.options = options = list[DraftOption]()
         drafter = ForkingDrafter(self.model, 4096)
         self.engine = DraftEngine(drafter, options)
         room, pacer = Room(8, 100_000), FixedPacer(tokens=1000)
@@ -318,8 +318,12 @@ def test_session_goes_on_at_an_outcome_as_far_as_its_calibration_lets_it(rounds_
     assert replace(block, timings=same.timings) == same
 
 
-def test_outcome_before_its_calibration_has_the_next_block_drafted_at_it() -> None:
+@pytest.mark.parametrize("is_added_late", [False, True])
+def test_outcome_before_its_calibration_has_the_next_block_drafted_at_it(is_added_late: bool) -> None:
+    """Also if drafting ahead is added in between, for another session."""
     rig, text = Rig(ahead=None), Text().commit(4)
+    if is_added_late:
+        rig.options.remove(rig.ahead)
     rig.calibrate(text, len(PROMPT))
     rig.run()
     second = text.copy().commit(5)
@@ -330,6 +334,8 @@ def test_outcome_before_its_calibration_has_the_next_block_drafted_at_it() -> No
     rig.run()
     assert rig.blocks_of(2)
     assert not rig.blocks_of(3), "no calibration lets it go so far"
+    if is_added_late:
+        rig.options.append(rig.ahead)
     rig.calibrate(second, len(text.committed))
     rig.run()
     assert len(rig.blocks_of(3)) == 1

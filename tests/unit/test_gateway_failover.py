@@ -42,8 +42,8 @@ from draftwire.errors import (
     UnavailableError,
 )
 from draftwire.method.round_parts import LogprobsPart
-from draftwire.method.rounds import BlockSent, Calibration, SendDrafted, TargetSessionSpec
-from draftwire.models.description import PARTIAL_BLOCKS
+from draftwire.method.rounds import BlockSent, Calibration, DraftTimings, SendDrafted, TargetSessionSpec
+from draftwire.models.description import DRAFTS_ON_OUTCOMES, PARTIAL_BLOCKS
 from draftwire.requests.logprobs import TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import MAX_PLACE_S, StructuredOutput
@@ -741,6 +741,58 @@ def test_late_readiness_of_a_drafter_that_was_given_up_means_nothing() -> None:
     target.after_verdict = lambda count: drafter.tell(DrafterReady()) if drafter.closed else None
     whole_story(target, [drafter, other], LIMITS)
     assert other.opened == 1
+
+
+def on_outcomes(target: FakeTarget, *drafters: FakeDrafter) -> None:
+    """Lets the first drafter begin rounds when the verifier has decided those before, as its calibrations allow."""
+    for peer in (target, *drafters):
+        capabilities = peer.description.capabilities | {DRAFTS_ON_OUTCOMES}
+        peer.description = replace(peer.description, capabilities=capabilities)
+
+    def begin(_: object) -> None:
+        latest = drafters[0].calibrations[-1] if drafters[0].calibrations else None
+        fence, max_len = target.session.fence, target.spec.max_len
+        if latest is not None and fence.round <= latest.fence.round + latest.max_rounds_ahead:
+            length = min(latest.num_draft_tokens, max_len - fence.prefix_len - 1)
+            if length > 0:
+                target.offer_block(fence, length, drafters[0].instance_id, None)
+
+    def send(calibration: Calibration) -> None:
+        drafters[0].send_block(calibration)
+        begin(calibration)  # its outcome came before it
+
+    target.after_verdict, drafters[0].on_calibration = begin, send
+
+
+def test_block_that_a_lost_drafter_has_begun_is_no_fault_of_the_verifier() -> None:
+    target, drafter, other = two_drafters()
+    on_outcomes(target, drafter, other)
+
+    def lose(calibration: Calibration) -> None:
+        drafter.tell(DrafterLost(GONE))
+        drafter.send_block(calibration)  # it comes before the gateway's request
+
+    drafter.answer_block(1, lose)
+    result = whole_story(target, [drafter, other], LIMITS)
+    assert_replaced(result, other, str(GONE))
+    assert result.statistics.num_verifiers_lost == 0
+
+
+@in_virtual_time
+async def test_slow_reader_makes_no_drafter_faster_that_begins_on_outcomes() -> None:
+    """Its blocks are judged while nobody asks for them: they are as long under way as others."""
+    target, drafter, _ = two_drafters()
+    on_outcomes(target, drafter)
+    target.delay_s = lambda count: 0.5
+    target.alter = lambda verdict: replace(verdict, timings=DraftTimings(0, 100_000 * verdict.num_draft_tokens))
+    loop = make_loop(target, drafter, LIMITS, max_tokens=90)
+    learned: list[tuple[float | None, float | None]] = []
+    async for _ in loop.run():
+        learned.append((drafter.round_trip._fixed_s, drafter.round_trip._pass_s))
+        if len(learned) > 10:
+            await asyncio.sleep([0.4, 5.0][len(learned) % 2])
+    assert learned[10] == pytest.approx((0.1, 0.1))
+    assert learned[25] == pytest.approx((0.1, 0.1)), "the last blocks are shorter"
 
 
 def test_full_drafter_does_not_block_one_with_a_longer_context() -> None:

@@ -87,7 +87,10 @@ class AheadDrafting(DraftOption):
 
     def is_drafted(self, session: DraftSession, calibration: Calibration) -> bool:
         """Whether the block that a session is asked for was drafted, or is being drafted: then that is completed."""
-        root = self._texts[session.key].root
+        texts = self._texts.get(session.key)
+        if texts is None:  # its text was committed before anything was drafted ahead here
+            return False
+        root = texts.root
         if root.block is not None:
             return True
         if root.in_step and not root.calibration:

@@ -211,6 +211,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             audits = result.audit()
         except Exception:  # the verdicts are sent
             log.exception("verifier.audit_failed", num_sessions=len(step.items))
+        result = replace(result, audit=tuple)  # what was audited must not live until the event loop has time
         loop.call_soon_threadsafe(self.peers.learn, step, result, audits)
 
     def _count(self, step: Step, result: StepResult, deliveries: Sequence[Completed]) -> None:

@@ -74,8 +74,7 @@ class Trust:
         if not self._first_uses.claim(session.spec.verifying_key, parameters.choice):
             self._repeated.add(session)
         elif session.rule.needs_draft_probs and not parameters.sampling.greedy:
-            self._rounds[session] = RoundTrust(self.drafters.now())
-        self.begin(session)
+            self._begin(session)
 
     def close(self, session: TargetSession) -> None:
         """Gives back what the round of a session that is closed would have used."""
@@ -84,10 +83,15 @@ class Trust:
             trust.end()
 
     def begin(self, session: TargetSession) -> None:
-        """Decides whose blocks a session's next round may use: its drafter's or, while it has none, those of any."""
+        """Decides whose blocks a session's next round may use: its drafter's or, while it has none, those of any. The
+        round before is over, and `audit` is called with its step.
+        """
         if session in self._rounds:
             self._unaudited[session] = self._rounds[session]
-            self._rounds[session] = RoundTrust(self.drafters.now())
+            self._begin(session)
+
+    def _begin(self, session: TargetSession) -> None:
+        self._rounds[session] = RoundTrust(self.drafters.now())
         drafter = self.drafters.get(session.drafter_id) if session.drafter_id is not None else None
         self._add(session, self.drafters if drafter is None else (drafter,))
 

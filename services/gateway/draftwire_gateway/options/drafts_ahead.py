@@ -127,12 +127,14 @@ class DraftsAhead(SessionOption):
     @override
     def request(self, block: BlockRequest) -> None:
         number, is_ahead = self._session.round, block.arm.source is DraftSource.AHEAD
-        self._counts = self._rounds_ahead > 0 and (is_ahead or self._next_is_held or self.num_begun(number) > 0)
+        block.is_begun = self.num_begun(number) > 0
+        self._counts = self._rounds_ahead > 0 and (is_ahead or self._next_is_held or block.is_begun)
         rounds_ahead = self._rounds_ahead if is_ahead else int(self._goes_on(block.arm))
         self._begun.request(number, rounds_ahead, block.arm.length, self._drafter_number)
         block.is_held = self._next_is_held
-        # Blocks that were drafted for later rounds may still be held when none is drafted ahead any more.
-        block.may_be_ahead = self._rounds_ahead > 0
+        # Blocks that were drafted for later rounds may still be held when none is drafted ahead any more. What is begun
+        # on an outcome may be judged after its drafter was lost.
+        block.may_be_ahead = self._rounds_ahead > 0 or rounds_ahead > 0
         block.calibration = replace(block.calibration, max_rounds_ahead=rounds_ahead)
 
     @override
@@ -155,10 +157,11 @@ class DraftsAhead(SessionOption):
             self._session.statistics.num_ahead_wasted_tokens += self._begun.length
 
     def _goes_on(self, arm: Arm) -> bool:
-        """Whether the drafter may begin the round after one of this arm on its outcome."""
-        return (
-            self._takes_outcomes and arm.source is DraftSource.DRAFTER and not arm.num_nodes and not self._is_changing
-        )
+        """Whether the drafter may begin the round after one of this arm on its outcome. One that may have branches
+        would draft for these before that.
+        """
+        is_chain = arm.source is DraftSource.DRAFTER and not arm.num_nodes
+        return self._takes_outcomes and not self._rounds_ahead and is_chain and not self._is_changing
 
     @property
     def _max_held_blocks(self) -> int:

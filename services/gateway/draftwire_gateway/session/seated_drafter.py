@@ -58,8 +58,10 @@ class SeatedDrafter:
         """Blocks in a row that went missing."""
         self._num_tokens, self._round = 0, -1
         """Tokens that were requested of the latest block, and the number of its round."""
-        self._asked_at, self._timeout_s = 0.0, 0.0
-        """Time at which it was requested, and the timeout under which."""
+        self._requested_at, self._begins_at, self._timeout_s = 0.0, 0.0, 0.0
+        """Time at which it was requested, that at which it was or may have been begun, and the timeout."""
+        self._ended_at = 0.0
+        """Time at which the latest verdict arrived."""
         self._asleep_since = 0.0
         self._flush_requested = self._has_replied = self._is_missing = False
         self._target, self._session, self._options = target, session, options
@@ -119,7 +121,9 @@ class SeatedDrafter:
         self.is_awaited, self._is_missing = True, False
         self.is_held = self._flush_requested = self._has_replied = block.is_held
         self._timeout_s = self.sent_timeout_s(most_s) if block.is_held else self.timeout_s(block.depth, most_s)
-        self._asked_at = asyncio.get_running_loop().time()
+        requested_at, self._requested_at = self._requested_at, asyncio.get_running_loop().time()
+        # Who reads the text slowly keeps the request waiting, and not a drafter that the one before lets begin.
+        self._begins_at = max(self._ended_at, requested_at) if block.is_begun else self._requested_at
         self._session.expected.request_block(arm.length, num_nodes=arm.num_nodes, is_ahead=block.may_be_ahead)
         self.port.calibrate(block.calibration)
         return self._timeout_s
@@ -183,12 +187,12 @@ class SeatedDrafter:
 
     def end_round(self, verdict: Verdict, arrived_at: float) -> BlockFate:
         """Ends the open round; if a block was verified, updates the estimate of the drafter's times."""
-        was_awaited, self.is_awaited = self.is_awaited, False
+        was_awaited, self.is_awaited, self._ended_at = self.is_awaited, False, arrived_at
         if verdict.fence.round != self._round:
             return BlockFate.NOT_REQUESTED
         if was_awaited or (verdict.num_draft_tokens and not verdict.is_of_verifier):
             self.num_missing = 0
-            if not self.is_held:
+            if not self.is_held and arrived_at >= self._begins_at:
                 self._learn(arrived_at, verdict)
             self._wake()
             return BlockFate.VERIFIED
@@ -213,8 +217,8 @@ class SeatedDrafter:
             self._session.add_event("drafter awake", epoch=self._session.epoch)
 
     def _learn(self, arrived_at: float, verdict: Verdict | None) -> None:
-        """Updates the estimate of the drafter's times by the time since the block was requested."""
-        seconds = min(arrived_at - self._asked_at, MAX_STRETCH * self._timeout_s)
+        """Updates the estimate of the drafter's times by the time since the block was requested, or begun."""
+        seconds = min(arrived_at - self._begins_at, MAX_STRETCH * self._timeout_s)
         pass_s = None
         if verdict is not None and verdict.num_draft_tokens:
             drafting_s = (verdict.timings.calibration_us + verdict.timings.draft_us) / 1e6

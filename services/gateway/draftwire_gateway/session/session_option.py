@@ -31,6 +31,8 @@ class BlockRequest:
     """Draft tokens on its longest path."""
     is_held: bool = False
     """Whether the verifier has it already."""
+    is_begun: bool = False
+    """Whether the drafter may have begun it when the round before ended."""
     may_be_ahead: bool = False
     """Whether it may have been drafted before it was requested, or later ones may be."""
 
