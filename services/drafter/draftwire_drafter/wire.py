@@ -206,6 +206,9 @@ class GrpcBlockLink:
             reason = error.details()
         except DraftwireError as error:
             reason = str(error)
+        except Exception as error:  # of what takes outcomes: its sessions must end with the link
+            log.exception("drafter.stream_failed", address=self.address)
+            reason = type(error).__name__
         finally:
             self.broken = True
             self._outbox.close()
