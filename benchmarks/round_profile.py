@@ -2,21 +2,20 @@
 
     python -m benchmarks.round_profile --output benchmarks/results/round_profile.json
 
-A round begins when a verdict arrives at the gateway and ends when the next one does. Its work is sequential,
-so each moment belongs to the leg between two stations, and each leg to a part:
+A round begins when its drafter learns how the one before ended, and ends when it learns of this one. Its work is
+sequential, so each moment belongs to the leg between two stations, and each leg to a part:
 
     draft      forward passes of the draft model
     draw       probabilities, drawing and quantising
-    encode     between objects and messages, at either end of the three hops
-    wire       gRPC and the kernel: calibration to the drafter, block to the verifier, verdict to the gateway
+    encode     between objects and messages, at either end of the two hops
+    wire       gRPC and the kernel: block to the verifier, outcome to the drafter
     queue      from one thread or task to the next: event loops, schedulers, torch threads
     verify     forward pass of the target
-    rule       probabilities, rule and audit
-    gateway    what the outer loop does before it asks for the next block
+    rule       probabilities and rule
 
-Rounds that do not pass every station once and in order (on a busy machine the gateway may send for a block before it is
-done) are "unattributed". The gateway's and the client's work on a round's text overlaps with the next round,
-and is listed separately. Tracing costs a microsecond per station. Times are the host's: on a GPU, whose work it
+Rounds that do not pass every station once and in order are "unattributed": those that are begun by a calibration, say.
+The audit, the gateway's and the client's work on a round overlap with the next one; that on its text is listed
+separately. Tracing costs a microsecond per station. Times are the host's: on a GPU, whose work it
 does not wait for, forward passes would seem short and draws long.
 """
 
@@ -41,7 +40,7 @@ from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import stack_options
 
-PARTS = ("draft", "draw", "encode", "wire", "queue", "verify", "rule", "gateway", "unattributed")
+PARTS = ("draft", "draw", "encode", "wire", "queue", "verify", "rule", "unattributed")
 BAR_WIDTH = 40
 CACHE_TOKENS = 4096
 """Room of the KV caches: far more than one session needs."""
@@ -68,14 +67,7 @@ def _ends(span: str, part: str, leg: str) -> Station:
 
 
 WAY = (
-    _ends("verdict decoded", "encode", "verdict decoded"),
-    _begins("verdict committed", "queue", "verdict to its session"),
-    _begins("calibration encoded", "gateway", "committing and asking"),
-    _ends("calibration encoded", "encode", "calibration encoded"),
-    _begins("calibration sent", "queue", "calibration to the writer"),
-    _begins("calibration decoded", "wire", "calibration to the drafter"),
-    _ends("calibration decoded", "encode", "calibration decoded"),
-    _begins("draft step", "queue", "calibration to the torch thread"),
+    _begins("draft step", "queue", "outcome to the torch thread"),
     _ends("draft step", "draw", "probabilities and the rest of the step"),
     _begins("block encoded", "queue", "block to the writer"),
     _ends("block encoded", "encode", "block encoded"),
@@ -83,11 +75,13 @@ WAY = (
     _ends("block decoded", "encode", "block decoded"),
     _begins("verify step", "queue", "block to the torch thread"),
     _ends("verify step", "rule", "probabilities and the rest of the step"),
-    _begins("verdict encoded", "queue", "verdict to the writer"),
-    _ends("verdict encoded", "encode", "verdict encoded"),
-    _begins("verdict received", "wire", "verdict to the gateway"),
+    _begins("outcome encoded", "queue", "outcome to the writer"),
+    _ends("outcome encoded", "encode", "outcome encoded"),
+    _begins("outcome decoded", "wire", "outcome to the drafter"),
+    _ends("outcome decoded", "encode", "outcome decoded"),
+    _begins("outcome taken", "queue", "outcome to the scheduler"),
 )
-"""Stations of a round, from the arrival of a verdict to that of the next."""
+"""Stations of a round, from the outcome of one to that of the next at the drafter's scheduler."""
 
 WITHIN = {
     "drafter's forward pass": "draft",
@@ -95,7 +89,6 @@ WITHIN = {
     "distributions encoded": "encode",
     "target's forward pass": "verify",
     "rule applied": "rule",
-    "drafter audited": "rule",
 }
 """Calls within the two steps, each with its part. The rest of a step belongs to the leg."""
 
@@ -161,22 +154,18 @@ def read_spans(folder: Path) -> list[Span]:
 
 
 def read_rounds(spans: list[Span], since: float = 0.0) -> Iterator[Round]:
-    """Yields the rounds that judged a block, from a moment on; only one session may have run at a time."""
+    """Yields the rounds from one outcome to the next, from a moment on; only one session may have run at a time."""
     begins = [span.began for span in spans]
-    arrivals: list[tuple[float, Span]] = []  # of verdicts, with how each was committed
-    arrived = 0.0
-    for span in spans:
-        if span.name == "verdict received":
-            arrived = span.began
-        elif span.name == "verdict committed":
-            arrivals.append((arrived, span))
-    for (start, _), (end, committed) in pairwise(arrivals):
-        num_draft_tokens, num_tokens, reported_us = committed.about
-        if start >= since and num_draft_tokens:
-            window = spans[bisect_right(begins, start) : bisect_right(begins, end)]
-            done = Round(start, end, num_tokens, reported_us / 1e6)
-            _attribute(done, window)
-            yield done
+    outcomes = [span.began for span in spans if span.name == "outcome taken"]
+    committed = [span for span in spans if span.name == "verdict committed" and span.about[0]]
+    for start, end in pairwise(outcomes):
+        if start < since:
+            continue
+        _, num_tokens, reported_us = min(committed, key=lambda verdict: abs(verdict.began - end)).about
+        window = spans[bisect_right(begins, start) : bisect_right(begins, end)]
+        done = Round(start, end, num_tokens, reported_us / 1e6)
+        _attribute(done, window)
+        yield done
 
 
 def _attribute(done: Round, window: list[Span]) -> None:

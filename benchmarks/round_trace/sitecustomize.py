@@ -54,10 +54,8 @@ def watch_service(command: str) -> str:
 
 
 def watch_gateway() -> None:
-    """Traces from a verdict's arrival to the request for the next block, and the work on the text."""
+    """Traces what becomes of a verdict, and the work on the text."""
     from draftwire.method.rounds import Verdict
-    from draftwire.runtime import messages
-    from draftwire_gateway.peers.wire import DrafterLink, VerifierLink
     from draftwire_gateway.session.committed_text import CommittedText
 
     def judged(_text: CommittedText, verdict: Verdict) -> list[int]:
@@ -65,22 +63,20 @@ def watch_gateway() -> None:
         reported_us = timings.calibration_us + timings.draft_us + verdict.verify_us
         return [verdict.num_draft_tokens, len(verdict.token_ids), reported_us]
 
-    watch(VerifierLink, "_receive", "verdict received")
-    watch(messages, "verdict_from_proto", "verdict decoded")
     watch(CommittedText, "commit", "verdict committed", judged)
-    watch(DrafterLink, "calibrate", "calibration encoded")
-    watch(DrafterLink, "_request", "calibration sent")
     watch(CommittedText, "show", "text made")
 
 
 def watch_drafter() -> None:
-    """Traces from a calibration's arrival until its block is sent."""
+    """Traces from the outcome of a round until the next block is sent."""
     from draftwire.drafting.drawing import Drawer
     from draftwire.models.cached_model import CachedModel
     from draftwire.runtime import messages
+    from draftwire_drafter.core import DrafterCore
     from draftwire_drafter.engine import DraftEngine
 
-    watch(messages, "calibration_from_proto", "calibration decoded")
+    watch(messages, "outcome_from_proto", "outcome decoded")
+    watch(DrafterCore, "learn", "outcome taken")
     watch(DraftEngine, "step", "draft step")
     watch(CachedModel, "read", "drafter's forward pass")
     watch(CachedModel, "extend", "drafter's forward pass")
@@ -90,7 +86,7 @@ def watch_drafter() -> None:
 
 
 def watch_verifier() -> None:
-    """Traces from a block's arrival until its verdict is sent."""
+    """Traces from a block's arrival until its outcome is sent."""
     from draftwire.models.cached_model import CachedModel
     from draftwire.runtime import messages
     from draftwire.verification import deciding
@@ -100,8 +96,7 @@ def watch_verifier() -> None:
     watch(engine.TargetEngine, "step", "verify step")
     watch(CachedModel, "read", "target's forward pass")
     watch(deciding, "_decide", "rule applied")
-    watch(engine, "audits_of", "drafter audited")
-    watch(messages, "verdict_to_proto", "verdict encoded")
+    watch(messages, "outcome_to_proto", "outcome encoded")
 
 
 if FOLDER:

@@ -282,10 +282,10 @@ def test_round_profile_gives_each_moment_of_a_round_to_one_part(tmp_path: Path, 
     assert sum(part["share"] for part in parts.values()) == pytest.approx(1.0, abs=0.01)
     for part in parts.values():
         assert part["ms"] == pytest.approx(sum(part["legs_ms"].values()), rel=0.01)
-    assert parts.pop("unattributed")["share"] < 0.5  # on a busy machine some blocks are sent for before they are done
+    assert parts.pop("unattributed")["share"] < 0.5  # those that a calibration has begun
     assert all(part["ms"] > 0.0 for part in parts.values())
     assert all(name in table for name in parts)
-    assert len(parts["wire"]["legs_ms"]) == 3  # calibration, block, verdict
+    assert len(parts["wire"]["legs_ms"]) == 2  # block, outcome
     assert 1.0 <= report["tokens_per_round"] <= 4.0
     assert report["passes_per_round"]["target's forward pass"] == 1.0
     assert 1.0 < report["passes_per_round"]["drafter's forward pass"] <= 3.0

@@ -16,26 +16,19 @@ Source: Wu et al. 2025, "EasySpec: Layer-Parallel Speculative Decoding for Effic
 from collections.abc import Sequence
 from typing import Protocol
 
-import structlog
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from draftwire.errors import InvalidRequestError
-from draftwire.models.decoder import Decoder
 from draftwire.models.lean_decoder import Attention, LeanDecoder, Rotation
 from draftwire.models.linear import Linear
 from draftwire.models.paged_attention import PackedStep
 from draftwire.models.parallel.process_group import ProcessGroup
 from draftwire.options.layer_parallel.layer_groups import (
     LayerGroups,
-    LayerParallelism,
     holders_of,
     runs_in_parallel,
-    written,
 )
-
-log = structlog.get_logger()
 
 
 class _Group(Protocol):
@@ -89,24 +82,6 @@ class LayerParallelDecoder:
         if self._ranks is not None and self._ranks.group.rank:
             return hidden.new_empty(len(kept), 0)
         return base.head(hidden, kept)
-
-
-def layer_parallel(decoder: Decoder, reason: str, layers: LayerParallelism) -> LayerParallelDecoder:
-    """Returns a decoder that runs the layers of each group at the same time.
-
-    Args:
-        decoder: has the weights.
-        reason: why it is not the lean one; empty if it is.
-        layers: says which layers are a group.
-
-    Raises:
-        InvalidRequestError: it is not the lean one, or has no such layers.
-    """
-    if not isinstance(decoder, LeanDecoder):
-        raise InvalidRequestError(f"layers run at the same time on the lean decoder alone, not here: {reason}")
-    groups = layers.of(decoder.num_layers)
-    log.info("models.layers_grouped", groups=written(groups))
-    return LayerParallelDecoder(decoder, groups)
 
 
 class _OneByOne:

@@ -1,4 +1,4 @@
-"""Loads a drafter whose layers' attention is distributed over the ranks of a group."""
+"""Loads a drafter that computes the attention of several layers at once, alone or distributed over the ranks of a group."""
 
 from dataclasses import dataclass
 
@@ -85,3 +85,21 @@ def load_draft_rank(config: RankConfig) -> LoadedRank:
     count, num_tokens = count_of(fitter, loaded.card), size_while_loading(config.engine)
     model = ParallelModel(loaded.exact, num_tokens, drafting=loaded.drafting, group=group, count=count)
     return LoadedRank(loaded.card, model, group, count)
+
+
+def layer_parallel(decoder: Decoder, reason: str, layers: LayerParallelism) -> LayerParallelDecoder:
+    """Returns a decoder that runs the layers of each group at the same time.
+
+    Args:
+        decoder: has the weights.
+        reason: why it is not the lean one; empty if it is.
+        layers: says which layers are a group.
+
+    Raises:
+        InvalidRequestError: it is not the lean one, or has no such layers.
+    """
+    if not isinstance(decoder, LeanDecoder):
+        raise InvalidRequestError(f"layers run at the same time on the lean decoder alone, not here: {reason}")
+    groups = layers.of(decoder.num_layers)
+    log.info("models.layers_grouped", groups=written(groups))
+    return LayerParallelDecoder(decoder, groups)

@@ -97,7 +97,7 @@ class ConfiguredContext:
         """Returns what makes the decoder that runs layers at the same time; None if none do."""
         if not self._config.layers.is_parallel:
             return None
-        from draftwire.options.layer_parallel.layer_parallel import layer_parallel
+        from draftwire.options.layer_parallel.layer_parallel_loading import layer_parallel
 
         return partial(layer_parallel, layers=self._config.layers.parallelism)
 
