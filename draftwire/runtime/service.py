@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -245,4 +246,8 @@ async def _run(service: Service, listeners: Sequence[HttpListener]) -> None:
     finally:
         for work in works:
             work.cancel()
-        await asyncio.gather(*works, return_exceptions=True)
+        while not all(work.done() for work in works):
+            with suppress(
+                asyncio.CancelledError
+            ):  # of `stop`, whose listeners have ended this first: works end in order
+                await asyncio.wait(works)

@@ -51,13 +51,14 @@ async def run(
     work: Callable[[], Awaitable[None]] = until_a_signal,
     num_sessions: Callable[[], int] = lambda: 0,
     is_lost: bool = False,
+    metrics_port: int | None = None,
 ) -> tuple[int, list[EventDict]]:
     """Runs a service to its end, and returns the exit status and what was logged."""
     stopped: list[bool] = []
     service = Service(
         name="verifier",
         grpc_names=("draftwire.v1.VerifierService",),
-        settings=ServerSettings(drain_seconds=0.2),
+        settings=ServerSettings(drain_seconds=0.2, metrics_port=metrics_port),
         connections=ConnectionSettings(),
         metrics=ServiceMetrics(),
         register=lambda _server: None,
@@ -126,6 +127,21 @@ async def test_drain_ends_with_the_last_session() -> None:
 
 
 @pytest.mark.slow
+async def test_work_ends_in_order_though_listeners_have_ended_before() -> None:
+    """Followers, say, have to be told: the stop of a listener ends the service's work, and then cancels it again."""
+    ended = []
+
+    async def work() -> None:
+        try:
+            await until_a_signal()
+        finally:
+            await asyncio.sleep(0.05)
+            ended.append(True)
+
+    await run(work=work, metrics_port=0)
+    assert ended
+
+
 async def test_work_that_ends_by_itself_ends_the_service() -> None:
     """Without a signal: a listener that was stopped, say."""
     status, logs = await run(work=at_once)
