@@ -1,4 +1,4 @@
-"""Loads a drafter that computes the attention of several layers at once, alone or distributed over the ranks of a group."""
+"""Loads a drafter that computes the attention of several layers at once, alone or over the ranks of a group."""
 
 from dataclasses import dataclass
 
