@@ -74,7 +74,8 @@ def test_law_of_the_target_holds_whatever_lengths_past_rounds_choose(
     lengths = [sum(counts) for counts in zip(*(padded(one.draft_length_histogram) for one in drawn), strict=True)]
     assert min(lengths[length] for length in (0, 1, 2, 3)) > 0, f"all were chosen: {lengths}"
     num_trees = sum(one.statistics.num_trees for one in drawn)
-    assert (num_trees > SAMPLES / 2) == (rule != "token"), "which takes none"
+    # Of the third that is chosen, those after a round of a chain are chains: they may have begun on its outcome.
+    assert (num_trees > SAMPLES / 4) == (rule != "token"), "which takes none"
     law = exact_law(pair[0], SamplingParams())
     assert min(compare(rule, drawn, law, judged=judged).p_value for judged in COMPARED) > ALPHA / len(COMPARED)
 
