@@ -49,7 +49,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
         choices = random.Random(f"{next(turns)} {accepted}")
         length, source = choices.choice((0, 1, 2, 3, 4, 8)), choices.choice(list(chooser.acceptance.chains))
         arm = Arm(source, length) if length else PLAIN
-        arm = choices.choice([arm, arm, *chooser.acceptance.trees])
+        arm = choices.choice([arm, *chooser.acceptance.trees])  # after a chain it is none: a chain may have begun
         return Window(arm=arm, load=0, began_at=now, is_probe=True, settled_at=now)
 
     monkeypatch.setattr(PairChooser, "window", window)
@@ -74,8 +74,7 @@ def test_law_of_the_target_holds_whatever_lengths_past_rounds_choose(
     lengths = [sum(counts) for counts in zip(*(padded(one.draft_length_histogram) for one in drawn), strict=True)]
     assert min(lengths[length] for length in (0, 1, 2, 3)) > 0, f"all were chosen: {lengths}"
     num_trees = sum(one.statistics.num_trees for one in drawn)
-    # Of the third that is chosen, those after a round of a chain are chains: they may have begun on its outcome.
-    assert (num_trees > SAMPLES / 4) == (rule != "token"), "which takes none"
+    assert (num_trees > SAMPLES / 2) == (rule != "token"), "which takes none"
     law = exact_law(pair[0], SamplingParams())
     assert min(compare(rule, drawn, law, judged=judged).p_value for judged in COMPARED) > ALPHA / len(COMPARED)
 

@@ -27,7 +27,8 @@ class BegunRounds:
 
     def __init__(self) -> None:
         self._last_round = -1
-        self._length = 0
+        self.length = 0
+        """Draft tokens of each such round, at most."""
         self._permit_number = -1
 
     def request(self, round_number: int, rounds_ahead: int, length: int, permit_number: int) -> None:
@@ -35,16 +36,11 @@ class BegunRounds:
         has.
         """
         self._last_round = max(self._last_round, round_number + rounds_ahead)
-        self._length, self._permit_number = length, permit_number
+        self.length, self._permit_number = length, permit_number
 
     def num_from(self, round_number: int) -> int:
         """Returns how many rounds may have begun, from a round on: all of them up to the last one."""
         return max(0, self._last_round - round_number + 1)
-
-    @property
-    def length(self) -> int:
-        """Draft tokens of each such round, at most."""
-        return self._length
 
     def is_of_another(self, round_number: int, permit_number: int) -> bool:
         """Whether another drafter may have begun a round than the one with this permit."""
@@ -57,7 +53,7 @@ class BegunRounds:
         """
         if not self.num_from(round_number):
             return wanted
-        length = min(self._length, most)
+        length = min(self.length, most)
         if self.is_of_another(round_number, permit_number) or length < 1:
             return PLAIN
         is_chain = wanted.uses_drafter and not wanted.num_nodes
