@@ -24,8 +24,9 @@ from draftwire.models.description import (
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import MAX_PLACE_S, StructuredOutput
 from draftwire_gateway.session.drafter_seat import MAX_MISSING_BLOCKS, NO_BLOCK, DrafterSeat
+from draftwire_gateway.session.event_queue import EventQueue
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource, Policy
-from draftwire_gateway.session.ports import DrafterLost, DrafterReady, PeerEvent, SessionEvent
+from draftwire_gateway.session.ports import DrafterLost, DrafterReady, SessionEvent
 from draftwire_gateway.session.round_planner import RoundPlanner
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.session.round_trip_estimate import FIRST_TIMEOUT_S, LEAST_FLUSH_S, LEAST_TIMEOUT_S
@@ -49,7 +50,7 @@ class Seating:
     planner: RoundPlanner
     policy: Policy
     session: SessionState
-    queue: asyncio.Queue[PeerEvent]
+    queue: EventQueue
     target: FakeTarget
     drafters: list[FakeDrafter]
     pairs: Pairs
@@ -100,7 +101,7 @@ def seating(num_drafters: int = 1, context_lengths: tuple[int, ...] = (), **chan
     drafters = [FakeDrafter(target, context_length=length, instance_id=number) for number, length in enumerate(lengths)]
     for drafter in drafters:
         drafter.on_calibration = lambda calibration: None  # no verifier takes blocks here
-    session, queue = SessionState(make_generation(**changes)), asyncio.Queue[PeerEvent]()
+    session, queue = SessionState(make_generation(**changes)), EventQueue()
     pairs = Pairs(8, 4)
     policy, options = policy_of(session.generation, pairs), options_of(session)
     seat = DrafterSeat(session, FakePeers([target], drafters), queue, policy, options)

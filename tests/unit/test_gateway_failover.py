@@ -47,17 +47,16 @@ from draftwire.models.description import DRAFTS_ON_OUTCOMES, PARTIAL_BLOCKS
 from draftwire.requests.logprobs import TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import MAX_PLACE_S, StructuredOutput
-from draftwire_gateway.session import ports
+from draftwire_gateway.session import event_queue
 from draftwire_gateway.session.committed_text import FinishReason
 from draftwire_gateway.session.drafter_seat import NO_BLOCK
+from draftwire_gateway.session.event_queue import EventQueue, TaggedInbox
 from draftwire_gateway.session.loop import GenerationLoop
 from draftwire_gateway.session.loop_settings import LoopSettings
 from draftwire_gateway.session.ports import (
     BlocksRefused,
     DrafterLost,
     DrafterReady,
-    PeerEvent,
-    TaggedInbox,
     TargetLost,
 )
 from draftwire_gateway.session.round_trip_estimate import FIRST_TIMEOUT_S, LEAST_FLUSH_S, LEAST_TIMEOUT_S
@@ -1035,17 +1034,16 @@ def test_verifier_does_not_say_how_long_a_session_waits_for_room(retry_after_s: 
 @in_virtual_time
 async def test_peer_that_sends_unrequested_events_is_refused_and_no_other() -> None:
     """A loss is never refused: the session would wait for a peer that is gone."""
-    queue: asyncio.Queue[PeerEvent] = asyncio.Queue()
-    with patch.object(ports, "MAX_UNREAD_EVENTS", 100), patch.object(ports, "MAX_UNREAD_OF_DRAFTER", 10):
+    queue = EventQueue()
+    with patch.object(event_queue, "MAX_UNREAD_EVENTS", 100), patch.object(event_queue, "MAX_UNREAD_OF_DRAFTER", 10):
         verifier, drafter = TaggedInbox(queue, epoch=1), TaggedInbox(queue, epoch=1, permit_number=0)
         for inbox, most in ((drafter, 10), (verifier, 100)):
             for _ in range(most):
                 inbox.put_nowait(SENT)
             with pytest.raises(ProtocolViolationError, match="more events"):
                 inbox.put_nowait(SENT)
-        assert queue.qsize() == 110
         for _ in range(11):  # all of the drafter's and one of the verifier's are read
-            queue.get_nowait()
+            await queue.get()
         for inbox, most in ((drafter, 10), (verifier, 1)):
             for _ in range(most):
                 inbox.put_nowait(SENT)
@@ -1053,17 +1051,16 @@ async def test_peer_that_sends_unrequested_events_is_refused_and_no_other() -> N
                 inbox.put_nowait(SENT)
         drafter.put_nowait(DrafterLost(GONE))
         verifier.put_nowait(TargetLost(GONE))
-    assert queue.qsize() == 112
-    assert [event.permit_number for event in (queue.get_nowait() for _ in range(112))].count(None) == 101
+    assert (queue.num_unread(1, 0), queue.num_unread(1, None)) == (11, 101)
 
 
 @in_virtual_time
 async def test_events_of_an_earlier_epoch_take_no_room_in_a_later_one() -> None:
-    queue: asyncio.Queue[PeerEvent] = asyncio.Queue()
+    queue = EventQueue()
     for epoch in range(3):
         inbox = TaggedInbox(queue, epoch)
-        assert queue.qsize() == 0
+        assert [queue.num_unread(before, None) for before in range(epoch)] == [0] * epoch
         for _ in range(5):
             inbox.put_nowait(SENT)
     TaggedInbox(queue, 1)
-    assert [queue.get_nowait().epoch for _ in range(5)] == [2] * 5
+    assert [(await queue.get()).epoch for _ in range(5)] == [2] * 5

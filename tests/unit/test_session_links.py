@@ -20,7 +20,8 @@ from draftwire.runtime.settings import ConnectionSettings
 from draftwire.runtime.status import MAX_MESSAGE
 from draftwire.v1 import drafter_pb2, session_pb2, verifier_pb2
 from draftwire_gateway.peers.wire import DrafterLink, VerifierLink
-from draftwire_gateway.session.ports import MAX_UNREAD_EVENTS, BlocksRefused, DrafterLost
+from draftwire_gateway.session.event_queue import MAX_UNREAD_EVENTS
+from draftwire_gateway.session.ports import BlocksRefused, DrafterLost
 
 KEY = (7, 2)
 MAX_DRAFT_TOKENS = 8

@@ -23,7 +23,7 @@ from draftwire.errors import (
 from draftwire.method.encoding import Supports
 from draftwire.method.quantization import Encoding
 from draftwire.method.round_parts import BranchLimits, TreePart
-from draftwire.method.rounds import Calibration, DraftTree, ReceivedBlock, Verdict
+from draftwire.method.rounds import DraftTree, ReceivedBlock, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.method.tree_limits import num_read_nodes
 from draftwire.models.script import Script
@@ -332,9 +332,9 @@ def test_trees_may_be_chosen_where_lengths_are_and_nobody_says_anything() -> Non
 def requested(generation: Generation, arm: Arm) -> tuple[DraftTree | None, int]:
     """Returns the tree that a drafter is asked for, and how deep the gateway takes it to be."""
     session = SessionState(generation)
-    block = BlockRequest(arm, Calibration(session.fence, 0, [], arm.length), arm.length)
+    block = BlockRequest(arm, arm.length)
     TreeDrafts(session).request(block)
-    return block.calibration.tree, block.depth
+    return block.tree, block.depth
 
 
 def test_shape_is_given_where_distributions_are_sent_alone() -> None:

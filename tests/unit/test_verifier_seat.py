@@ -13,8 +13,9 @@ from virtual_time import in_virtual_time, now
 
 from draftwire.errors import CompletionInterruptedError, InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.method.rounds import TargetSessionSpec, Verdict
+from draftwire_gateway.session.event_queue import EventQueue
 from draftwire_gateway.session.loop_settings import LoopSettings
-from draftwire_gateway.session.ports import PeerEvent, TargetPort
+from draftwire_gateway.session.ports import TargetPort
 from draftwire_gateway.session.session_state import SessionState
 from draftwire_gateway.session.verifier_seat import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_FUTILE_MOVES, VerifierSeat
 from draftwire_gateway.session_plugs import options_of
@@ -28,7 +29,7 @@ class Seating:
 
     seat: VerifierSeat
     session: SessionState
-    queue: asyncio.Queue[PeerEvent]
+    queue: EventQueue
     targets: list[FakeTarget]
     plain_rounds: Callable[[TargetPort], int]
     asked: list[tuple[str, float]] = field(default_factory=list)
@@ -64,7 +65,7 @@ class Seating:
 
 def seating(count: int, *, plain_rounds: Callable[[TargetPort], int] = lambda _: 1, **changes: Any) -> Seating:
     """Returns a seat among so many verifiers, which none of them has yet."""
-    session, queue = SessionState(make_generation(**changes)), asyncio.Queue[PeerEvent]()
+    session, queue = SessionState(make_generation(**changes)), EventQueue()
     targets = [FakeTarget(address=f"target:{number}") for number in range(1, count + 1)]
     seat = VerifierSeat(session, FakePeers(targets), queue, LIMITS, options_of(session))
     return Seating(seat, session, queue, targets, plain_rounds)
@@ -83,7 +84,7 @@ async def test_session_moves_with_its_tokens_and_ignores_events_of_the_old_epoch
     assert (spec.epoch, spec.first_round, spec.token_ids) == (1, 3, [*PROMPT, *STORY[:3]])
     assert (one.seat.address, one.session.statistics.num_verifiers_lost) == (second.address, 1)
     first.tell(first.verdicts[-1])
-    assert one.queue.get_nowait().epoch == 0 < one.session.epoch
+    assert (await one.queue.get()).epoch == 0 < one.session.epoch
     await one.commit_round()
     assert one.session.num_generated == 4
     assert [target.closed for target in (first, second)] == [[(spec.session_id, 0)], []]

@@ -125,13 +125,12 @@ class DraftsAhead(SessionOption):
         number, is_ahead = self._session.round, block.arm.source is DraftSource.AHEAD
         block.is_begun = self.num_begun(number) > 0
         self._counts = self._rounds_ahead > 0 and (is_ahead or self._next_is_held or block.is_begun)
-        rounds_ahead = self._rounds_ahead if is_ahead else int(self._goes_on(block.arm))
-        self._begun.request(number, rounds_ahead, block.arm.length, self._drafter_number)
+        block.max_rounds_ahead = self._rounds_ahead if is_ahead else int(self._goes_on(block.arm))
+        self._begun.request(number, block.max_rounds_ahead, block.arm.length, self._drafter_number)
         block.is_held = self._next_is_held
         # Blocks that were drafted for later rounds may still be held when none is drafted ahead any more. What is begun
         # on an outcome may be judged after its drafter was lost.
-        block.may_be_ahead = self._rounds_ahead > 0 or rounds_ahead > 0
-        block.calibration = replace(block.calibration, max_rounds_ahead=rounds_ahead)
+        block.may_be_ahead = self._rounds_ahead > 0 or block.max_rounds_ahead > 0
 
     @override
     def end_round(self, verdict: Verdict, *, was_held: bool) -> None:

@@ -45,10 +45,9 @@ class TreeDrafts(SessionOption):
             return
         generation = self._session.generation
         has_shape = generation.rule.needs_draft_probs and not generation.sampling.greedy
-        tree = tree_to_draft(block.arm.num_nodes, block.arm.length, has_shape=has_shape)
-        block.calibration = replace(block.calibration, tree=tree)
-        if tree.shape is not None:
-            block.depth = tree.shape.depth  # less than was asked for if its nodes ran out
+        block.tree = tree_to_draft(block.arm.num_nodes, block.arm.length, has_shape=has_shape)
+        if block.tree.shape is not None:
+            block.depth = block.tree.shape.depth  # less than was asked for if its nodes ran out
 
     @override
     def end_round(self, verdict: Verdict, *, was_held: bool) -> None:

@@ -6,8 +6,8 @@
 
 A resumed choice that is already complete does no prefill, so the next one takes its place.
 
-Every choice is a session of its own, with its own random numbers. The events of all choices go through one bounded
-queue, for backpressure: a client that does not read stops the choices of its own request only.
+Every choice is a session of its own, with its own random numbers. A client that does not read stops the choices of its
+own request only: a single one by itself, several by one bounded queue.
 """
 
 import asyncio
@@ -97,12 +97,17 @@ class ChoiceRunner:
         Raises:
             DraftwireError: the error of the failed choice, after all earlier events; see `GenerationLoop.run`.
         """
+        if len(self._generations) == 1:
+            async with aclosing(self._run_with_retries(self._generations[0], _SharedPrompt())) as events:
+                async for event in events:
+                    yield event
+            return
         work = asyncio.create_task(self._work())
         try:
-            while not isinstance(event := await self._events.get(), _End):
-                yield event
-            if event.error is not None:
-                raise event.error
+            while not isinstance(received := await self._events.get(), _End):
+                yield received
+            if received.error is not None:
+                raise received.error
         finally:
             work.cancel()
             await asyncio.wait([work])
@@ -120,12 +125,13 @@ class ChoiceRunner:
         await self._events.put(_End(error))
 
     async def _run_in_turn(self, generation: Generation, prompt: _SharedPrompt) -> None:
-        """Runs one choice when both gates admit it."""
-        async with prompt.gate, self._gate:
-            await self._run_with_retries(generation, prompt)
+        """Runs one choice when both gates admit it, and puts its events into the common queue."""
+        async with prompt.gate, self._gate, aclosing(self._run_with_retries(generation, prompt)) as events:
+            async for event in events:
+                await self._events.put(event)
 
-    async def _run_with_retries(self, generation: Generation, prompt: _SharedPrompt) -> None:
-        """Runs one choice, and retries it while verifiers are full.
+    async def _run_with_retries(self, generation: Generation, prompt: _SharedPrompt) -> AsyncGenerator[ChoiceEvent]:
+        """Runs one choice, and retries it while verifiers are full. Yields its events.
 
         The first choice of a request waits among all requests. The others wait for room: for `failover_timeout_s`, and
         for as long as other choices run, which free capacity when they end.
@@ -134,7 +140,9 @@ class ChoiceRunner:
             others_ran = bool(self._running)  # one that ends meanwhile may free capacity just after the refusal
             loop = await self._make_loop(generation)
             try:
-                await self._run_choice(loop, generation, prompt)
+                async with aclosing(self._run_choice(loop, generation, prompt)) as events:
+                    async for event in events:
+                        yield event
                 return
             except NoRoomError as error:
                 generation = replace(generation, is_retried=generation.is_retried or loop.verifier.may_have_drawn)
@@ -146,8 +154,10 @@ class ChoiceRunner:
                     raise
                 await asyncio.sleep(min(max(FIRST_PAUSE_S, error.retry_after_s), LONGEST_NAMED_PAUSE_S))
 
-    async def _run_choice(self, loop: GenerationLoop, generation: Generation, prompt: _SharedPrompt) -> None:
-        """Runs one choice, and puts its events into the common queue."""
+    async def _run_choice(
+        self, loop: GenerationLoop, generation: Generation, prompt: _SharedPrompt
+    ) -> AsyncGenerator[ChoiceEvent]:
+        """Runs one attempt at a choice, and yields its events."""
         run = loop.run(
             arrived_at=self._arrived_at,
             verifier=prompt.verifier,
@@ -157,7 +167,7 @@ class ChoiceRunner:
         try:
             async with aclosing(run) as events:
                 async for event in events:
-                    await self._events.put(ChoiceEvent(generation, event))
+                    yield ChoiceEvent(generation, event)
                     is_complete = generation.choice not in self._running  # a resumed choice that opened no session
                     if not isinstance(event, PromptPart) and not is_complete and not prompt.gate.is_open:
                         prompt.verifier = loop.verifier.address

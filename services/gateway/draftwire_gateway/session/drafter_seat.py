@@ -15,14 +15,13 @@ import structlog
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.rounds import BlockSent, DraftSessionSpec, Verdict
 from draftwire.models.description import FEATURES, FLUSH_REPLIES, NEEDS_FEATURES, ModelDescription
+from draftwire_gateway.session.event_queue import EventQueue, TaggedInbox
 from draftwire_gateway.session.policy import Policy
 from draftwire_gateway.session.ports import (
     DrafterLost,
     DrafterPort,
     DrafterReady,
-    PeerEvent,
     Peers,
-    TaggedInbox,
     TargetPort,
 )
 from draftwire_gateway.session.seated_drafter import BlockFate, SeatedDrafter
@@ -46,7 +45,7 @@ class DrafterSeat:
 
     _session: SessionState
     _peers: Peers
-    _queue: asyncio.Queue[PeerEvent]
+    _queue: EventQueue
     """Receives the drafters' events."""
     _policy: Policy
     _options: Sequence[SessionOption] = ()
@@ -103,6 +102,8 @@ class DrafterSeat:
         that has been asleep for longer than `longest_sleep_s` is given up if there is another one.
         """
         if self._drafter is not None:
+            if not self._drafter.is_asleep:
+                return
             slept_s = self._drafter.slept_s(asyncio.get_running_loop().time())
             if slept_s <= longest_sleep_s or self._next(target) is None:
                 return

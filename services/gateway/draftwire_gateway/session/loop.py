@@ -23,6 +23,7 @@ from draftwire.method.rounds import BlockSent, PromptRead, Verdict
 from draftwire.requests.logprobs import PromptPart
 from draftwire_gateway.session.committed_text import CommittedText, Delta, Finish
 from draftwire_gateway.session.drafter_seat import DrafterSeat
+from draftwire_gateway.session.event_queue import EventQueue, PeerEvent
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.loop_settings import LoopSettings
 from draftwire_gateway.session.policy import Policy
@@ -30,7 +31,6 @@ from draftwire_gateway.session.ports import (
     BlocksRefused,
     DrafterLost,
     DrafterReady,
-    PeerEvent,
     Peers,
     TargetLost,
     TargetPort,
@@ -70,9 +70,7 @@ class GenerationLoop:
     ) -> None:
         """Opens no session before `run`. `text` is that of a resumed completion so far, else empty."""
         self._settings = settings
-        # Peers never block: a peer that sends more than was requested, the verdicts of a block and a plain run and the
-        # parts of a reported prompt, is lost; see `MAX_UNREAD_EVENTS`.
-        self._queue: asyncio.Queue[PeerEvent] = asyncio.Queue()
+        self._queue = EventQueue()
         self._session = SessionState(generation, plugs.trace)
         self._text = CommittedText(self._session, text)
         policy, options = plugs.policy, plugs.make_options(self._session)
@@ -81,7 +79,6 @@ class GenerationLoop:
         self._planner = RoundPlanner(self._session, self._seat, policy, options)
         self._policy = policy
         self._watch = RoundWatch(combined(plugs.observer, policy.observer))
-        self._deadline = 0.0
         self.statistics = self._session.statistics
 
     async def run(
@@ -121,9 +118,10 @@ class GenerationLoop:
                     yield verdict
                     continue
                 self.verifier.end_round()
-                self._set_timeout(self._settings.verdict_timeout_s)  # for the next round of a plain run
                 token_ids, reason = self._text.commit(verdict)
                 asks = verdict.plain_rounds_left == 0
+                if not asks:
+                    self._queue.set_timeout(self._settings.verdict_timeout_s)
                 if asks and reason is None and not self._session.generation.stop:  # else the text is checked first
                     self._ask_for_round()
                     asks = False
@@ -144,14 +142,14 @@ class GenerationLoop:
         finally:
             self._seat.end()
             self.verifier.drop()
+            self._queue.close()
             self._session.end(reason.value if reason is not None else "")
 
     async def _next_verdict(self) -> Verdict | PromptPart:
         """Returns the verdict of the current round, or prompt log-probabilities, and handles all other events."""
         while True:
             try:
-                async with asyncio.timeout_at(self._deadline):
-                    event = await self._queue.get()
+                event = await self._queue.get()
             except TimeoutError:
                 await self._handle_timeout()
                 continue
@@ -171,7 +169,7 @@ class GenerationLoop:
                 case DrafterReady():
                     self._seat.mark_ready()
                 case BlockSent() as sent if self._seat.note_sent(sent, event.arrived_at):
-                    self._set_timeout(self._seat.drafter.sent_timeout_s(self._settings.block_timeout_s))
+                    self._queue.set_timeout(self._seat.drafter.sent_timeout_s(self._settings.block_timeout_s))
 
     async def _take(self, event: PeerEvent) -> Verdict | PromptPart | None:
         """Returns what is new in a verifier's event, if anything is. A verifier that sends something else is lost."""
@@ -184,7 +182,7 @@ class GenerationLoop:
                     self._seat.end_round(verdict, event.arrived_at)
                     return verdict
                 case PromptRead(part=part) if (new := self._session.take_prompt(part, vocab_size)) is not None:
-                    self._set_timeout(self._settings.prompt_timeout_s)
+                    self._queue.set_timeout(self._settings.prompt_timeout_s)
                     return new
         except ProtocolViolationError as error:
             await self._move(UnavailableError(str(error)))
@@ -201,15 +199,11 @@ class GenerationLoop:
             self._seat.drafter.fall_asleep()
             self._run(RunRequest(WhyPlain.LATE, self._settings.bridge_rounds))
         else:
-            self._set_timeout(self._seat.drafter.flush_timeout_s(self._settings.block_timeout_s))
+            self._queue.set_timeout(self._seat.drafter.flush_timeout_s(self._settings.block_timeout_s))
             try:
                 self._seat.drafter.request_flush()
             except DraftwireError as error:
                 self._give_up_drafter(error)
-
-    def _set_timeout(self, seconds: float) -> None:
-        """Sets the timeout of the current round, from now on."""
-        self._deadline = asyncio.get_running_loop().time() + seconds
 
     def _ask_for_round(self) -> None:
         """Requests the next round: a block if a drafter is ready and has room, else plain rounds."""
@@ -218,7 +212,7 @@ class GenerationLoop:
         if arm.length:
             self._watch.ask(WhyPlain.EMPTY_BLOCK)
             try:
-                self._set_timeout(self._seat.drafter.request_block(arm, self._settings.block_timeout_s))
+                self._queue.set_timeout(self._seat.drafter.request_block(arm, self._settings.block_timeout_s))
             except DraftwireError as error:
                 self._give_up_drafter(error)
             return
@@ -229,7 +223,7 @@ class GenerationLoop:
         counts as well.
         """
         self._watch.ask(request.why)
-        self._set_timeout(self._settings.verdict_timeout_s)
+        self._queue.set_timeout(self._settings.verdict_timeout_s)
         num_rounds = max(request.num_rounds, self._planner.num_begun)
         self.verifier.run_plain(min(num_rounds, self._session.num_left), request.draft)
 
@@ -241,7 +235,7 @@ class GenerationLoop:
 
     def _begin(self) -> None:
         """Continues the open round on a verifier that accepted the session."""
-        self._set_timeout(self._settings.prompt_timeout_s)
+        self._queue.set_timeout(self._settings.prompt_timeout_s)
         self._seat.seek(self.verifier.target)
 
     async def _move(self, error: Exception) -> None:

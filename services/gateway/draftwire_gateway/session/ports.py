@@ -1,12 +1,9 @@
-"""Ports to verifiers and drafters, and their events."""
+"""Ports to verifiers and drafters, and what they report."""
 
-import asyncio
-import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import (
     BlockSent,
     Calibration,
@@ -135,68 +132,3 @@ class Peers(Protocol):
 
     def drafters_for(self, target: TargetPort, but: Collection[int]) -> Sequence[DrafterPort]:
         """Returns the drafters whose blocks a verifier takes, the best first, without those of some instance ids."""
-
-
-@dataclass(frozen=True, slots=True)
-class PeerEvent:
-    """An event, and the peer of the session that sent it."""
-
-    epoch: int
-    permit_number: int | None
-    """Identifies the drafter; None for events of a verifier."""
-    event: SessionEvent
-    at: float = field(default_factory=lambda: time.perf_counter())
-    """Time of arrival, by `time.perf_counter`."""
-    arrived_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
-    """The same by the event loop's clock, which timeouts are measured with."""
-
-
-MAX_UNREAD_EVENTS = 2**14
-"""Events of a session's verifier that wait to be handled, at most: many times what its requests can cause. The parts of
-a prompt's report, of up to 128 tokens each, are the most."""
-
-MAX_UNREAD_OF_DRAFTER = 2**8
-"""The same of a drafter, which replies once to each request."""
-
-
-@dataclass(slots=True)
-class TaggedInbox:
-    """An `Inbox` that adds the sender to each event. All inboxes of a session have one queue, and each peer is held to
-    a bound of its own: a flood of one peer is not blamed on another.
-    """
-
-    queue: asyncio.Queue[PeerEvent]
-    epoch: int
-    permit_number: int | None = None
-    _num_free: int = field(init=False)
-    """So many events of the peer are certainly within its bound."""
-
-    def __post_init__(self) -> None:
-        self._num_free = self._most - self._num_unread()
-
-    def put_nowait(self, item: SessionEvent) -> None:
-        """Adds an event, with its sender and time of arrival. Those that the gateway makes itself are never refused: a
-        session has one at most of each opening.
-
-        Raises:
-            ProtocolViolationError: this peer sent more than anybody requested. Its stream must be ended.
-        """
-        if not isinstance(item, TargetLost | DrafterLost | DrafterReady):
-            if self._num_free <= 0:  # unless some were read meanwhile
-                self._num_free = self._most - self._num_unread()
-            if self._num_free <= 0:
-                raise ProtocolViolationError("a peer sent more events than were requested")
-            self._num_free -= 1
-        self.queue.put_nowait(PeerEvent(self.epoch, self.permit_number, item))
-
-    @property
-    def _most(self) -> int:
-        return MAX_UNREAD_EVENTS if self.permit_number is None else MAX_UNREAD_OF_DRAFTER
-
-    def _num_unread(self) -> int:
-        """Returns how many events of this peer wait, and drops those of earlier epochs, which nobody would handle."""
-        waiting = [self.queue.get_nowait() for _ in range(self.queue.qsize())]
-        for event in waiting:
-            if event.epoch >= self.epoch:
-                self.queue.put_nowait(event)
-        return sum(event.epoch == self.epoch and event.permit_number == self.permit_number for event in waiting)

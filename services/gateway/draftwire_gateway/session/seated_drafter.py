@@ -113,8 +113,7 @@ class SeatedDrafter:
         """
         base_len, self._known_len = self._known_len, len(self._session.committed)
         new_ids = self._session.committed.ids[base_len:]
-        calibration = Calibration(self._session.fence, base_len, new_ids, arm.length, permit=self._next_permit())
-        block = BlockRequest(arm, calibration, arm.length)
+        block = BlockRequest(arm, arm.length)
         for option in self._options:
             option.request(block)
         self._round, self._num_tokens = self._session.round, block.depth
@@ -125,7 +124,10 @@ class SeatedDrafter:
         # Who reads the text slowly keeps the request waiting, and not a drafter that the one before lets begin.
         self._begins_at = max(self._ended_at, requested_at) if block.is_begun else self._requested_at
         self._session.expected.request_block(arm.length, num_nodes=arm.num_nodes, is_ahead=block.may_be_ahead)
-        self.port.calibrate(block.calibration)
+        fence, permit = self._session.fence, self._next_permit()
+        self.port.calibrate(
+            Calibration(fence, base_len, new_ids, arm.length, permit, block.max_rounds_ahead, block.tree)
+        )
         return self._timeout_s
 
     def timeout_s(self, num_draft_tokens: int, most: float) -> float:
@@ -200,8 +202,8 @@ class SeatedDrafter:
         return BlockFate.MISSING if self._is_missing else BlockFate.LATE
 
     def slept_s(self, now: float) -> float:
-        """Returns for how long it has been asleep; 0 if it is awake."""
-        return now - self._asleep_since if self.is_asleep else 0.0
+        """Returns for how long it has been asleep, which it must be."""
+        return now - self._asleep_since
 
     def _next_permit(self) -> Permit | None:
         """Returns the permit to send now, which names the drafter; None if it has one."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from draftwire.method.rounds import Calibration, DraftSessionSpec, LocalDraft, TargetSessionSpec, Verdict
+from draftwire.method.rounds import DraftSessionSpec, DraftTree, LocalDraft, TargetSessionSpec, Verdict
 from draftwire.models.description import ModelDescription
 from draftwire_gateway.session.policy import Arm, Policy
 from draftwire_gateway.session.round_times import WhyPlain
@@ -26,9 +26,12 @@ class BlockRequest:
     """A drafter's block that is about to be requested."""
 
     arm: Arm
-    calibration: Calibration
     depth: int
     """Draft tokens on its longest path."""
+    tree: DraftTree | None = None
+    """None is a chain."""
+    max_rounds_ahead: int = 0
+    """Rounds beyond this one for which the drafter may draft before they are requested."""
     is_held: bool = False
     """Whether the verifier has it already."""
     is_begun: bool = False

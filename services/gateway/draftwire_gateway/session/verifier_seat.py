@@ -17,8 +17,9 @@ from draftwire.errors import (
 )
 from draftwire.method.keys import Role
 from draftwire.method.rounds import LocalDraft, PlainRun, TargetSessionSpec
+from draftwire_gateway.session.event_queue import EventQueue, TaggedInbox
 from draftwire_gateway.session.loop_settings import LoopSettings
-from draftwire_gateway.session.ports import PeerEvent, Peers, TaggedInbox, TargetPort
+from draftwire_gateway.session.ports import Peers, TargetPort
 from draftwire_gateway.session.session_option import SessionOption
 from draftwire_gateway.session.session_state import SessionState
 
@@ -48,7 +49,7 @@ class VerifierSeat:
 
     _session: SessionState
     _peers: Peers
-    _queue: asyncio.Queue[PeerEvent]
+    _queue: EventQueue
     """Receives the verifiers' events."""
     _settings: LoopSettings
     _options: Sequence[SessionOption] = ()

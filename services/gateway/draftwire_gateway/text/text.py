@@ -1,10 +1,10 @@
 """Incremental detokenisation and stop strings: text is emitted only when later tokens cannot change it."""
 
-from collections.abc import Collection
-from functools import lru_cache
+from collections.abc import Callable, Collection
+from functools import lru_cache, partial
 from typing import NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 REPLACEMENT = "\ufffd"
 MAX_HELD = 16
@@ -30,6 +30,15 @@ def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], *, with_sp
     return str(tokenizer.decode(token_ids, skip_special_tokens=not with_special, clean_up_tokenization_spaces=False))
 
 
+def _decoder(tokenizer: PreTrainedTokenizerBase, *, with_special: bool) -> Callable[[list[int]], str]:
+    """Returns `decoded` for a tokenizer: where that adds nothing to its backend, the latter, in a third of the time."""
+    kind = type(tokenizer)
+    is_backend = isinstance(tokenizer, PreTrainedTokenizerFast) and kind._decode is PreTrainedTokenizerFast._decode
+    if is_backend and kind.decode is PreTrainedTokenizerBase.decode:
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=not with_special)
+    return partial(decoded, tokenizer, with_special=with_special)
+
+
 @lru_cache(maxsize=4)
 def _ids_with_text(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Returns the ids that may have text; the others, such as special tokens, are as if they were not there."""
@@ -50,10 +59,10 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], shown: Collection[str] = ()) -> None:
         """Starts after a prompt, whose text is not emitted. `shown` are special tokens that have text here."""
-        self._tokenizer = tokenizer
         self._ids_with_text = _ids_with_text(tokenizer)
         ids = {tokenizer.get_added_vocab().get(token) for token in shown}
         self._shown_ids = frozenset(token for token in ids if token is not None) - self._ids_with_text
+        self._decode = _decoder(tokenizer, with_special=bool(self._shown_ids))
         context = self._visible(prompt_ids[-PROMPT_TAIL:])
         tails = [context[-length:] for length in PROMPT_TOKENS]
         self._window = next((tail for tail in tails if REPLACEMENT not in self._decode(tail)), tails[0])
@@ -113,9 +122,6 @@ class IncrementalDetokenizer:
     def _visible(self, token_ids: list[int]) -> list[int]:
         has_text, shown = self._ids_with_text, self._shown_ids
         return [token_id for token_id in token_ids if token_id in has_text or token_id in shown]
-
-    def _decode(self, ids: list[int]) -> str:
-        return decoded(self._tokenizer, ids, with_special=bool(self._shown_ids))
 
 
 class StopStrings:
