@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from draftwire.errors import ProtocolViolationError
 from draftwire_gateway.session.ports import DrafterLost, DrafterReady, SessionEvent, TargetLost
@@ -106,11 +106,8 @@ class TaggedInbox:
     queue: EventQueue
     epoch: int
     permit_number: int | None = None
-    _num_free: int = field(init=False)
+    _num_free: int = 0
     """So many events of the peer are certainly within its bound."""
-
-    def __post_init__(self) -> None:
-        self._num_free = self._count_free()
 
     def put_nowait(self, item: SessionEvent) -> None:
         """Adds an event, with its sender and time of arrival. Those that the gateway makes itself are never refused: a
@@ -120,14 +117,11 @@ class TaggedInbox:
             ProtocolViolationError: this peer sent more than anybody requested. Its stream must be ended.
         """
         if not isinstance(item, TargetLost | DrafterLost | DrafterReady):
-            if self._num_free <= 0:  # unless some were read meanwhile
-                self._num_free = self._count_free()
+            if self._num_free <= 0:  # as at first, and unless some were read meanwhile
+                most = MAX_UNREAD_EVENTS if self.permit_number is None else MAX_UNREAD_OF_DRAFTER
+                self._num_free = most - self.queue.num_unread(self.epoch, self.permit_number)
             if self._num_free <= 0:
                 raise ProtocolViolationError("a peer sent more events than were requested")
             self._num_free -= 1
         arrived_at = asyncio.get_running_loop().time()
         self.queue.put_nowait(PeerEvent(self.epoch, self.permit_number, item, time.perf_counter(), arrived_at))
-
-    def _count_free(self) -> int:
-        most = MAX_UNREAD_EVENTS if self.permit_number is None else MAX_UNREAD_OF_DRAFTER
-        return most - self.queue.num_unread(self.epoch, self.permit_number)
