@@ -89,20 +89,18 @@ class SparseRows:
         is_token = self.token_ids[rows] == tokens.unsqueeze(-1)
         return torch.where(is_token, self.probs[rows], 0.0).sum(dim=-1)
 
-    def residual_mass(self, target_probs: Tensor, target_rows: Tensor, rows: Tensor, scales: Tensor) -> Tensor:
-        """Returns the same as `DenseRows`, reading the support alone: outside it the whole target mass remains."""
-        draft = self.probs[rows].to(torch.float64)
-        target = target_probs[target_rows.unsqueeze(-1), self.token_ids[rows]].to(torch.float64)
-        target = torch.where(draft > 0.0, target, 0.0)
-        inside = (scales.unsqueeze(-1) * target - draft).clamp(min=0.0).sum(dim=-1)
-        return inside + scales * (1.0 - target.sum(dim=-1)).clamp(min=0.0)
+    def beside(self, target_probs: Tensor, target_rows: Tensor, rows: Tensor) -> "SupportProbs":
+        """Returns `rows`, `[...] int64`, beside as many `target_rows` of `target_probs`, `[any, vocab]`."""
+        draft, token_ids = self.probs[rows].to(torch.float64), self.token_ids[rows]
+        target = target_probs[target_rows.unsqueeze(-1), token_ids].to(torch.float64)
+        return SupportProbs(token_ids, draft, target.masked_fill_(draft <= 0.0, 0.0))
 
     def subtract_(self, weights: Tensor, rows: Tensor, scales: Tensor) -> None:
         """Changes `weights` as `DenseRows` does, writing only the tokens of the support."""
-        taken = self.probs.index_select(0, rows).to(torch.float64) * scales.unsqueeze(1)
         token_ids = self.token_ids.index_select(0, rows)
-        weights.scatter_add_(1, token_ids, -taken.to(weights.dtype))
-        weights.scatter_reduce_(1, token_ids, torch.zeros_like(taken, dtype=weights.dtype), "amax")
+        taken = self.probs.index_select(0, rows).to(torch.float64).mul_(scales.unsqueeze(1)).to(weights.dtype)
+        # No more than there is. Each token is taken from once: in unused places nothing is taken.
+        weights.scatter_add_(1, token_ids, taken.minimum(weights.gather(1, token_ids)).neg_())
 
     def to(self, device: torch.device) -> "SparseRows":
         """Returns the same on another device."""
@@ -112,6 +110,27 @@ class SparseRows:
         """Returns `[rows, vocab]`, a copy."""
         result = self.probs.new_zeros(len(self.probs), self.vocab_size)
         return result.scatter_add_(1, self.token_ids, self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class SupportProbs:
+    """Sparse rows of the drafter beside rows of the target: all that rules and audit compute with, read once."""
+
+    token_ids: Tensor
+    """`[..., support] int64`, as of `SparseRows`."""
+    draft: Tensor
+    """`[..., support] float64`: 0 in unused places."""
+    target: Tensor
+    """`[..., support] float64`: the target's probabilities of the same tokens, 0 in unused places."""
+
+    def draft_probs_of(self, tokens: Tensor) -> Tensor:
+        """Returns the drafter's probability of `tokens`, `[...] int64`; 0 outside the support."""
+        return (self.draft * (self.token_ids == tokens.unsqueeze(-1))).sum(dim=-1)
+
+    def residual_mass(self, scales: Tensor) -> Tensor:
+        """Returns the same as `DenseRows` of the rows: outside the support the whole target mass remains."""
+        inside = (self.target * scales.unsqueeze(-1)).sub_(self.draft).clamp_(min=0.0).sum(dim=-1)
+        return inside + scales * (1.0 - self.target.sum(dim=-1)).clamp_(min=0.0)
 
 
 DraftRows = DenseRows | SparseRows

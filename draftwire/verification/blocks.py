@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwire.method.devices import upload
-from draftwire.method.distributions import DenseRows, DraftRows, joined
+from draftwire.method.distributions import DenseRows, DraftRows, SupportProbs, joined
 
 SMALLEST_SCALE = 1e-30
 """Lower bound of a residual's scale, against division by 0. Smaller scales occur with a probability as small."""
@@ -69,7 +69,7 @@ class BlockBatch:
         device = target_probs.device
         moved = upload(numbers, device)
         sizes = (1, max_len, max_len + 1, max_len)
-        own_lengths, tokens_of, target_rows, draft_rows = moved.split(sizes, dim=1)
+        own_lengths, tokens_of, target_rows, draft_rows = moved.split_with_sizes(sizes, dim=1)
         draft, is_ragged = joined(drafts).to(device), min(lengths, default=0) < max_len
         return cls(target_probs, draft, tokens_of, own_lengths[:, 0], target_rows, draft_rows, is_ragged)
 
@@ -114,6 +114,11 @@ class BlockBatch:
         """`[batch, max_len] bool`: False in the padding."""
         return self.positions < self.lengths.unsqueeze(1)
 
+    @cached_property
+    def padding(self) -> Tensor:
+        """`[batch, max_len] bool`: True in the padding."""
+        return ~self.inside
+
     def target_probs_of_drafts(self) -> Tensor:
         """Returns the target's probability of each draft token, `[batch, max_len] float64`; anything in padding."""
         return self.target_probs[self.target_rows[:, :-1], self.draft_tokens].to(torch.float64)
@@ -124,7 +129,16 @@ class BlockBatch:
 
     @cached_property
     def _drawn_probs(self) -> Tensor:
+        if self.support is not None:
+            return self.support.draft_probs_of(self.draft_tokens)
         return self.draft.probs_of(self.draft_rows, self.draft_tokens).to(torch.float64)
+
+    @cached_property
+    def support(self) -> SupportProbs | None:
+        """`[batch, max_len, support]`: target and draft where draft tokens may have been drawn; None for dense rows."""
+        if isinstance(self.draft, DenseRows):
+            return None
+        return self.draft.beside(self.target_probs, self.target_rows[:, :-1], self.draft_rows)
 
     def ratios(self) -> Tensor:
         """Returns target over draft probability of each draft token, `[batch, max_len] float64`; 0 in the padding.
@@ -132,7 +146,7 @@ class BlockBatch:
         A draft token of draft probability 0 cannot have been drawn. `verify` cuts blocks before such tokens.
         """
         ratios = self.target_probs_of_drafts() / self.draft_probs_of_drafts()
-        return ratios.masked_fill_(~self.inside, 0.0) if self.is_ragged else ratios
+        return ratios.masked_fill_(self.padding, 0.0) if self.is_ragged else ratios
 
     def log_ratios(self) -> Tensor:
         """Returns the logarithms of `ratios`, `[batch, max_len] float64`; -inf in the padding.
@@ -140,7 +154,7 @@ class BlockBatch:
         Never infinite or NaN where a ratio overflows, which it does if a draft probability is denormal.
         """
         logs = self.target_probs_of_drafts().log() - self.draft_probs_of_drafts().log()
-        return logs.masked_fill_(~self.inside, -torch.inf) if self.is_ragged else logs
+        return logs.masked_fill_(self.padding, -torch.inf) if self.is_ragged else logs
 
     def residual_mass(self, scales: Tensor) -> Tensor:
         """Returns sum over tokens of [scale * target - draft]+ at each position.
@@ -151,8 +165,10 @@ class BlockBatch:
         Returns:
             `[batch, max_len] float64`; 0 in the padding.
         """
-        if not self.is_ragged:
-            return self.draft.residual_mass(self.target_probs, self.target_rows[:, :-1], self.draft_rows, scales)
+        if self.support is not None:
+            mass = self.support.residual_mass(scales)
+            return mass.masked_fill_(self.padding, 0.0) if self.is_ragged else mass
+        assert isinstance(self.draft, DenseRows), "rows that are not dense have a support"
         inside = self.inside.nonzero(as_tuple=True)  # no rows are read for padding
         rows = self.target_rows[inside], self.draft_rows[inside]
         mass = self.draft.residual_mass(self.target_probs, *rows, scales[inside])
@@ -184,9 +200,10 @@ class BlockBatch:
         is_inside = num_accepted < self.lengths
         rows = self.draft_rows.gather(1, num_accepted.clamp(max=self.max_len - 1).unsqueeze(1)).squeeze(1)
         # [target - draft / scale]+ is the same up to a factor, and does not change tokens that the drafter cannot draw.
-        self.draft.subtract_(weights, rows, torch.where(is_inside, 1.0 / scales.clamp(min=SMALLEST_SCALE), 0.0))
-        is_empty = weights.sum(dim=1) <= 0.0
-        if bool(is_empty.any()):
+        self.draft.subtract_(weights, rows, scales.clamp(min=SMALLEST_SCALE).reciprocal_().mul_(is_inside))
+        mass = weights.sum(dim=1)
+        if float(mass.min()) <= 0.0:
+            is_empty = mass <= 0.0
             weights[is_empty] = self.target_row_after(num_accepted)[is_empty]
         return weights
 
@@ -220,9 +237,9 @@ def cut_impossible(blocks: BlockBatch) -> BlockBatch:
     """Cuts each block before its first token of draft probability 0, which no honest drafter can have drawn."""
     if not blocks.has_drafts:
         return blocks
-    is_impossible = blocks.draft_probs_of_drafts() <= 0.0
+    drawn = blocks.draft_probs_of_drafts()
     if blocks.is_ragged:
-        is_impossible &= blocks.inside
-    if not bool(is_impossible.any()):
+        drawn = drawn.masked_fill(blocks.padding, 1.0)
+    if float(drawn.min()) > 0.0:
         return blocks
-    return blocks.cut(blocks.lengths.minimum((~is_impossible).to(torch.int64).cumprod(dim=1).sum(dim=1)))
+    return blocks.cut(blocks.lengths.minimum((drawn > 0.0).to(torch.int64).cumprod(dim=1).sum(dim=1)))
