@@ -92,8 +92,10 @@ def audit_sums(blocks: BlockBatch) -> list[AuditSums]:
         ]
         is_choice, means, variances = (torch.stack(parts, dim=-2) for parts in zip(*per_block, strict=True))
     drawn = _statistics(blocks.target_probs_of_drafts(), blocks.draft_probs_of_drafts())
-    terms = torch.cat([torch.ones_like(means[:1]), drawn - means, variances])
-    sums = terms.masked_fill_(~(is_choice & blocks.inside), 0.0).sum(dim=-1)  # padding may be NaN
+    if blocks.is_ragged:
+        is_choice = is_choice & blocks.inside
+    terms = torch.cat([is_choice.unsqueeze(0), drawn - means, variances])
+    sums = terms.masked_fill_(~is_choice, 0.0).sum(dim=-1)  # padding may be NaN
     return [
         AuditSums(int(count), acceptance, acceptance_variance, surprise, surprise_variance)
         for count, acceptance, surprise, acceptance_variance, surprise_variance in sums.T.tolist()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from draftwire.method.devices import upload
 from draftwire.requests.parameters import SamplingParams
+
+Value = TypeVar("Value")
 
 SMALLEST = 1e-30
 """Smaller temperatures, masses and repetition penalties are raised to this: float32 would round them to 0, which has
@@ -100,6 +102,13 @@ class Span:
     is counted once. None: positions are consecutive."""
 
     @property
+    def is_edited(self) -> bool:
+        """Whether bias, masks or penalties may change logits."""
+        params = self.params
+        is_masked = self.masks is not None or params.allowed_token_ids is not None or params.min_tokens > 0
+        return is_masked or bool(params.logit_bias) or params.penalizes
+
+    @property
     def num_generated(self) -> int:
         """Number of tokens generated before the first position; of a tree before all paths."""
         text_len = len(self.text) if self.text_len is None else self.text_len
@@ -157,25 +166,34 @@ def probabilities_of_spans(logits: Tensor, spans: Sequence[Span]) -> Tensor:
     logits = logits if logits.dtype == torch.float64 else logits.float()
     starts = accumulate((span.num_rows for span in spans), initial=0)
     for start, span in zip(starts, spans, strict=False):
-        _edit(logits[start : start + span.num_rows], span)
-    params = [span.params for span in spans for _ in range(span.num_rows)]
-    is_greedy = [one.greedy for one in params]
+        if span.is_edited:
+            _edit(logits[start : start + span.num_rows], span)
+    is_greedy = [span.params.greedy for span in spans]
     if all(is_greedy):
         return _one_hot(logits)
     if any(is_greedy):
-        greedy_rows = _indices(is_greedy, logits.device)
+        greedy_rows = _indices(_of_rows(is_greedy, spans), logits.device)
         chosen = _one_hot(logits[greedy_rows])
-    _divide(logits, [1.0 if one.greedy else one.temperature for one in params])
-    is_truncated = [one.truncates for one in params]
-    if all(is_truncated):
-        _truncate(logits, params)
-    elif any(is_truncated):
-        rows = _indices(is_truncated, logits.device)
-        logits[rows] = _truncate(logits[rows], [one for one in params if one.truncates])
+    temperatures = [1.0 if span.params.greedy else span.params.temperature for span in spans]
+    if any(value != 1.0 for value in temperatures):
+        _divide(logits, _of_rows(temperatures, spans))
+    is_truncated = [span.params.truncates for span in spans]
+    if any(is_truncated):
+        params = [one for one in _of_rows([span.params for span in spans], spans) if one.truncates]
+        if all(is_truncated):
+            _truncate(logits, params)
+        else:
+            rows = _indices(_of_rows(is_truncated, spans), logits.device)
+            logits[rows] = _truncate(logits[rows], params)
     probs = torch.softmax(logits, dim=-1, out=logits)  # in place: a fresh tensor of this size costs more than the sum
     if any(is_greedy):
         probs[greedy_rows] = chosen
     return probs
+
+
+def _of_rows(values: Sequence[Value], spans: Sequence[Span]) -> list[Value]:
+    """Returns the value of each span for each of its rows."""
+    return [value for value, span in zip(values, spans, strict=True) for _ in range(span.num_rows)]
 
 
 def is_distribution(probs: Tensor) -> Tensor:
@@ -252,8 +270,6 @@ def _penalize(logits: Tensor, span: Span) -> None:
 
 def _divide(logits: Tensor, temperatures: list[float]) -> None:
     """Divides rows by their temperatures, all above 0, in place."""
-    if all(value == 1.0 for value in temperatures):
-        return
     divisors = upload([[max(value, SMALLEST)] for value in temperatures], logits.device, logits.dtype)
     if min(temperatures) < COLD:
         largest = logits.amax(dim=1, keepdim=True)

@@ -40,6 +40,8 @@ def block_weights(blocks: BlockBatch) -> Tensor:
     In logarithms the recursion is a walk reflected at 0: log a_i = L_i - max(0, max over j <= i of L_j), where L_i is
     the sum of log r_1 .. log r_i. This form needs no loop over positions and cannot overflow.
     """
+    if not blocks.has_drafts:
+        return blocks.target_probs.new_ones(blocks.batch_size, 1, dtype=torch.float64)
     steps = blocks.log_ratios()  # -inf at impossible tokens, and in the padding
     walk = torch.cat([steps.new_zeros(blocks.batch_size, 1), steps], dim=1).cumsum(dim=1)  # L_0 = 0, L_1, ...
     return (walk - walk.cummax(dim=1).values).exp_()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -55,22 +56,22 @@ class BlockBatch:
             draft_tokens: `draft_len` tokens for each block.
             target_starts: each block's first row in `target_probs`, of `draft_len + 1` consecutive ones.
         """
-        lengths = [len(tokens) for tokens in draft_tokens]
-        batch, max_len = len(lengths), max(lengths, default=0)
-        numbers = np.zeros((batch, 3 * max_len + 2), dtype=np.int64)  # one transfer for all
-        draft_start = 0
-        for block, (tokens, start) in enumerate(zip(draft_tokens, target_starts, strict=True)):
-            length = len(tokens)
-            numbers[block, 0] = length
-            numbers[block, 1 : length + 1] = tokens
-            numbers[block, max_len + 1 : 2 * max_len + 2] = start + np.minimum(np.arange(max_len + 1), length)
-            numbers[block, 2 * max_len + 2 : 2 * max_len + 2 + length] = np.arange(draft_start, draft_start + length)
-            draft_start += length
+        lengths = np.array([len(tokens) for tokens in draft_tokens], dtype=np.int64)
+        max_len = int(lengths.max(initial=0))
+        numbers = np.zeros((len(lengths), 3 * max_len + 2), dtype=np.int64)  # one transfer for all
+        places = np.arange(max_len + 1)
+        is_token = places[:-1] < lengths[:, None]
+        numbers[:, 0] = lengths
+        numbers[:, 1 : max_len + 1][is_token] = list(chain.from_iterable(draft_tokens))
+        numbers[:, max_len + 1 : 2 * max_len + 2] = np.array(target_starts)[:, None] + np.minimum(
+            places, lengths[:, None]
+        )
+        numbers[:, 2 * max_len + 2 :][is_token] = np.arange(lengths.sum())
         device = target_probs.device
         moved = upload(numbers, device)
         sizes = (1, max_len, max_len + 1, max_len)
         own_lengths, tokens_of, target_rows, draft_rows = moved.split_with_sizes(sizes, dim=1)
-        draft, is_ragged = joined(drafts).to(device), min(lengths, default=0) < max_len
+        draft, is_ragged = joined(drafts).to(device), not is_token.all()
         return cls(target_probs, draft, tokens_of, own_lengths[:, 0], target_rows, draft_rows, is_ragged)
 
     @classmethod
@@ -121,14 +122,18 @@ class BlockBatch:
 
     def target_probs_of_drafts(self) -> Tensor:
         """Returns the target's probability of each draft token, `[batch, max_len] float64`; anything in padding."""
-        return self.target_probs[self.target_rows[:, :-1], self.draft_tokens].to(torch.float64)
+        return self._target_of_drawn
 
     def draft_probs_of_drafts(self) -> Tensor:
         """Returns the drafter's probability of each draft token, `[batch, max_len] float64`; anything in padding."""
-        return self._drawn_probs
+        return self._draft_of_drawn
 
     @cached_property
-    def _drawn_probs(self) -> Tensor:
+    def _target_of_drawn(self) -> Tensor:
+        return self.target_probs[self.target_rows[:, :-1], self.draft_tokens].to(torch.float64)
+
+    @cached_property
+    def _draft_of_drawn(self) -> Tensor:
         if self.support is not None:
             return self.support.draft_probs_of(self.draft_tokens)
         return self.draft.probs_of(self.draft_rows, self.draft_tokens).to(torch.float64)
