@@ -63,9 +63,8 @@ class BlockBatch:
         is_token = places[:-1] < lengths[:, None]
         numbers[:, 0] = lengths
         numbers[:, 1 : max_len + 1][is_token] = list(chain.from_iterable(draft_tokens))
-        numbers[:, max_len + 1 : 2 * max_len + 2] = np.array(target_starts)[:, None] + np.minimum(
-            places, lengths[:, None]
-        )
+        rows_after = np.minimum(places, lengths[:, None])
+        numbers[:, max_len + 1 : 2 * max_len + 2] = rows_after + np.array(target_starts)[:, None]
         numbers[:, 2 * max_len + 2 :][is_token] = np.arange(lengths.sum())
         device = target_probs.device
         moved = upload(numbers, device)
