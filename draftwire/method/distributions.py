@@ -120,14 +120,13 @@ class SparseRows:
 
 @dataclass(frozen=True, slots=True)
 class SupportProbs:
-    """Sparse rows of the drafter beside rows of the target: all that rules and audit compute with, read once."""
+    """Sparse rows of the drafter beside rows of the target: what rules and audit compute with, read once."""
 
     token_ids: Tensor
     """`[..., support] int64`, as of `SparseRows`."""
     draft: Tensor
-    """`[..., support] float64`: 0 in unused places."""
     target: Tensor
-    """`[..., support] float64`: the target's probabilities of the same tokens, 0 in unused places."""
+    """`[..., support] float64` both: probabilities of these tokens, 0 in unused places."""
 
     def draft_probs_of(self, tokens: Tensor) -> Tensor:
         """Returns the drafter's probability of `tokens`, `[...] int64`; 0 outside the support."""

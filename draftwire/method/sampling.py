@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +22,6 @@ from torch import Tensor
 
 from draftwire.method.devices import upload
 from draftwire.requests.parameters import SamplingParams
-
-Value = TypeVar("Value")
 
 SMALLEST = 1e-30
 """Smaller temperatures, masses and repetition penalties are raised to this: float32 would round them to 0, which has
@@ -104,9 +102,8 @@ class Span:
     @property
     def is_edited(self) -> bool:
         """Whether bias, masks or penalties may change logits."""
-        params = self.params
-        is_masked = self.masks is not None or params.allowed_token_ids is not None or params.min_tokens > 0
-        return is_masked or bool(params.logit_bias) or params.penalizes
+        one, is_masked = self.params, self.masks is not None or self.params.allowed_token_ids is not None
+        return is_masked or bool(one.logit_bias or one.min_tokens) or one.penalizes
 
     @property
     def num_generated(self) -> int:
@@ -164,7 +161,8 @@ def probabilities_of_spans(logits: Tensor, spans: Sequence[Span]) -> Tensor:
         NaN, a +inf or no finite entry the whole row is NaN; see `is_distribution`.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    starts = accumulate((span.num_rows for span in spans), initial=0)
+    num_rows = [span.num_rows for span in spans]
+    starts = accumulate(num_rows, initial=0)
     for start, span in zip(starts, spans, strict=False):
         if span.is_edited:
             _edit(logits[start : start + span.num_rows], span)
@@ -172,28 +170,22 @@ def probabilities_of_spans(logits: Tensor, spans: Sequence[Span]) -> Tensor:
     if all(is_greedy):
         return _one_hot(logits)
     if any(is_greedy):
-        greedy_rows = _indices(_of_rows(is_greedy, spans), logits.device)
+        greedy_rows = _indices(np.repeat(is_greedy, num_rows), logits.device)
         chosen = _one_hot(logits[greedy_rows])
     temperatures = [1.0 if span.params.greedy else span.params.temperature for span in spans]
     if any(value != 1.0 for value in temperatures):
-        _divide(logits, _of_rows(temperatures, spans))
+        _divide(logits, np.repeat(temperatures, num_rows).tolist())
     is_truncated = [span.params.truncates for span in spans]
-    if any(is_truncated):
-        params = [one for one in _of_rows([span.params for span in spans], spans) if one.truncates]
-        if all(is_truncated):
-            _truncate(logits, params)
-        else:
-            rows = _indices(_of_rows(is_truncated, spans), logits.device)
-            logits[rows] = _truncate(logits[rows], params)
+    params = [span.params for span in spans if span.params.truncates for _ in range(span.num_rows)]
+    if all(is_truncated):
+        _truncate(logits, params)
+    elif any(is_truncated):
+        rows = _indices(np.repeat(is_truncated, num_rows), logits.device)
+        logits[rows] = _truncate(logits[rows], params)
     probs = torch.softmax(logits, dim=-1, out=logits)  # in place: a fresh tensor of this size costs more than the sum
     if any(is_greedy):
         probs[greedy_rows] = chosen
     return probs
-
-
-def _of_rows(values: Sequence[Value], spans: Sequence[Span]) -> list[Value]:
-    """Returns the value of each span for each of its rows."""
-    return [value for value, span in zip(values, spans, strict=True) for _ in range(span.num_rows)]
 
 
 def is_distribution(probs: Tensor) -> Tensor:
@@ -339,5 +331,5 @@ def _unpacking(device: torch.device) -> Tensor:
     return torch.where(is_set.bool(), 0.0, -math.inf).to(device)
 
 
-def _indices(is_chosen: Sequence[bool], device: torch.device) -> Tensor:
-    return upload(np.flatnonzero(np.asarray(is_chosen)), device)
+def _indices(is_chosen: NDArray[np.bool_], device: torch.device) -> Tensor:
+    return upload(np.flatnonzero(is_chosen), device)

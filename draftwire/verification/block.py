@@ -74,4 +74,4 @@ def _test_probs(blocks: BlockBatch, weights: Tensor) -> Tensor:
     if not blocks.is_ragged:
         return tests
     tests = torch.where(blocks.positions + 1 == blocks.lengths.unsqueeze(1), weights[:, 1:], tests)  # h_n = a_n
-    return tests.masked_fill_(blocks.padding, 0.0)
+    return tests.masked_fill_(~blocks.inside, 0.0)

@@ -67,9 +67,8 @@ class BlockBatch:
         numbers[:, max_len + 1 : 2 * max_len + 2] = rows_after + np.array(target_starts)[:, None]
         numbers[:, 2 * max_len + 2 :][is_token] = np.arange(lengths.sum())
         device = target_probs.device
-        moved = upload(numbers, device)
-        sizes = (1, max_len, max_len + 1, max_len)
-        own_lengths, tokens_of, target_rows, draft_rows = moved.split_with_sizes(sizes, dim=1)
+        parts = upload(numbers, device).split_with_sizes((1, max_len, max_len + 1, max_len), dim=1)
+        own_lengths, tokens_of, target_rows, draft_rows = parts
         draft, is_ragged = joined(drafts).to(device), not is_token.all()
         return cls(target_probs, draft, tokens_of, own_lengths[:, 0], target_rows, draft_rows, is_ragged)
 
@@ -114,22 +113,13 @@ class BlockBatch:
         """`[batch, max_len] bool`: False in the padding."""
         return self.positions < self.lengths.unsqueeze(1)
 
-    @cached_property
-    def padding(self) -> Tensor:
-        """`[batch, max_len] bool`: True in the padding."""
-        return ~self.inside
-
     def target_probs_of_drafts(self) -> Tensor:
         """Returns the target's probability of each draft token, `[batch, max_len] float64`; anything in padding."""
-        return self._target_of_drawn
+        return self.target_probs[self.target_rows[:, :-1], self.draft_tokens].to(torch.float64)
 
     def draft_probs_of_drafts(self) -> Tensor:
         """Returns the drafter's probability of each draft token, `[batch, max_len] float64`; anything in padding."""
         return self._draft_of_drawn
-
-    @cached_property
-    def _target_of_drawn(self) -> Tensor:
-        return self.target_probs[self.target_rows[:, :-1], self.draft_tokens].to(torch.float64)
 
     @cached_property
     def _draft_of_drawn(self) -> Tensor:
@@ -150,7 +140,7 @@ class BlockBatch:
         A draft token of draft probability 0 cannot have been drawn. `verify` cuts blocks before such tokens.
         """
         ratios = self.target_probs_of_drafts() / self.draft_probs_of_drafts()
-        return ratios.masked_fill_(self.padding, 0.0) if self.is_ragged else ratios
+        return ratios.masked_fill_(~self.inside, 0.0) if self.is_ragged else ratios
 
     def log_ratios(self) -> Tensor:
         """Returns the logarithms of `ratios`, `[batch, max_len] float64`; -inf in the padding.
@@ -158,7 +148,7 @@ class BlockBatch:
         Never infinite or NaN where a ratio overflows, which it does if a draft probability is denormal.
         """
         logs = self.target_probs_of_drafts().log() - self.draft_probs_of_drafts().log()
-        return logs.masked_fill_(self.padding, -torch.inf) if self.is_ragged else logs
+        return logs.masked_fill_(~self.inside, -torch.inf) if self.is_ragged else logs
 
     def residual_mass(self, scales: Tensor) -> Tensor:
         """Returns sum over tokens of [scale * target - draft]+ at each position.
@@ -171,8 +161,10 @@ class BlockBatch:
         """
         if self.support is not None:
             mass = self.support.residual_mass(scales)
-            return mass.masked_fill_(self.padding, 0.0) if self.is_ragged else mass
+            return mass.masked_fill_(~self.inside, 0.0) if self.is_ragged else mass
         assert isinstance(self.draft, DenseRows), "rows that are not dense have a support"
+        if not self.is_ragged:
+            return self.draft.residual_mass(self.target_probs, self.target_rows[:, :-1], self.draft_rows, scales)
         inside = self.inside.nonzero(as_tuple=True)  # no rows are read for padding
         rows = self.target_rows[inside], self.draft_rows[inside]
         mass = self.draft.residual_mass(self.target_probs, *rows, scales[inside])
@@ -205,9 +197,8 @@ class BlockBatch:
         rows = self.draft_rows.gather(1, num_accepted.clamp(max=self.max_len - 1).unsqueeze(1)).squeeze(1)
         # [target - draft / scale]+ is the same up to a factor, and does not change tokens that the drafter cannot draw.
         self.draft.subtract_(weights, rows, scales.clamp(min=SMALLEST_SCALE).reciprocal_().mul_(is_inside))
-        mass = weights.sum(dim=1)
-        if float(mass.min()) <= 0.0:
-            is_empty = mass <= 0.0
+        is_empty = weights.sum(dim=1) <= 0.0
+        if bool(is_empty.any()):
             weights[is_empty] = self.target_row_after(num_accepted)[is_empty]
         return weights
 
@@ -241,9 +232,9 @@ def cut_impossible(blocks: BlockBatch) -> BlockBatch:
     """Cuts each block before its first token of draft probability 0, which no honest drafter can have drawn."""
     if not blocks.has_drafts:
         return blocks
-    drawn = blocks.draft_probs_of_drafts()
+    is_possible = blocks.draft_probs_of_drafts() > 0.0
     if blocks.is_ragged:
-        drawn = drawn.masked_fill(blocks.padding, 1.0)
-    if float(drawn.min()) > 0.0:
+        is_possible |= ~blocks.inside
+    if bool(is_possible.all()):
         return blocks
-    return blocks.cut(blocks.lengths.minimum((drawn > 0.0).to(torch.int64).cumprod(dim=1).sum(dim=1)))
+    return blocks.cut(blocks.lengths.minimum(is_possible.to(torch.int64).cumprod(dim=1).sum(dim=1)))
