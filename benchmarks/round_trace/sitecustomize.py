@@ -88,6 +88,7 @@ def watch_drafter() -> None:
 def watch_verifier() -> None:
     """Traces from a block's arrival until its outcome is sent."""
     from draftwire.models.cached_model import CachedModel
+    from draftwire.models.scripted import ScriptedTarget
     from draftwire.runtime import messages
     from draftwire.verification import deciding
     from draftwire_verifier import engine
@@ -95,6 +96,7 @@ def watch_verifier() -> None:
     watch(messages, "blocks_from_proto", "block decoded")
     watch(engine.TargetEngine, "step", "verify step")
     watch(CachedModel, "read", "target's forward pass")
+    watch(ScriptedTarget, "read", "target's forward pass")
     watch(deciding, "_decide", "rule applied")
     watch(messages, "outcome_to_proto", "outcome encoded")
 

@@ -15,7 +15,6 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from draftwire.method.distributions import DenseRows
 from draftwire.verification.blocks import BlockBatch, ShapedBatch
 
 SMALLEST_PROB = 2.0**-16
@@ -84,19 +83,19 @@ def audit_sums(blocks: BlockBatch) -> list[AuditSums]:
     rows = blocks.draft.probs
     if not blocks.has_drafts or len(rows) == 0:
         return [AuditSums()] * blocks.batch_size
-    if isinstance(blocks.draft, DenseRows):  # block by block: a copy of all the rows would be large
+    if blocks.support is not None:
+        is_choice, means, variances = _moments(blocks.support.target, blocks.support.draft)
+    else:  # block by block: a copy of all the rows would be large
         per_block = [
             _moments(blocks.target_probs[target_rows], rows[draft_rows])
             for target_rows, draft_rows in zip(blocks.target_rows[:, :-1], blocks.draft_rows, strict=True)
         ]
         is_choice, means, variances = (torch.stack(parts, dim=-2) for parts in zip(*per_block, strict=True))
-    else:
-        token_ids = blocks.draft.token_ids[blocks.draft_rows]
-        target = blocks.target_probs[blocks.target_rows[:, :-1, None], token_ids]
-        is_choice, means, variances = _moments(target, rows[blocks.draft_rows])
     drawn = _statistics(blocks.target_probs_of_drafts(), blocks.draft_probs_of_drafts())
-    terms = torch.cat([torch.ones_like(means[:1]), drawn - means, variances])
-    sums = terms.masked_fill_(~(is_choice & blocks.inside), 0.0).sum(dim=-1)  # padding may be NaN
+    if blocks.is_ragged:
+        is_choice = is_choice & blocks.inside
+    terms = torch.cat([is_choice.unsqueeze(0), drawn - means, variances])
+    sums = terms.masked_fill_(~is_choice, 0.0).sum(dim=-1)  # padding may be NaN
     return [
         AuditSums(int(count), acceptance, acceptance_variance, surprise, surprise_variance)
         for count, acceptance, surprise, acceptance_variance, surprise_variance in sums.T.tolist()

@@ -7,6 +7,7 @@ The output is exact because of an invariant that this module keeps: a drafter fi
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -89,20 +90,23 @@ class SparseRows:
         is_token = self.token_ids[rows] == tokens.unsqueeze(-1)
         return torch.where(is_token, self.probs[rows], 0.0).sum(dim=-1)
 
-    def residual_mass(self, target_probs: Tensor, target_rows: Tensor, rows: Tensor, scales: Tensor) -> Tensor:
-        """Returns the same as `DenseRows`, reading the support alone: outside it the whole target mass remains."""
-        draft = self.probs[rows].to(torch.float64)
-        target = target_probs[target_rows.unsqueeze(-1), self.token_ids[rows]].to(torch.float64)
-        target = torch.where(draft > 0.0, target, 0.0)
-        inside = (scales.unsqueeze(-1) * target - draft).clamp(min=0.0).sum(dim=-1)
-        return inside + scales * (1.0 - target.sum(dim=-1)).clamp(min=0.0)
+    def beside(self, target_probs: Tensor, target_rows: Tensor, rows: Tensor) -> "SupportProbs":
+        """Returns `rows`, `[...] int64`, beside as many `target_rows` of `target_probs`, `[any, vocab]`."""
+        draft, token_ids = self.probs[rows].to(torch.float64), self.token_ids[rows]
+        target = target_probs[target_rows.unsqueeze(-1), token_ids].to(torch.float64)
+        return SupportProbs(token_ids, draft, target.masked_fill_(draft <= 0.0, 0.0))
 
     def subtract_(self, weights: Tensor, rows: Tensor, scales: Tensor) -> None:
         """Changes `weights` as `DenseRows` does, writing only the tokens of the support."""
-        taken = self.probs.index_select(0, rows).to(torch.float64) * scales.unsqueeze(1)
         token_ids = self.token_ids.index_select(0, rows)
-        weights.scatter_add_(1, token_ids, -taken.to(weights.dtype))
-        weights.scatter_reduce_(1, token_ids, torch.zeros_like(taken, dtype=weights.dtype), "amax")
+        taken = (self.probs.index_select(0, rows) * scales.unsqueeze(1)).to(weights.dtype)  # a product in float64
+        # No more than there is. Each token is taken from once: in unused places nothing is taken.
+        weights.scatter_add_(1, token_ids, taken.minimum(weights.gather(1, token_ids)).neg_())
+
+    def padded(self, support: int) -> "SparseRows":
+        """Returns the same with unused places, `support` in all."""
+        padding = (0, support - self.probs.shape[1])
+        return SparseRows(pad(self.token_ids, padding), pad(self.probs, padding), self.vocab_size)
 
     def to(self, device: torch.device) -> "SparseRows":
         """Returns the same on another device."""
@@ -112,6 +116,26 @@ class SparseRows:
         """Returns `[rows, vocab]`, a copy."""
         result = self.probs.new_zeros(len(self.probs), self.vocab_size)
         return result.scatter_add_(1, self.token_ids, self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class SupportProbs:
+    """Sparse rows of the drafter beside rows of the target: what rules and audit compute with, read once."""
+
+    token_ids: Tensor
+    """`[..., support] int64`, as of `SparseRows`."""
+    draft: Tensor
+    target: Tensor
+    """`[..., support] float64` both: probabilities of these tokens, 0 in unused places."""
+
+    def draft_probs_of(self, tokens: Tensor) -> Tensor:
+        """Returns the drafter's probability of `tokens`, `[...] int64`; 0 outside the support."""
+        return (self.draft * (self.token_ids == tokens.unsqueeze(-1))).sum(dim=-1)
+
+    def residual_mass(self, scales: Tensor) -> Tensor:
+        """Returns the same as `DenseRows` of the rows: outside the support the whole target mass remains."""
+        inside = (self.target * scales.unsqueeze(-1)).sub_(self.draft).clamp_(min=0.0).sum(dim=-1)
+        return inside + scales * (1.0 - self.target.sum(dim=-1)).clamp_(min=0.0)
 
 
 DraftRows = DenseRows | SparseRows
@@ -131,13 +155,11 @@ def joined(parts: Sequence[DraftRows]) -> DraftRows:
         return DenseRows(torch.cat([part.probs for part in parts]))
     sparse = [part for part in parts if isinstance(part, SparseRows)]
     assert len(sparse) == len(parts), "dense and sparse blocks are verified apart"
+    sparse = [part for part in sparse if len(part.probs)] or sparse[:1]
     support = max(part.probs.shape[1] for part in sparse)
-    padded = [(0, support - part.probs.shape[1]) for part in sparse]
-    return SparseRows(
-        torch.cat([pad(part.token_ids, padding) for part, padding in zip(sparse, padded, strict=True)]),
-        torch.cat([pad(part.probs, padding) for part, padding in zip(sparse, padded, strict=True)]),
-        sparse[0].vocab_size,
-    )
+    wide = [part if part.probs.shape[1] == support else part.padded(support) for part in sparse]
+    token_ids, probs = torch.cat([part.token_ids for part in wide]), torch.cat([part.probs for part in wide])
+    return SparseRows(token_ids, probs, sparse[0].vocab_size)
 
 
 def rows_of(decoded: Decoded) -> DraftRows:
@@ -145,8 +167,8 @@ def rows_of(decoded: Decoded) -> DraftRows:
     if not isinstance(decoded, Supports):
         own = torch.from_numpy(decoded.probs)
         return DenseRows(pad(own, (0, decoded.vocab_size - own.shape[1])))
-    probs = torch.from_numpy(decoded.weights).to(torch.float32).mul_(1.0 / TOTAL_WEIGHT)
-    return SparseRows(torch.from_numpy(decoded.token_ids), probs, decoded.vocab_size)
+    probs = decoded.weights.astype(np.float32) * np.float32(1.0 / TOTAL_WEIGHT)
+    return SparseRows(torch.from_numpy(decoded.token_ids), torch.from_numpy(probs), decoded.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,30 +255,32 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     if weights.shape[1] <= WHOLE_ROW:
         cumulated = weights.cumsum(dim=1, dtype=torch.float64)
-        return _first_above(cumulated, uniforms.unsqueeze(1) * cumulated[:, -1:]).squeeze(1)
+        total = cumulated[:, -1:]
+        return _first_above(cumulated, total, total * uniforms.unsqueeze(1)).squeeze(1)
     # First the chunk, then the index in it: a sum is much faster than a running sum.
     chunks = weights[:, : weights.shape[1] // CHUNK * CHUNK].unflatten(1, (-1, CHUNK)).sum(dim=2)
     rest = weights[:, chunks.shape[1] * CHUNK :].sum(dim=1, keepdim=True)
     cumulated = torch.cat([chunks, rest], dim=1).cumsum(dim=1, dtype=torch.float64)
-    threshold = uniforms.unsqueeze(1) * cumulated[:, -1:]
-    chunk = _first_above(cumulated, threshold)
+    total = cumulated[:, -1:]
+    threshold = total * uniforms.unsqueeze(1)
+    chunk = _first_above(cumulated, total, threshold)
     before = pad(cumulated, (1, 0)).gather(1, chunk)
     index = chunk * CHUNK + torch.arange(CHUNK, device=weights.device)
     inside = weights.gather(1, index.clamp(max=weights.shape[1] - 1)) * (index < weights.shape[1])
     inside_cumulated = inside.cumsum(dim=1, dtype=torch.float64)
-    return index.gather(1, _first_above(inside_cumulated, threshold - before)).squeeze(1)
+    return index.gather(1, _first_above(inside_cumulated, inside_cumulated[:, -1:], threshold - before)).squeeze(1)
 
 
-def _first_above(cumulated: Tensor, threshold: Tensor) -> Tensor:
+def _first_above(cumulated: Tensor, total: Tensor, threshold: Tensor) -> Tensor:
     """Returns the first index where a running sum is above a threshold, `[batch, 1]`; always valid, despite rounding.
 
     Args:
-        cumulated: `[batch, n] float64`, its last entry above 0.
+        cumulated: `[batch, n] float64`.
+        total: `[batch, 1] float64`: its last entry, above 0.
         threshold: `[batch, 1] float64`, 0 or more.
     """
     # u * total may round up to total, where no index is left; the largest number below total always has one.
-    total = cumulated[:, -1:]
-    return torch.searchsorted(cumulated, threshold.minimum(torch.nextafter(total, total.new_zeros(()))), right=True)
+    return torch.searchsorted(cumulated, threshold.minimum(torch.nextafter(total, -total)), right=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@
 
 import hashlib
 import secrets
+import struct
 from dataclasses import dataclass
 from enum import Enum
 
@@ -65,6 +66,6 @@ class DrawKey:
 
 def _hashed(key: bytes, purpose: bytes, *numbers: int) -> tuple[int, int]:
     """Returns two 32-bit words that reveal neither the key nor the words of other numbers: a keyed hash."""
-    message = b"".join(number.to_bytes(8, "little") for number in numbers)
-    digest = hashlib.blake2b(message, key=key, digest_size=8, person=purpose).digest()
-    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+    message = struct.pack(f"<{len(numbers)}Q", *numbers)
+    first, second = struct.unpack("<2I", hashlib.blake2b(message, key=key, digest_size=8, person=purpose).digest())
+    return first, second

@@ -34,7 +34,8 @@ def uniforms(keys: Sequence[DrawKey], count: int) -> Tensor:
     """
     num_counters = (count + 1) // 2  # two numbers per counter
     if len(keys) * num_counters <= FEW_COUNTERS:
-        return torch.tensor([_few_uniforms(key, count) for key in keys], dtype=torch.float64).reshape(len(keys), count)
+        few = np.array([_few_uniforms(key, count) for key in keys], dtype=np.float64)
+        return torch.from_numpy(few.reshape(len(keys), count))
     pairs = np.arange(num_counters, dtype=np.int64)[None, :]
     words = np.array([key.round_words for key in keys], dtype=np.int64).reshape(-1, 2, 1)
     blank = np.zeros((len(keys), pairs.shape[1]), dtype=np.int64)

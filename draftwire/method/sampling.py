@@ -100,6 +100,12 @@ class Span:
     is counted once. None: positions are consecutive."""
 
     @property
+    def is_edited(self) -> bool:
+        """Whether bias, masks or penalties may change logits."""
+        one, is_masked = self.params, self.masks is not None or self.params.allowed_token_ids is not None
+        return is_masked or bool(one.logit_bias or one.min_tokens) or one.penalizes
+
+    @property
     def num_generated(self) -> int:
         """Number of tokens generated before the first position; of a tree before all paths."""
         text_len = len(self.text) if self.text_len is None else self.text_len
@@ -155,23 +161,27 @@ def probabilities_of_spans(logits: Tensor, spans: Sequence[Span]) -> Tensor:
         NaN, a +inf or no finite entry the whole row is NaN; see `is_distribution`.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    starts = accumulate((span.num_rows for span in spans), initial=0)
+    num_rows = [span.num_rows for span in spans]
+    starts = accumulate(num_rows, initial=0)
     for start, span in zip(starts, spans, strict=False):
-        _edit(logits[start : start + span.num_rows], span)
-    params = [span.params for span in spans for _ in range(span.num_rows)]
-    is_greedy = [one.greedy for one in params]
+        if span.is_edited:
+            _edit(logits[start : start + span.num_rows], span)
+    is_greedy = [span.params.greedy for span in spans]
     if all(is_greedy):
         return _one_hot(logits)
     if any(is_greedy):
-        greedy_rows = _indices(is_greedy, logits.device)
+        greedy_rows = _indices(np.repeat(is_greedy, num_rows), logits.device)
         chosen = _one_hot(logits[greedy_rows])
-    _divide(logits, [1.0 if one.greedy else one.temperature for one in params])
-    is_truncated = [one.truncates for one in params]
+    temperatures = [1.0 if span.params.greedy else span.params.temperature for span in spans]
+    if any(value != 1.0 for value in temperatures):
+        _divide(logits, np.repeat(temperatures, num_rows).tolist())
+    is_truncated = [span.params.truncates for span in spans]
+    params = [span.params for span in spans if span.params.truncates for _ in range(span.num_rows)]
     if all(is_truncated):
         _truncate(logits, params)
     elif any(is_truncated):
-        rows = _indices(is_truncated, logits.device)
-        logits[rows] = _truncate(logits[rows], [one for one in params if one.truncates])
+        rows = _indices(np.repeat(is_truncated, num_rows), logits.device)
+        logits[rows] = _truncate(logits[rows], params)
     probs = torch.softmax(logits, dim=-1, out=logits)  # in place: a fresh tensor of this size costs more than the sum
     if any(is_greedy):
         probs[greedy_rows] = chosen
@@ -252,8 +262,6 @@ def _penalize(logits: Tensor, span: Span) -> None:
 
 def _divide(logits: Tensor, temperatures: list[float]) -> None:
     """Divides rows by their temperatures, all above 0, in place."""
-    if all(value == 1.0 for value in temperatures):
-        return
     divisors = upload([[max(value, SMALLEST)] for value in temperatures], logits.device, logits.dtype)
     if min(temperatures) < COLD:
         largest = logits.amax(dim=1, keepdim=True)
@@ -323,5 +331,5 @@ def _unpacking(device: torch.device) -> Tensor:
     return torch.where(is_set.bool(), 0.0, -math.inf).to(device)
 
 
-def _indices(is_chosen: Sequence[bool], device: torch.device) -> Tensor:
-    return upload(np.flatnonzero(np.asarray(is_chosen)), device)
+def _indices(is_chosen: NDArray[np.bool_], device: torch.device) -> Tensor:
+    return upload(np.flatnonzero(is_chosen), device)

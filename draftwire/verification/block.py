@@ -40,12 +40,11 @@ def block_weights(blocks: BlockBatch) -> Tensor:
     In logarithms the recursion is a walk reflected at 0: log a_i = L_i - max(0, max over j <= i of L_j), where L_i is
     the sum of log r_1 .. log r_i. This form needs no loop over positions and cannot overflow.
     """
-    walk = blocks.log_ratios().cumsum(dim=1)  # -inf from the first impossible token on, and in the padding
-    ones = walk.new_ones(blocks.batch_size, 1)
-    if blocks.max_len == 0:
-        return ones
-    highest = walk.clamp(min=0.0).cummax(dim=1).values
-    return torch.cat([ones, (walk - highest).exp()], dim=1)
+    if not blocks.has_drafts:
+        return blocks.target_probs.new_ones(blocks.batch_size, 1, dtype=torch.float64)
+    steps = blocks.log_ratios()  # -inf at impossible tokens, and in the padding
+    walk = torch.cat([steps.new_zeros(blocks.batch_size, 1), steps], dim=1).cumsum(dim=1)  # L_0 = 0, L_1, ...
+    return (walk - walk.cummax(dim=1).values).exp_()
 
 
 def largest_success(test_probs: Tensor) -> Tensor:
@@ -70,7 +69,7 @@ def _test_probs(blocks: BlockBatch, weights: Tensor) -> Tensor:
     inner = weights[:, 1:-1]
     total = mass + (1.0 - inner)  # in this order: (mass + 1) - inner would lose a small mass
     # 0 / 0 means target == draft after a prefix of weight 1, where a later test succeeds with certainty: any value.
-    inside_probs = (mass / total).nan_to_num(nan=1.0)
+    inside_probs = mass.div(total).nan_to_num_(nan=1.0)
     tests = torch.cat([inside_probs, weights[:, -1:]], dim=1)
     if not blocks.is_ragged:
         return tests

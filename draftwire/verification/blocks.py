@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftwire.method.devices import upload
-from draftwire.method.distributions import DenseRows, DraftRows, joined
+from draftwire.method.distributions import DenseRows, DraftRows, SupportProbs, joined
 
 SMALLEST_SCALE = 1e-30
 """Lower bound of a residual's scale, against division by 0. Smaller scales occur with a probability as small."""
@@ -55,22 +56,20 @@ class BlockBatch:
             draft_tokens: `draft_len` tokens for each block.
             target_starts: each block's first row in `target_probs`, of `draft_len + 1` consecutive ones.
         """
-        lengths = [len(tokens) for tokens in draft_tokens]
-        batch, max_len = len(lengths), max(lengths, default=0)
-        numbers = np.zeros((batch, 3 * max_len + 2), dtype=np.int64)  # one transfer for all
-        draft_start = 0
-        for block, (tokens, start) in enumerate(zip(draft_tokens, target_starts, strict=True)):
-            length = len(tokens)
-            numbers[block, 0] = length
-            numbers[block, 1 : length + 1] = tokens
-            numbers[block, max_len + 1 : 2 * max_len + 2] = start + np.minimum(np.arange(max_len + 1), length)
-            numbers[block, 2 * max_len + 2 : 2 * max_len + 2 + length] = np.arange(draft_start, draft_start + length)
-            draft_start += length
+        lengths = np.array([len(tokens) for tokens in draft_tokens], dtype=np.int64)
+        max_len = int(lengths.max(initial=0))
+        numbers = np.zeros((len(lengths), 3 * max_len + 2), dtype=np.int64)  # one transfer for all
+        places = np.arange(max_len + 1)
+        is_token = places[:-1] < lengths[:, None]
+        numbers[:, 0] = lengths
+        numbers[:, 1 : max_len + 1][is_token] = list(chain.from_iterable(draft_tokens))
+        rows_after = np.minimum(places, lengths[:, None])
+        numbers[:, max_len + 1 : 2 * max_len + 2] = rows_after + np.array(target_starts)[:, None]
+        numbers[:, 2 * max_len + 2 :][is_token] = np.arange(lengths.sum())
         device = target_probs.device
-        moved = upload(numbers, device)
-        sizes = (1, max_len, max_len + 1, max_len)
-        own_lengths, tokens_of, target_rows, draft_rows = moved.split(sizes, dim=1)
-        draft, is_ragged = joined(drafts).to(device), min(lengths, default=0) < max_len
+        parts = upload(numbers, device).split_with_sizes((1, max_len, max_len + 1, max_len), dim=1)
+        own_lengths, tokens_of, target_rows, draft_rows = parts
+        draft, is_ragged = joined(drafts).to(device), not is_token.all()
         return cls(target_probs, draft, tokens_of, own_lengths[:, 0], target_rows, draft_rows, is_ragged)
 
     @classmethod
@@ -120,11 +119,20 @@ class BlockBatch:
 
     def draft_probs_of_drafts(self) -> Tensor:
         """Returns the drafter's probability of each draft token, `[batch, max_len] float64`; anything in padding."""
-        return self._drawn_probs
+        return self._draft_of_drawn
 
     @cached_property
-    def _drawn_probs(self) -> Tensor:
+    def _draft_of_drawn(self) -> Tensor:
+        if self.support is not None:
+            return self.support.draft_probs_of(self.draft_tokens)
         return self.draft.probs_of(self.draft_rows, self.draft_tokens).to(torch.float64)
+
+    @cached_property
+    def support(self) -> SupportProbs | None:
+        """`[batch, max_len, support]`: target and draft where draft tokens may have been drawn; None for dense rows."""
+        if isinstance(self.draft, DenseRows):
+            return None
+        return self.draft.beside(self.target_probs, self.target_rows[:, :-1], self.draft_rows)
 
     def ratios(self) -> Tensor:
         """Returns target over draft probability of each draft token, `[batch, max_len] float64`; 0 in the padding.
@@ -151,6 +159,10 @@ class BlockBatch:
         Returns:
             `[batch, max_len] float64`; 0 in the padding.
         """
+        if self.support is not None:
+            mass = self.support.residual_mass(scales)
+            return mass.masked_fill_(~self.inside, 0.0) if self.is_ragged else mass
+        assert isinstance(self.draft, DenseRows), "rows that are not dense have a support"
         if not self.is_ragged:
             return self.draft.residual_mass(self.target_probs, self.target_rows[:, :-1], self.draft_rows, scales)
         inside = self.inside.nonzero(as_tuple=True)  # no rows are read for padding
@@ -184,7 +196,7 @@ class BlockBatch:
         is_inside = num_accepted < self.lengths
         rows = self.draft_rows.gather(1, num_accepted.clamp(max=self.max_len - 1).unsqueeze(1)).squeeze(1)
         # [target - draft / scale]+ is the same up to a factor, and does not change tokens that the drafter cannot draw.
-        self.draft.subtract_(weights, rows, torch.where(is_inside, 1.0 / scales.clamp(min=SMALLEST_SCALE), 0.0))
+        self.draft.subtract_(weights, rows, scales.clamp(min=SMALLEST_SCALE).reciprocal_().mul_(is_inside))
         is_empty = weights.sum(dim=1) <= 0.0
         if bool(is_empty.any()):
             weights[is_empty] = self.target_row_after(num_accepted)[is_empty]
@@ -220,9 +232,9 @@ def cut_impossible(blocks: BlockBatch) -> BlockBatch:
     """Cuts each block before its first token of draft probability 0, which no honest drafter can have drawn."""
     if not blocks.has_drafts:
         return blocks
-    is_impossible = blocks.draft_probs_of_drafts() <= 0.0
+    is_possible = blocks.draft_probs_of_drafts() > 0.0
     if blocks.is_ragged:
-        is_impossible &= blocks.inside
-    if not bool(is_impossible.any()):
+        is_possible |= ~blocks.inside
+    if bool(is_possible.all()):
         return blocks
-    return blocks.cut(blocks.lengths.minimum((~is_impossible).to(torch.int64).cumprod(dim=1).sum(dim=1)))
+    return blocks.cut(blocks.lengths.minimum(is_possible.to(torch.int64).cumprod(dim=1).sum(dim=1)))

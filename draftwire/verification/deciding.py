@@ -206,7 +206,7 @@ class ScoredBlock:
     @property
     def lacks_next(self) -> bool:
         """Whether the row after the last token that is judged is not a distribution."""
-        return self.num_good <= len(self.case.draft_tokens)
+        return bool(self.bad_rows)
 
     def with_rows(self, is_good: list[bool]) -> "ScoredBlock":
         """Returns this with `bad_rows`, from whether each row over the vocabulary is a distribution."""
@@ -328,8 +328,8 @@ def decide(cases: Sequence[Case], logits: Tensor, not_decided: Collection[int] =
     is_good = is_distribution(target_probs).tolist()
     if not all(is_good):
         _hold_places(target_probs, is_good)
-    scored = [one.with_rows(is_good) for one in scored]
-    is_bad = {one.index for one in scored if one.num_good == 0}
+        scored = [one.with_rows(is_good) for one in scored]
+    is_bad = {one.index for one in scored if 0 in one.bad_rows}
     batches: list[Decided] = []
     shaped: list[DecidedShapes] = []
     decided: dict[int, Judgement] = {}

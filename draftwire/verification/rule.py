@@ -193,6 +193,6 @@ class LawRule(ABC):
 
     def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
         """Decides about each block by two uniforms: one for the number of accepted tokens, one for the extra token."""
-        law, uniforms = self.stop_law(blocks), noise.uniforms(2)
-        num_accepted = draw(law.accepted_probs, uniforms[:, 0])
-        return Outcome(num_accepted, draw(self.extra_weights(blocks, law, num_accepted), uniforms[:, 1]))
+        law, (of_stop, of_extra) = self.stop_law(blocks), noise.uniforms(2).unbind(1)
+        num_accepted = draw(law.accepted_probs, of_stop) if blocks.has_drafts else torch.zeros_like(blocks.lengths)
+        return Outcome(num_accepted, draw(self.extra_weights(blocks, law, num_accepted), of_extra))

@@ -145,12 +145,14 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
         logits = logits[: len(plan.rows)]
     else:
         logits = logits.index_select(0, upload(plan.rows, logits.device, torch.int64))
-    cases = [replace(judgings[index], masks=masks.get(index)) for index in plan.scored]
+    cases = [
+        replace(judgings[index], masks=masks[index]) if index in masks else judgings[index] for index in plan.scored
+    ]
     decisions = decide(cases, logits, [place for place, index in enumerate(plan.scored) if index in failures])
     outcomes: list[JudgingOutcome] = [StillReading(prompts.get(index)) for index in range(len(judgings))]
     for index, decision in zip(plan.scored, decisions.outcomes, strict=True):
         if isinstance(decision, Judgement):
-            outcomes[index] = replace(decision, prompt=prompts.get(index))
+            outcomes[index] = replace(decision, prompt=prompts[index]) if index in prompts else decision
         elif decision is not None:
             failures[index] = decision
     for index, failure in failures.items():

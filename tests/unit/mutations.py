@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from draftwire.checking.whole_round import Ran, Round
-from draftwire.method.distributions import SparseRows, draw, race
+from draftwire.method.distributions import SparseRows, SupportProbs, draw, race
 from draftwire.options.trees.traversal import TraversalRule
 from draftwire.options.trees.walk import TargetOnlyRule
 from draftwire.verification import (
@@ -325,12 +325,20 @@ class LossyAtGreedyTarget(LawRule):
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetfulSupport(SupportProbs):
+    """Counts the residual mass on the support alone."""
+
+    def residual_mass(self, scales: Tensor) -> Tensor:
+        return (scales.unsqueeze(-1) * self.target - self.draft).clamp(min=0.0).sum(dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetfulRows(SparseRows):
     """Sparse rows that count the residual mass on their support alone."""
 
-    def residual_mass(self, target_probs: Tensor, target_rows: Tensor, rows: Tensor, scales: Tensor) -> Tensor:
-        target = target_probs[target_rows.unsqueeze(-1), self.token_ids[rows]]
-        return (scales.unsqueeze(-1) * target - self.probs[rows]).clamp(min=0.0).sum(dim=-1)
+    def beside(self, target_probs: Tensor, target_rows: Tensor, rows: Tensor) -> SupportProbs:
+        read = SparseRows.beside(self, target_probs, target_rows, rows)
+        return ForgetfulSupport(read.token_ids, read.draft, read.target)
 
 
 class ForgetsTheRest(BlockRule):

@@ -109,6 +109,12 @@ def slow_dense(rows: SparseRows) -> list[list[float]]:
     return result
 
 
+def residual_mass(draft: DraftRows, target: Tensor, target_rows: Tensor, rows: Tensor, scales: Tensor) -> Tensor:
+    if isinstance(draft, DenseRows):
+        return draft.residual_mass(target, target_rows, rows, scales)
+    return draft.beside(target, target_rows, rows).residual_mass(scales)
+
+
 def slow_residual_mass(target: Sequence[float], draft: Sequence[float], scale: float) -> float:
     return math.fsum(max(scale * p - q, 0.0) for p, q in zip(target, draft, strict=True))
 
@@ -130,6 +136,8 @@ def test_sparse_and_dense_rows_have_the_same_entries_and_no_others(supports: lis
         assert torch.equal(rows.dense(), expected)
         assert torch.equal(rows.probs_of(index, token), expected[[2, 0, 3, 1, 0]])
         assert torch.equal(rows.probs_of(index[:, 0], token[:, 3]), expected[[2, 0, 3, 1, 0], 3])
+    beside = sparse.beside(torch.rand(2, VOCAB_SIZE), index % 2, index)
+    assert torch.equal(beside.draft_probs_of(token), expected[[2, 0, 3, 1, 0]])
 
 
 @EVERY_SUPPORT
@@ -151,7 +159,7 @@ def test_sparse_and_dense_rows_leave_the_same_residual_mass(supports: list[int],
         for q in slow_dense(sparse)
     ]
     for draft in (sparse, DenseRows(sparse.dense())):
-        mass = draft.residual_mass(target, target_rows, rows, scales)
+        mass = residual_mass(draft, target, target_rows, rows, scales)
         assert mass.dtype == torch.float64
         assert bool((mass >= 0.0).all())
         error = (mass - torch.tensor(expected, dtype=torch.float64)).abs().max()
@@ -170,7 +178,7 @@ def test_target_mass_outside_the_support_is_all_residual_however_small(outside: 
     target[0, [3, 5]] = (1.0 - outside) / 2.0
     target[0, [0, 7]] = outside / 2.0
     zero = torch.zeros(1, dtype=torch.int64)
-    mass = draft.residual_mass(target, zero, zero, torch.tensor([scale], dtype=torch.float64)).item()
+    mass = residual_mass(draft, target, zero, zero, torch.tensor([scale], dtype=torch.float64)).item()
     assert mass == pytest.approx(scale * outside, rel=1e-3, abs=1.2e-16)  # as exactly as 1 - outside is known
 
 
@@ -183,7 +191,7 @@ def test_target_whose_sum_rounds_above_1_leaves_no_negative_mass(scale: float) -
         zero = torch.zeros(1, dtype=torch.int64)
         # No token's share is more than the drafter's times 1 + excess.
         draft = SparseRows(torch.tensor([[2, 9]]), probs, VOCAB_SIZE)
-        mass = draft.residual_mass(target, zero, zero, torch.tensor([scale], dtype=torch.float64)).item()
+        mass = residual_mass(draft, target, zero, zero, torch.tensor([scale], dtype=torch.float64)).item()
         assert 0.0 <= mass <= 2.1 * excess + 1e-16
         if scale < 1.0:
             assert mass == 0.0
