@@ -2,11 +2,12 @@
 
     python -m benchmarks.long_prompt --output benchmarks/results/long_prompt.json
     python -m benchmarks.long_prompt --pair scripted --output benchmarks/results/long_prompt_scripted.json
+    python -m benchmarks.long_prompt --pair /tmp/370m --prompt-tokens 2048 --modes plain
 
 Eight sessions decode, then a prompt of 4,096 tokens arrives. Measured for the drafter and the verifier together, in
 plain and in speculative mode. The embedded pair has a longer context declared: its text beyond the training length
 is meaningless, but the cost is real, and all processes share this machine's cores. A scripted pair sleeps instead of
-computing, as if each model had a device of its own.
+computing, as if each model had a device of its own. Of a pair in a folder the context is declared longer too.
 """
 
 import argparse
@@ -30,9 +31,9 @@ from draftwire.v1 import gateway_pb2_grpc
 
 CONTEXT_LENGTH = 8192
 RUNNING = 8
+MODES = {"plain": 0, "speculative": 4}
+"""Draft tokens of a round."""
 SCRIPT = "scripted:verify_ms=8,draft_ms=2,calibration_ms=2,read_us=500,acceptance=0.8/0.7/0.6/0.5"
-SETTLE_SECONDS = 3.0
-"""How long the sessions run before the prompt is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +74,14 @@ class Run:
     """The same from its arrival to its first token."""
 
 
-async def measure(address: str, text: str, num_speculative_tokens: int, run_tokens: int) -> Run:
-    """Runs the sessions and sends the prompt."""
+async def measure(address: str, text: str, num_speculative_tokens: int, run_tokens: int, settle_s: float) -> Run:
+    """Runs the sessions, and sends the prompt so many seconds later."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         asks = [Ask(prompt, run_tokens, num_speculative_tokens, seed) for seed, prompt in enumerate(load_prompts())]
         answers = [Answer(time.perf_counter()) for _ in range(RUNNING)]
         running = [asyncio.create_task(complete(stub, ask, answer)) for ask, answer in zip(asks, answers, strict=False)]
-        await asyncio.sleep(SETTLE_SECONDS)
+        await asyncio.sleep(settle_s)
         long = Answer(time.perf_counter())
         await complete(stub, Ask(text, 8, num_speculative_tokens), long)
         first = long.delta_times[0]
@@ -91,7 +92,7 @@ async def measure(address: str, text: str, num_speculative_tokens: int, run_toke
     return Run(
         prompt_tokens=long.statistics.num_prompt_tokens,
         seconds_to_first_token=first - sent,
-        before=[gap for answer in answers for gap in answer.gaps_between(started + SETTLE_SECONDS / 3, sent)],
+        before=[gap for answer in answers for gap in answer.gaps_between(started + settle_s / 3, sent)],
         during=[gap for answer in answers for gap in answer.gaps_between(sent, first)],
     )
 
@@ -117,30 +118,34 @@ def summary(runs: list[Run]) -> dict[str, object]:
 def main() -> None:
     """Measures both modes, prints the gaps, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--pair", choices=("embedded", "scripted"), default="embedded")
+    parser.add_argument("--pair", default="embedded", help="embedded, scripted, or a folder of target/ and drafter/")
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     parser.add_argument("--prompt-tokens", type=int, default=4096)
     parser.add_argument("--max-added-latency-ms", type=float, default=100.0)
+    parser.add_argument("--settle-seconds", type=float, default=3.0, help="of the sessions alone [%(default)g]")
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="of drafter and verifier [%(default)s]")
     parser.add_argument("--run-tokens", type=int, default=3000)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        engine = {"max_added_latency_ms": arguments.max_added_latency_ms, "threads": 1}
-        options: dict[str, dict[str, object]] = {
-            name: {
-                "model": SCRIPT if arguments.pair == "scripted" else lengthened(embedded_model(model), Path(folder)),
-                **engine,
+        options: dict[str, dict[str, object]] = {}
+        for name, model in (("verifier", "target"), ("drafter", "drafter")):
+            source = embedded_model(model) if arguments.pair == "embedded" else str(Path(arguments.pair) / model)
+            options[name] = {
+                "model": SCRIPT if arguments.pair == "scripted" else lengthened(source, Path(folder)),
+                "max_added_latency_ms": arguments.max_added_latency_ms,
+                "threads": arguments.threads,
             }
-            for name, model in (("verifier", "target"), ("drafter", "drafter"))
-        }
         results = {}
-        for mode, num_speculative_tokens in (("plain", 0), ("speculative", 4)):
+        for mode in arguments.modes:
             runs = []
             turns = progress(range(arguments.repetitions), mode)
             for _ in turns:  # each on new services, whose prefix caches are empty
                 with LocalStack({**options, "gateway": {}}) as stack:
                     text = long_text(arguments.pair, arguments.prompt_tokens)
-                    runs.append(asyncio.run(measure(stack.address, text, num_speculative_tokens, arguments.run_tokens)))
+                    how = (MODES[mode], arguments.run_tokens, arguments.settle_seconds)
+                    runs.append(asyncio.run(measure(stack.address, text, *how)))
             results[mode] = summary(runs)
     write_report(arguments, {"max_added_latency_ms": arguments.max_added_latency_ms, **results})
 

@@ -11,10 +11,12 @@ CHUNKS_PER_TOKEN = 6
 """Chunks that have to fit into the latency that may be added to a token. Four can delay a token: at drafter and
 verifier each, the chunk of the step that runs when its work arrives and that of the step that includes its work. Two
 more cover indirect costs: sessions fall out of step with each other, and cores and memory are shared."""
-STEP_SHARE = 0.25
-"""A chunk may take so much of the time of a step without prompts where steps are long: to wait for another prompt is
-little beside the step itself, and where few tokens are read in each, texts that begin together wait for a minute. With
-a quarter they are all read in five times the time that it takes to read them alone."""
+LONG_SHARE = 0.25
+"""Where steps are long, a step may read a prompt of more than `LARGEST_CHUNK` unread tokens for so much of the time of
+a step without prompts: to wait for that is little beside the step itself. A shorter one it may read for as long as a
+step: while it waits, its text's place in the steps is empty, and in fewer chunks it takes no more from the others."""
+MOST_SHARE = 1.5
+"""The same for all prompts together."""
 PROBE_EVERY = 16
 """One in so many steps with decoding sessions reads no prompt, the first one included. Without such steps the cost of a
 chunk could not be measured while prompts are always waiting: the whole step would count as the chunk's, and chunks
@@ -57,7 +59,7 @@ class PrefillPacer:
 
     max_added_latency_s: float
     """How long prefill may delay a token of a decoding session, at drafter and verifier together. Where steps are long,
-    it may be `STEP_SHARE` of one for each chunk."""
+    a chunk may be a share of one: see `MOST_SHARE`."""
     beside: ChunkCost = field(default_factory=ChunkCost)
     """Cost of prompt tokens in steps that serve decoding sessions as well."""
     alone: ChunkCost = field(default_factory=ChunkCost)
@@ -73,10 +75,11 @@ class PrefillPacer:
         if num_other_tokens and not num_prompt_tokens:
             self._step_s = _faded(self._step_s, seconds)
 
-    def budget(self, sessions_run: bool, is_alone: bool = False) -> int:
+    def budget(self, unread: Sequence[int], sessions_run: bool, is_alone: bool = False) -> int:
         """Returns how many prompt tokens the next step may read, all sessions together. Call once for each step.
 
         Args:
+            unread: tokens of each prompt that waits.
             sessions_run: whether any session is past its prompt and could be delayed.
             is_alone: whether the step only reads prompts.
         """
@@ -93,9 +96,10 @@ class PrefillPacer:
             seconds_per_token = other.seconds_per_token
         if seconds_per_token is None:
             return SMALLEST_CHUNK
-        step_s = self._step_s or 0.0
-        share_s = (1.0 + STEP_SHARE if is_alone else STEP_SHARE) * step_s  # alone, it takes a step all the same
-        chunk_s = max(self.max_added_latency_s / CHUNKS_PER_TOKEN, share_s)
+        step_share = min(MOST_SHARE, sum(1.0 if each <= LARGEST_CHUNK else LONG_SHARE for each in unread))
+        if is_alone:
+            step_share += 1.0  # it takes a step all the same
+        chunk_s = max(self.max_added_latency_s / CHUNKS_PER_TOKEN, step_share * (self._step_s or 0.0))
         fitting = chunk_s / max(seconds_per_token, 1e-9)
         return int(min(LARGEST_CHUNK, max(SMALLEST_CHUNK, fitting)))
 

@@ -189,8 +189,8 @@ class SessionBook(ABC, Generic[Session, Step]):
         ready = {session.key for session in self._ready}
         reading = [session for session in self.sessions.values() if session.reads_much and session.key in ready]
         sessions_run = any(not session.is_reading for session in self.sessions.values())
-        budget = self.pacer.budget(sessions_run, is_alone=len(reading) == len(self._ready))
         wanted, most = [each.num_unread for each in reading], [each.num_readable for each in reading]
+        budget = self.pacer.budget(wanted, sessions_run, is_alone=len(reading) == len(self._ready))
         limits = dict(zip((each.key for each in reading), share(budget, wanted, most), strict=True))
         taken = [(session, limits.get(session.key)) for session in self._ready if limits.get(session.key, 1)]
         self._ready = [session for session in reading if not limits[session.key]]

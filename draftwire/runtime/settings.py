@@ -190,7 +190,7 @@ class EngineSettings:
     processes on one GPU each takes its own share."""
     max_added_latency_ms: float = 100.0
     """How much the reading of long prompts may add to the time of a running session's next tokens, at drafter and
-    verifier together, milliseconds; where steps are long, a chunk may take a quarter of one. Set it alike at both."""
+    verifier together, milliseconds; beside long steps, up to one and a half of one more. Set it alike at both."""
     watchdog_s: float = 120.0
     """Seconds that one call on the device may take before health says NOT_SERVING, so that the process is restarted.
     Loading the model does not count."""

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,7 +58,7 @@ class TightPacer(PrefillPacer):
 
     tokens: int = 512
 
-    def budget(self, sessions_run: bool, is_alone: bool = False) -> int:
+    def budget(self, unread: Sequence[int], sessions_run: bool, is_alone: bool = False) -> int:
         return self.tokens
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,10 +48,12 @@ class FixedPacer(PrefillPacer):
     tokens: int = 1000
     asked: list[bool] = field(default_factory=list)
     alone_asked: list[bool] = field(default_factory=list)
+    unread_asked: list[Sequence[int]] = field(default_factory=list)
 
-    def budget(self, sessions_run: bool, is_alone: bool = False) -> int:
+    def budget(self, unread: Sequence[int], sessions_run: bool, is_alone: bool = False) -> int:
         self.asked.append(sessions_run)
         self.alone_asked.append(is_alone)
+        self.unread_asked.append(unread)
         return self.tokens
 
 
@@ -61,7 +63,7 @@ class SmallestPacer(PrefillPacer):
     def __init__(self) -> None:
         super().__init__(max_added_latency_s=1.0)
 
-    def budget(self, sessions_run: bool, is_alone: bool = False) -> int:
+    def budget(self, unread: Sequence[int], sessions_run: bool, is_alone: bool = False) -> int:
         return SMALLEST_CHUNK if sessions_run else LARGEST_CHUNK
 
 
@@ -231,6 +233,13 @@ class SchedulerContract:
             scheduler, _ = self.opened(context_length=100, budget=10)
             scheduler.open(self.side.long_spec(1, prompt_len), lease_id=0)
             assert self.side.run_steps(scheduler) == [[]] * (-(-prompt_len // 10) - 1) + [[1]], prompt_len
+
+    def test_pacer_knows_what_is_unread_of_each_prompt(self) -> None:
+        scheduler, _ = self.opened(context_length=100, budget=10)
+        for session_id, prompt_len in ((1, 25), (2, 15)):
+            scheduler.open(self.side.long_spec(session_id, prompt_len), lease_id=0)
+        self.side.run_steps(scheduler, 3)
+        assert scheduler.pacer.unread_asked == [[25, 15], [20, 10], [15, 5]]
 
     def test_pacer_knows_whether_a_session_is_past_its_prompt(self) -> None:
         """A session counts even while nothing is asked of it: its next message may come at any time."""

@@ -195,7 +195,7 @@ class TightPacer(PrefillPacer):
 
     tokens: int = 1
 
-    def budget(self, sessions_run: bool, is_alone: bool = False) -> int:
+    def budget(self, unread: Sequence[int], sessions_run: bool, is_alone: bool = False) -> int:
         return self.tokens
 
 

@@ -10,15 +10,18 @@ from hypothesis import strategies as st
 from draftwire.engine.prefill import (
     CHUNKS_PER_TOKEN,
     LARGEST_CHUNK,
+    LONG_SHARE,
+    MOST_SHARE,
     PROBE_EVERY,
     SMALLEST_CHUNK,
     SMALLEST_SHARE,
-    STEP_SHARE,
     ChunkCost,
     PrefillPacer,
     share,
 )
 
+LONG = 4000
+"""Tokens of a prompt that does not fit into a step."""
 FIXED_S = st.floats(0.0, 1.0)
 PER_TOKEN_S = st.floats(1e-6, 0.1)
 
@@ -56,7 +59,7 @@ def test_cost_is_the_slope_of_a_line_unless_chunks_are_a_small_share(
 
 
 @pytest.mark.parametrize("seconds", [0.05, 0.1, 0.104])
-def test_chunk_that_seems_to_be_free_counts_for_a_share_of_its_step(seconds: float) -> None:
+def test_chunk_that_seems_to_be_free_counts_for_a_share_of_itsstep(seconds: float) -> None:
     """Noise can make a step with a chunk shorter than one without. A cost of nothing would let in everything."""
     cost = learnt((0, 5, 0.1), (20, 5, seconds))
     assert cost.seconds_per_token == pytest.approx(SMALLEST_SHARE * seconds / 20)
@@ -81,28 +84,28 @@ def test_cost_follows_changes(before: float, after: float) -> None:
 
 def pacer_that_knows(per_token_s: float, max_added_latency_s: float) -> PrefillPacer:
     pacer = PrefillPacer(max_added_latency_s, learnt((100, 0, 100 * per_token_s)))
-    pacer.budget(sessions_run=True)  # the first one beside sessions is none
+    pacer.budget([LONG], sessions_run=True)  # the first one beside sessions is none
     return pacer
 
 
 @pytest.mark.parametrize("per_token_s", [0.0, 1e-6, 0.01, 10.0])
 def test_budget_is_the_largest_chunk_while_nobody_can_be_delayed(per_token_s: float) -> None:
-    assert pacer_that_knows(per_token_s, max_added_latency_s=0.05).budget(sessions_run=False) == LARGEST_CHUNK
-    assert PrefillPacer(0.05).budget(sessions_run=False) == LARGEST_CHUNK
+    assert pacer_that_knows(per_token_s, max_added_latency_s=0.05).budget([LONG], sessions_run=False) == LARGEST_CHUNK
+    assert PrefillPacer(0.05).budget([LONG], sessions_run=False) == LARGEST_CHUNK
 
 
 def test_budget_is_the_smallest_chunk_while_the_cost_is_unknown() -> None:
-    assert PrefillPacer(0.05).budget(sessions_run=True, is_alone=True) == SMALLEST_CHUNK
+    assert PrefillPacer(0.05).budget([LONG], sessions_run=True, is_alone=True) == SMALLEST_CHUNK
 
 
 def test_first_step_beside_sessions_reads_no_prompt_to_learn_a_chunks_cost() -> None:
     """20 ms a step and 0.5 ms a token: without that step the first chunk of 4 tokens would look like 5 ms a token."""
     pacer = PrefillPacer(0.1)
-    assert pacer.budget(sessions_run=True) == 0
+    assert pacer.budget([LONG], sessions_run=True) == 0
     pacer.learn(0, 5, 0.0225)
-    assert pacer.budget(sessions_run=True) == SMALLEST_CHUNK
+    assert pacer.budget([LONG], sessions_run=True) == SMALLEST_CHUNK
     pacer.learn(SMALLEST_CHUNK, 5, 0.0245)
-    assert pacer.budget(sessions_run=True) == 33, "fit into a sixth of 100 ms"
+    assert pacer.budget([LONG], sessions_run=True) == 33, "fit into a sixth of 100 ms"
 
 
 def test_steps_of_prompts_alone_take_no_longer_than_one_with_its_chunk() -> None:
@@ -114,14 +117,14 @@ def test_steps_of_prompts_alone_take_no_longer_than_one_with_its_chunk() -> None
     chunk = LARGEST_CHUNK
     for _ in range(60):
         pacer.learn(chunk, 0, 0.3 + 0.01 * chunk)
-        chunk = pacer.budget(sessions_run=True, is_alone=True)
+        chunk = pacer.budget([LONG], sessions_run=True, is_alone=True)
     assert 0.36 < 0.3 + 0.01 * chunk <= 0.375, "what does not make a whole token is left out"
 
 
 @given(st.floats(0.0, 10.0), st.floats(1e-3, 10.0))
 def test_budget_stays_within_bounds_and_uses_up_its_part_of_the_latency(per_token_s: float, latency_s: float) -> None:
     """A token waits for up to `CHUNKS_PER_TOKEN` chunks, whose times together stay below the bound."""
-    budget = pacer_that_knows(per_token_s, latency_s).budget(sessions_run=True)
+    budget = pacer_that_knows(per_token_s, latency_s).budget([LONG], sessions_run=True)
     assert SMALLEST_CHUNK <= budget <= LARGEST_CHUNK
     if budget > SMALLEST_CHUNK:
         assert CHUNKS_PER_TOKEN * budget * per_token_s <= latency_s * 1.001
@@ -188,24 +191,27 @@ class Simulation:
     def __post_init__(self) -> None:
         self.pacer = PrefillPacer(self.max_added_latency_s)
         for size in (2, 64):  # the warm-up
-            self._step(size, 0)
+            self.step(size, 0)
 
     def decode(self, num_steps: int, sizes: tuple[int, ...] = ()) -> None:
         """Runs steps without a prompt."""
         for _ in range(num_steps):
-            self._step(0, self.generator.choice(sizes or (self.num_running,)))
+            self.step(0, self.generator.choice(sizes or (self.num_running,)))
 
-    def read(self, prompt_len: int) -> list[float]:
-        """Reads a prompt and returns what each step took longer for it, seconds without noise."""
+    def read(self, prompt_len: int, until: int = 0) -> list[float]:
+        """Reads a prompt and returns what each step took longer for it, seconds without noise. `until` so many tokens
+        are left.
+        """
         added = []
-        while prompt_len:
-            (chunk,) = share(self.pacer.budget(sessions_run=True), [prompt_len], [prompt_len])
+        while prompt_len > until:
+            (chunk,) = share(self.pacer.budget([prompt_len], sessions_run=True), [prompt_len], [prompt_len])
             prompt_len -= chunk
-            self._step(chunk, self.num_running)
+            self.step(chunk, self.num_running)
             added.append(self.per_token_s * chunk)
         return added
 
-    def _step(self, num_prompt_tokens: int, num_other_tokens: int) -> None:
+    def step(self, num_prompt_tokens: int, num_other_tokens: int) -> None:
+        """Runs a step, from which the pacer learns."""
         seconds = self.fixed_s + self.per_token_s * (num_prompt_tokens + num_other_tokens)
         seconds *= max(0.1, 1.0 + self.generator.gauss(0.0, self.noise))
         self.pacer.learn(num_prompt_tokens, num_other_tokens, seconds)
@@ -216,22 +222,65 @@ def test_chunks_that_a_token_meets_stay_below_the_bound(
     fixed_s: float, per_token_s: float, latency_s: float, num_running: int, num_before: int
 ) -> None:
     """So a token is delayed less than the bound, at drafter and verifier together. The smallest chunk always runs, and
-    one that is short beside a step without.
+    one that is short beside a step without, or as long as that at the prompt's end.
     """
     simulation = Simulation(fixed_s, per_token_s, latency_s, num_running)
     simulation.decode(num_before)
-    added = simulation.read(3000)
-    least_s = max(SMALLEST_CHUNK * per_token_s, STEP_SHARE * (fixed_s + num_running * per_token_s))
-    assert max(added) <= max(latency_s / CHUNKS_PER_TOKEN, least_s) * 1.01
+    unread = 3000
+    for added_s in simulation.read(unread):
+        step_share = LONG_SHARE if unread > LARGEST_CHUNK else 1.0
+        least_s = max(SMALLEST_CHUNK * per_token_s, step_share * (fixed_s + num_running * per_token_s))
+        assert added_s <= max(latency_s / CHUNKS_PER_TOKEN, least_s) * 1.01
+        unread -= round(added_s / per_token_s)
 
 
-def test_chunks_are_a_share_of_long_steps_so_that_all_texts_begin_soon() -> None:
+@given(FIXED_S, PER_TOKEN_S, st.lists(st.integers(2, 5000), min_size=1, max_size=64), st.booleans())
+def test_chunks_of_all_prompts_are_bounded_together(
+    fixed_s: float, per_token_s: float, unread: list[int], is_alone: bool
+) -> None:
+    """A step takes two and a half times as long at most, if the smallest chunk is no longer, nor the bound."""
+    simulation = Simulation(fixed_s, per_token_s, max_added_latency_s=0.1)
+    simulation.decode(PROBE_EVERY)
+    simulation.read(1)
+    added_s = per_token_s * simulation.pacer.budget(unread, sessions_run=True, is_alone=is_alone)
+    shares = [1.0 if each <= LARGEST_CHUNK else LONG_SHARE for each in unread]
+    step_s = (min(MOST_SHARE, sum(shares)) + is_alone) * (fixed_s + simulation.num_running * per_token_s)
+    assert added_s <= max(0.1 / CHUNKS_PER_TOKEN, SMALLEST_CHUNK * per_token_s, step_s) * 1.01
+
+
+def test_long_prompt_may_take_a_quarter_of_long_steps() -> None:
     """0.4 s for eight tokens, and 15 ms for one more: 6 fit into a quarter of that, and one into a sixth of 100 ms."""
     simulation = Simulation(0.28, 0.015, max_added_latency_s=0.1, num_running=8)
     simulation.decode(PROBE_EVERY)
-    added = simulation.read(600)
+    added = simulation.read(LARGEST_CHUNK + 600, until=LARGEST_CHUNK)
     assert max(added) == pytest.approx(6 * 0.015)
     assert len(added) <= 600 / 6 * PROBE_EVERY / (PROBE_EVERY - 1) + 2
+
+
+@pytest.mark.parametrize(("prompt_len", "least"), [(64, 0.96), (120, 0.94), (200, 0.9), (500, 0.78)])
+def test_steps_are_nearly_full_where_texts_follow_each_other(prompt_len: int, least: float) -> None:
+    """Eight sessions with texts of 48 to 64 tokens, each the next one after the other. A step takes 0.1 s, and 2 ms
+    more for each row. With a quarter of a step for all prompts together it would be 0.85, 0.71, 0.42 and 0.15.
+    """
+    simulation, seats = Simulation(0.1, 0.002, max_added_latency_s=0.1, num_running=8), 8
+    unread, left = [prompt_len] * seats, [simulation.generator.randint(48, 64) for _ in range(seats)]
+    arrivals, num_steps, num_decided = list(range(seats)), 500, 0
+    for _ in range(num_steps):
+        reading = [seat for seat in arrivals if unread[seat]]
+        running = seats - len(reading)
+        wanted = [unread[seat] for seat in reading]
+        chunks = share(simulation.pacer.budget(wanted, sessions_run=running > 0), wanted, wanted)
+        simulation.step(sum(chunks), running)
+        for seat, chunk in zip(reading, chunks, strict=True):
+            unread[seat] -= chunk
+        for seat in [seat for seat in arrivals if not unread[seat]]:
+            num_decided += 1
+            left[seat] -= 1
+            if not left[seat]:
+                unread[seat], left[seat] = prompt_len, simulation.generator.randint(48, 64)
+                arrivals.remove(seat)
+                arrivals.append(seat)
+    assert num_decided / num_steps / seats >= least
 
 
 @given(st.floats(0.0, 0.01), PER_TOKEN_S, st.integers(1, 64))
@@ -258,7 +307,7 @@ def test_long_prompt_after_many_noisy_small_steps_stalls_no_session() -> None:
     for seed in range(50):
         simulation = Simulation(0.1, 0.001, 0.05, noise=0.05, generator=random.Random(seed))
         simulation.decode(150, sizes=(4, 5, 6))
-        worst = max(worst, *simulation.read(2000))
+        worst = max(worst, *simulation.read(2000 + LARGEST_CHUNK, until=LARGEST_CHUNK))
     assert worst <= 0.05
 
 
