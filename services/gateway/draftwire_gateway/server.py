@@ -152,9 +152,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 async for event in events:
                     response = _event_to_proto(event)
                     caller.charge(len(response.delta.token_ids))
-                    await asyncio.sleep(
-                        0
-                    )  # deltas of one step of the verifier are written one after the other: in few packets
+                    await asyncio.sleep(0)  # so that the deltas of one step of the verifier leave together
                     await context.write(response)
 
     @override
