@@ -103,11 +103,6 @@ class SparseRows:
         # No more than there is. Each token is taken from once: in unused places nothing is taken.
         weights.scatter_add_(1, token_ids, taken.minimum(weights.gather(1, token_ids)).neg_())
 
-    def padded(self, support: int) -> "SparseRows":
-        """Returns the same with unused places, `support` in all."""
-        padding = (0, support - self.probs.shape[1])
-        return SparseRows(pad(self.token_ids, padding), pad(self.probs, padding), self.vocab_size)
-
     def to(self, device: torch.device) -> "SparseRows":
         """Returns the same on another device."""
         return SparseRows(self.token_ids.to(device), self.probs.to(device), self.vocab_size)
@@ -157,9 +152,12 @@ def joined(parts: Sequence[DraftRows]) -> DraftRows:
     assert len(sparse) == len(parts), "dense and sparse blocks are verified apart"
     sparse = [part for part in sparse if len(part.probs)] or sparse[:1]
     support = max(part.probs.shape[1] for part in sparse)
-    wide = [part if part.probs.shape[1] == support else part.padded(support) for part in sparse]
-    token_ids, probs = torch.cat([part.token_ids for part in wide]), torch.cat([part.probs for part in wide])
-    return SparseRows(token_ids, probs, sparse[0].vocab_size)
+
+    def widened(rows: Tensor) -> Tensor:
+        return pad(rows, (0, support - rows.shape[1])) if rows.shape[1] < support else rows
+
+    token_ids, probs = zip(*((widened(part.token_ids), widened(part.probs)) for part in sparse), strict=True)
+    return SparseRows(torch.cat(token_ids), torch.cat(probs), sparse[0].vocab_size)
 
 
 def rows_of(decoded: Decoded) -> DraftRows:

@@ -567,7 +567,7 @@ def make_loop(
     drafters: Any,
     loop_settings: LoopSettings | None = None,
     tokenizer: Any = None,
-    observer: RoundObserver | None = None,
+    observers: Sequence[RoundObserver] = (),
     spans: ChoiceSpans | None = None,
     pairs: Pairs | None = None,
     **changes: Any,
@@ -577,7 +577,7 @@ def make_loop(
     text = TextStream(tokenizer or LetterTokenizer(), generation.prompt_ids, generation.stop, generation.token_details)
     text.skip(list(generation.generated_ids), generation.stop_token_ids)
     peers = FakePeers(_listed(targets), _listed(drafters))
-    plugs = plugs_of(generation, pairs or Pairs(16, 4), observer, spans)
+    plugs = plugs_of(generation, pairs or Pairs(16, 4), observers, spans)
     return GenerationLoop(generation, peers, text, loop_settings or LoopSettings(), plugs)
 
 

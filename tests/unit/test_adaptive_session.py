@@ -92,7 +92,7 @@ def test_session_that_does_not_draft_opens_no_drafter_and_says_why(choose: Any) 
     choose(0)
     target, rounds = FakeTarget(), list[RoundTimes]()
     drafter = FakeDrafter(target)
-    result = run(collect(loop_of(target, [drafter], Pairs(16, 4), observer=rounds.append)))
+    result = run(collect(loop_of(target, [drafter], Pairs(16, 4), observers=[rounds.append])))
     result.assert_whole(60)
     assert drafter.sessions == [], "its prefill alone would cost time"
     assert {one.why_plain for one in rounds} == {WhyPlain.DOES_NOT_PAY}

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import httpx2
 import pytest
@@ -28,7 +27,7 @@ from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.app import make_app
 from draftwire_gateway.metrics import PARTS, GatewayMetrics
 from draftwire_gateway.request_record import Latencies
-from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
+from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_verifier.draft_waits import DraftWaits, IdleWatch
 from draftwire_verifier.drafters import Drafters, Greeting
 from draftwire_verifier.metrics import VerifierMetrics
@@ -370,12 +369,3 @@ def test_drafters_may_come_while_they_are_read() -> None:
     read = iter(drafters)
     drafters.connect(Greeting("small", "host a", 2))
     assert list(read) == [first]
-
-
-def test_without_an_observer_rounds_are_not_timed() -> None:
-    clock = Mock()
-    watch = RoundWatch(None, clock)
-    watch.ask(WhyPlain.NO_DRAFTER, opens=True)
-    watch.take(verdict(0, 0), 1.0)
-    watch.end()
-    clock.assert_not_called()

@@ -45,7 +45,7 @@ def watched(*steps: WhyPlain | float | Verdict, opens: bool = False) -> list[Rou
     """
     told: list[RoundTimes] = []
     now = 100.0
-    watch = RoundWatch(told.append, lambda: now)
+    watch = RoundWatch([told.append], lambda: now)
     for number, step in enumerate(steps):
         if isinstance(step, WhyPlain):
             watch.ask(step, opens=opens and number == 0)
@@ -97,7 +97,7 @@ def test_first_round_is_prefill_and_the_next_has_its_parts() -> None:
 def test_rounds_of_a_plain_run_start_with_the_verdict_before_them() -> None:
     """Also where the loop was busy when a verdict came, and takes it later."""
     now, told = 100.0, list[RoundTimes]()
-    watch = RoundWatch(told.append, lambda: now)
+    watch = RoundWatch([told.append], lambda: now)
     watch.ask(WhyPlain.NO_DRAFTER, opens=True)
     for left in (2, 1, 0):
         now += 0.014
@@ -112,7 +112,7 @@ def test_rounds_of_a_plain_run_start_with_the_verdict_before_them() -> None:
 
 def test_report_of_a_round_does_not_delay_the_request_of_the_next() -> None:
     told = list[RoundTimes]()
-    watch = RoundWatch(told.append, lambda: 100.0)
+    watch = RoundWatch([told.append], lambda: 100.0)
     watch.ask(WhyPlain.EMPTY_BLOCK)
     watch.take(verdict(0, drafted=4), 100.0)
     watch.ask(WhyPlain.EMPTY_BLOCK)
@@ -161,7 +161,7 @@ def test_masks_count_with_the_drafters_and_never_beyond_the_round(
 
 def observed(target: FakeTarget, drafter: Any, **arguments: Any) -> tuple[list[RoundTimes], int]:
     told: list[RoundTimes] = []
-    result = run(collect(make_loop(target, drafter, observer=told.append, **arguments)))
+    result = run(collect(make_loop(target, drafter, observers=[told.append], **arguments)))
     return told, len(result.ids)
 
 
@@ -209,7 +209,7 @@ def test_plain_rounds_say_why() -> None:
 async def test_time_of_a_slow_reader_is_the_gateways_and_not_the_networks() -> None:
     told: list[RoundTimes] = []
     target = FakeTarget(accepts=[2] * 10)
-    async for _ in make_loop(target, FakeDrafter(target), observer=told.append, max_tokens=10).run():
+    async for _ in make_loop(target, FakeDrafter(target), observers=[told.append], max_tokens=10).run():
         await asyncio.sleep(0.05)
     assert len(told) > 3
     assert max(times.wire_s for times in told) < 0.05 < max(times.gateway_s for times in told)

@@ -291,7 +291,7 @@ def test_every_session_of_a_choice_opens_with_its_span_and_notes_events() -> Non
 
         first.after_verdict = lose_a_drafter
         spans = ChoiceSpans(tracer, span)
-        loop = make_loop([first, second], drafters, observer=spans.add_round, spans=spans, max_tokens=30)
+        loop = make_loop([first, second], drafters, observers=[spans.add_round], spans=spans, max_tokens=30)
         statistics = (await collect(loop)).finish.statistics
         targets = [spec.parameters.traceparent for spec in (*first.attempts, *second.attempts)]
         return statistics, targets, [s.spec.parameters.traceparent for each in drafters for s in each.sessions]

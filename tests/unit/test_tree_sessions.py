@@ -98,7 +98,7 @@ def test_verdict_reports_the_depth_of_a_tree_and_how_its_path_ended(path: tuple[
     assert (verdict.num_draft_tokens, depth_of(verdict), verdict.num_draft_positions) == (5, 3, 3)
     assert (verdict.num_accepted_tokens, verdict.extra) == (len(path), extra)
     told: list[RoundTimes] = []
-    watch = RoundWatch(told.append)
+    watch = RoundWatch([told.append])
     watch.ask(WhyPlain.NO_ROOM)
     watch.take(verdict, 0.0)
     watch.end()

@@ -32,7 +32,7 @@ from draftwire_gateway.session.choices import ChoiceEvent, ChoiceRunner, PromptE
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.loop import GenerationLoop
 from draftwire_gateway.session.ports import Peers
-from draftwire_gateway.session.round_times import RoundTimes, combined
+from draftwire_gateway.session.round_times import RoundTimes
 from draftwire_gateway.session.spans import RequestSpans, RequestTracing
 from draftwire_gateway.session_plugs import plugs_of
 from draftwire_gateway.speculation.pairs import Pairs
@@ -245,10 +245,10 @@ class GatewayCore:
         if generation.generated_ids:  # on a thread, since they may be many
             await asyncio.to_thread(text.skip, list(generation.generated_ids), generation.stop_token_ids)
         spans = trace.choice(generation) if trace is not None else None
-        observer = combined(self.metrics.observe_round, spans.add_round if spans is not None else None)
+        observers = [self.metrics.observe_round, *([spans.add_round] if spans is not None else [])]
         if generation.sampling.structured_output is not None:
-            observer = combined(observer, partial(self._charge_masks, generation.form_caller))
-        plugs = plugs_of(generation, self.pairs, observer, spans)
+            observers.append(partial(self._charge_masks, generation.form_caller))
+        plugs = plugs_of(generation, self.pairs, observers, spans)
         return GenerationLoop(generation, self._peers, text, self.config.loop, plugs)
 
     def _charge_masks(self, caller: str, times: RoundTimes) -> None:

@@ -1,5 +1,7 @@
 """Composition of what plugs into sessions."""
 
+from collections.abc import Sequence
+
 from draftwire_gateway.options.drafts_ahead import DraftsAhead
 from draftwire_gateway.options.local_drafting import LocalDrafting
 from draftwire_gateway.options.mask_allowance import MaskAllowance
@@ -15,10 +17,10 @@ from draftwire_gateway.speculation.pairs import Pairs
 
 
 def plugs_of(
-    generation: Generation, pairs: Pairs, observer: RoundObserver | None = None, trace: SessionTrace | None = None
+    generation: Generation, pairs: Pairs, observers: Sequence[RoundObserver] = (), trace: SessionTrace | None = None
 ) -> SessionPlugs:
     """Returns what plugs into the loop of a generation; `pairs` choose the lengths of its drafts, if it adapts them."""
-    return SessionPlugs(policy_of(generation, pairs), options_of, observer, trace)
+    return SessionPlugs(policy_of(generation, pairs), options_of, observers, trace)
 
 
 def policy_of(generation: Generation, pairs: Pairs) -> Policy:

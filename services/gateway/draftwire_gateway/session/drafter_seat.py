@@ -102,10 +102,7 @@ class DrafterSeat:
         that has been asleep for longer than `longest_sleep_s` is given up if there is another one.
         """
         if self._drafter is not None:
-            if not self._drafter.is_asleep:
-                return
-            slept_s = self._drafter.slept_s(asyncio.get_running_loop().time())
-            if slept_s <= longest_sleep_s or self._next(target) is None:
+            if self._drafter.slept_s() <= longest_sleep_s or self._next(target) is None:
                 return
             self.give_up(UnavailableError(NO_BLOCK))
         port = self._next(target)

@@ -10,8 +10,7 @@ from draftwire.errors import ProtocolViolationError
 from draftwire_gateway.session.ports import DrafterLost, DrafterReady, SessionEvent, TargetLost
 
 MAX_UNREAD_EVENTS = 2**14
-"""Events of a session's verifier that wait to be handled, at most: many times what its requests can cause. The parts of
-a prompt's report, of up to 128 tokens each, are the most."""
+"""Events of a session's verifier that wait, at most: many times what is requested, most of it parts of prompts."""
 
 MAX_UNREAD_OF_DRAFTER = 2**8
 """The same of a drafter, which replies once to each request."""
@@ -32,14 +31,11 @@ class PeerEvent:
 
 
 class EventQueue:
-    """Events that wait for the one task that reads them. Peers never block: one that sends more than
-    was requested is lost, see `TaggedInbox`.
-
-    The deadline moves with every round, mostly without a timer: one that rings too early is set anew.
+    """Events that wait for the one task that reads them, and a deadline that moves with every round: mostly without a
+    timer, since one that rings too early is set anew. Peers never block; see `TaggedInbox`.
     """
 
     def __init__(self) -> None:
-        """Sets no deadline."""
         self._events: deque[PeerEvent] = deque()
         self._reader: asyncio.Future[None] | None = None
         """Done when the task that waits is to look again; None while none waits."""

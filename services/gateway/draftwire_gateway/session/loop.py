@@ -15,7 +15,7 @@ Source: Sun et al. 2024 (arXiv 2403.10444), Algorithm 3.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from draftwire.errors import DraftwireError, ProtocolViolationError, UnavailableError
@@ -36,7 +36,7 @@ from draftwire_gateway.session.ports import (
     TargetPort,
 )
 from draftwire_gateway.session.round_planner import RoundPlanner
-from draftwire_gateway.session.round_times import RoundObserver, RoundWatch, WhyPlain, combined
+from draftwire_gateway.session.round_times import RoundObserver, RoundWatch, WhyPlain
 from draftwire_gateway.session.session_option import MakeOptions, RunRequest
 from draftwire_gateway.session.session_state import SessionState, SessionTrace
 from draftwire_gateway.session.verifier_seat import VerifierSeat
@@ -51,7 +51,7 @@ class SessionPlugs:
     """Chooses what is drafted."""
     make_options: MakeOptions = lambda _: ()
     """Makes the session's options."""
-    observer: RoundObserver | None = None
+    observers: Sequence[RoundObserver] = ()
     """Called for each committed round."""
     trace: SessionTrace | None = None
     """Traces the session; None traces nothing."""
@@ -78,7 +78,7 @@ class GenerationLoop:
         self._seat = DrafterSeat(self._session, peers, self._queue, policy, options)
         self._planner = RoundPlanner(self._session, self._seat, policy, options)
         self._policy = policy
-        self._watch = RoundWatch(combined(plugs.observer, policy.observer))
+        self._watch = RoundWatch([*plugs.observers, *([policy.observer] if policy.observer is not None else [])])
         self.statistics = self._session.statistics
 
     async def run(

@@ -46,10 +46,6 @@ class Arm(NamedTuple):
         """Draft tokens that the verifier reads at most."""
         return self.num_nodes or self.length
 
-    def distance(self, other: "Arm") -> tuple[int, int]:
-        """Returns by how much another arm differs, by the verifier's rows first."""
-        return abs(other.num_rows - self.num_rows), abs(other.length - self.length)
-
 
 _OF_DRAFTERS = (DraftSource.DRAFTER, DraftSource.AHEAD, DraftSource.TREES)
 

@@ -7,7 +7,7 @@ time before the first request of a round, and rounds that are cut short, are lef
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -91,24 +91,12 @@ RoundObserver = Callable[[RoundTimes], None]
 """Called on the event loop for each committed round of a session, when its `gateway_s` is known. Must not raise."""
 
 
-def combined(first: RoundObserver | None, second: RoundObserver | None) -> RoundObserver | None:
-    """Returns an observer that calls both observers, of those that there are."""
-    if first is None or second is None:
-        return first or second
-
-    def observe(times: RoundTimes) -> None:
-        first(times)
-        second(times)
-
-    return observe
-
-
 class RoundWatch:
-    """Measures the rounds of one session for an observer. Without an observer, does nothing."""
+    """Measures the rounds of one session for observers."""
 
-    def __init__(self, observer: RoundObserver | None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, observers: Sequence[RoundObserver], clock: Callable[[], float] = time.perf_counter) -> None:
         """`clock` must be the one that the arrival times of verdicts are from."""
-        self._observer = observer
+        self._observers = observers
         self._clock = clock
         self._started_at: float | None = None
         self._asked_at = 0.0
@@ -122,12 +110,9 @@ class RoundWatch:
         """A round after which the next one was requested, and that was not reported yet."""
 
     def ask(self, why_plain: WhyPlain, *, opens: bool = False) -> None:
-        """Records the request of a round, or a repeated request of the open round after a loss; `opens` if it opens the
-        session on a verifier. What is to be told of the round before waits for `report`, so that it does not delay the
-        request.
+        """Records the request of a round, or a repeated one of the open round after a loss; `opens` if it opens the
+        session on a verifier. The round before is reported by `report`, so that the request is not delayed.
         """
-        if self._observer is None:
-            return
         now = self._clock()
         self._leave(now)
         if self._started_at is None:
@@ -137,8 +122,6 @@ class RoundWatch:
 
     def take(self, verdict: Verdict, arrived_at: float) -> None:
         """Records the verdict of the open round."""
-        if self._observer is None:
-            return
         self._verdict, self._arrived_at = verdict, arrived_at
         self._is_held = self._next_is_held
         self._next_is_held = verdict.ahead is not None and verdict.ahead.next_is_held
@@ -149,21 +132,21 @@ class RoundWatch:
 
     def end(self) -> None:
         """Reports the last round."""
-        if self._observer is not None:
-            self._leave(self._clock())
-            self.report()
+        self._leave(self._clock())
+        self.report()
 
     def report(self) -> None:
         """Reports the round after which the next one was requested, if that was not done."""
-        times, self._left = self._left, None
-        if times is not None and self._observer is not None:
-            self._observer(times)
+        if (times := self._left) is not None:
+            self._left = None
+            for observe in self._observers:
+                observe(times)
 
     def _leave(self, left_at: float) -> None:
         """Ends the round whose verdict has arrived, if any, and starts the next."""
         self.report()
         verdict, started_at = self._verdict, self._started_at
-        if verdict is None or started_at is None or self._observer is None:
+        if verdict is None or started_at is None:
             return
         arrived_at = max(self._arrived_at, started_at)
         # A block that arrived after its drafter was dropped still counts from its own request.

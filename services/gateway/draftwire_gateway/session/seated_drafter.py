@@ -125,9 +125,8 @@ class SeatedDrafter:
         self._begins_at = max(self._ended_at, requested_at) if block.is_begun else self._requested_at
         self._session.expected.request_block(arm.length, num_nodes=arm.num_nodes, is_ahead=block.may_be_ahead)
         fence, permit = self._session.fence, self._next_permit()
-        self.port.calibrate(
-            Calibration(fence, base_len, new_ids, arm.length, permit, block.max_rounds_ahead, block.tree)
-        )
+        wanted = Calibration(fence, base_len, new_ids, arm.length, permit, block.max_rounds_ahead, block.tree)
+        self.port.calibrate(wanted)
         return self._timeout_s
 
     def timeout_s(self, num_draft_tokens: int, most: float) -> float:
@@ -201,9 +200,9 @@ class SeatedDrafter:
         self.num_missing += self._is_missing
         return BlockFate.MISSING if self._is_missing else BlockFate.LATE
 
-    def slept_s(self, now: float) -> float:
-        """Returns for how long it has been asleep, which it must be."""
-        return now - self._asleep_since
+    def slept_s(self) -> float:
+        """Returns for how long it has been asleep; 0 if it is awake."""
+        return asyncio.get_running_loop().time() - self._asleep_since if self.is_asleep else 0.0
 
     def _next_permit(self) -> Permit | None:
         """Returns the permit to send now, which names the drafter; None if it has one."""

@@ -1,9 +1,11 @@
 """How many of a pair's draft tokens are accepted, by who drafts them, and of token trees by size."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 from draftwire_gateway.session.policy import Arm, DraftSource
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
+from draftwire_gateway.speculation.round_costs import distance
 from draftwire_gateway.speculation.tree_acceptance import TreePrior
 
 FOLLOWED_EVERY = 4
@@ -76,7 +78,7 @@ class PairAcceptance:
             return
         tried = [size for size, one in self.trees.items() if one.num_drafts]
         for untried in self.trees.keys() - tried:
-            near = min(tried, key=untried.distance)
+            near = min(tried, key=partial(distance, untried))
             accepted = self.trees[near].mean_tokens(near.length) - 1.0
             self._priors[untried].follow(self._priors[near], near.length, accepted)
 

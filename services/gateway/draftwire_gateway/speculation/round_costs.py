@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes
@@ -216,7 +217,7 @@ class RoundCosts:
         costs = {} if arm.source is None else self._of(arm.source)
         if not costs:
             return 1.0
-        return costs[min(costs, key=arm.distance)].bias
+        return costs[min(costs, key=partial(distance, arm))].bias
 
     def has_measured(self, source: DraftSource) -> bool:
         """Whether some arm of a source was measured."""
@@ -343,3 +344,8 @@ def _beyond_rows(slowness: float, num_before: float, num_now: float) -> float:
     """
     least, most = sorted((slowness, slowness * (1.0 + num_before) / (1.0 + num_now)))
     return min(max(1.0, least), most)
+
+
+def distance(arm: Arm, other: Arm) -> tuple[int, int]:
+    """Returns by how much two arms differ, by the verifier's rows first."""
+    return abs(other.num_rows - arm.num_rows), abs(other.length - arm.length)
