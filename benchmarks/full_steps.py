@@ -26,16 +26,15 @@ from benchmarks.report import read_metric, write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.v1 import gateway_pb2_grpc
 
-SHORTEST, LONGEST = 48, 64
-"""Tokens of a text. Those of equal lengths would stay in step with each other."""
 
-
-def asks(num_joined: int, draft_len: int) -> Iterator[Ask]:
-    """Yields what is requested one after the other, each with so many prompts as one: different ones 200 times."""
+def asks(num_joined: int, draft_len: int, lengths: tuple[int, int]) -> Iterator[Ask]:
+    """Yields what is requested one after the other, each with so many prompts as one: different ones 200 times. Texts of
+    equal lengths stay in step with each other.
+    """
     generator, prompts = random.Random(5), load_prompts()
     for seed in range(2**31):
         parts = [prompts[(seed + 7 * part) % len(prompts)] for part in range(num_joined)]
-        yield Ask("\n".join(parts), generator.randint(SHORTEST, LONGEST), draft_len, seed)
+        yield Ask("\n".join(parts), generator.randint(*lengths), draft_len, seed)
 
 
 def counters(stack: LocalStack) -> Iterator[float]:
@@ -94,6 +93,7 @@ def main() -> None:
     parser.add_argument("--large", type=Path, help="folder of the 374 M pair; without it, the embedded one")
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--prompts-joined", type=int, default=1, help="committed prompts in each prompt [%(default)s]")
+    parser.add_argument("--text-tokens", type=int, nargs=2, default=(48, 64), help="at least and at most [48 64]")
     parser.add_argument("--draft-len", type=int, default=0, help="draft tokens of a round [plain decoding]")
     parser.add_argument("--seconds", type=float, default=45.0, help="that are measured [%(default)g]")
     parser.add_argument("--settle-seconds", type=float, default=10.0, help="before [%(default)g]")
@@ -101,7 +101,7 @@ def main() -> None:
     arguments = parser.parse_args()
     cell = Cell("full steps", "embedded" if arguments.large is None else "large", arguments.sessions)
     with LocalStack(options_of(cell, arguments.large)) as stack:
-        wanted = asks(arguments.prompts_joined, arguments.draft_len)
+        wanted = asks(arguments.prompts_joined, arguments.draft_len, tuple(arguments.text_tokens))
         write_report(arguments, asyncio.run(measure(stack, wanted, arguments)))
 
 
