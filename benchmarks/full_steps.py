@@ -28,8 +28,8 @@ from draftwire.v1 import gateway_pb2_grpc
 
 
 def asks(num_joined: int, draft_len: int, lengths: tuple[int, int]) -> Iterator[Ask]:
-    """Yields what is requested one after the other, each with so many prompts as one: different ones 200 times. Texts of
-    equal lengths stay in step with each other.
+    """Yields what is requested one after the other, each with so many prompts as one: different ones 200 times. Texts
+    of equal lengths stay in step with each other.
     """
     generator, prompts = random.Random(5), load_prompts()
     for seed in range(2**31):
