@@ -12,9 +12,9 @@ CHUNKS_PER_TOKEN = 6
 verifier each, the chunk of the step that runs when its work arrives and that of the step that includes its work. Two
 more cover indirect costs: sessions fall out of step with each other, and cores and memory are shared."""
 LONG_SHARE = 0.25
-"""Where steps are long, a step may read a prompt of more than `LARGEST_CHUNK` unread tokens for so much of the time of
-a step without prompts: to wait for that is little beside the step itself. A shorter one it may read for as long as a
-step: while it waits, its text's place in the steps is empty, and in fewer chunks it takes no more from the others."""
+"""Share of the time of a step without prompts for which a long step may read a prompt of more than `LARGEST_CHUNK`
+unread tokens: to wait for that is little beside the step itself. A shorter one it may read for as long as a step: while
+it waits, its text's place in the steps is empty, and in fewer chunks it takes no more from the others."""
 MOST_SHARE = 1.5
 """The same for all prompts together."""
 PROBE_EVERY = 16

@@ -645,7 +645,7 @@ class Network:
     async def generate(self, generation: Generation) -> tuple[Ids, Statistics]:
         """Returns the tokens of a text, ended by `FAILED` if the target cannot go on, and the statistics."""
         text = TextStream(TextTokenizer(), generation.prompt_ids, generation.stop)  # type: ignore[arg-type]
-        plugs = plugs_of(generation, self.pairs, self.rounds.append)
+        plugs = plugs_of(generation, self.pairs, [self.rounds.append])
         if self.mask_us is not None:
             plugs = replace(plugs, make_options=_options_with_masks)
         loop = GenerationLoop(generation, self, text, self.settings, plugs)
