@@ -10,6 +10,7 @@ from tiny_models import tiny_compiler
 from toy_heads import ToyHead
 
 from benchmarks.pair_simulation import round_times
+from draftwire.method.round_parts import StepSize
 from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_drafts import HeadDrafts
 from draftwire.options.model_free.registry import TextDrafters
@@ -134,14 +135,15 @@ def guessed(name: str, seeds: tuple[int | None, int | None], *happens: str) -> S
     )
 
 
-def taught(num_rounds: int, seconds: dict[DraftSource | None, float]) -> Pairs:
+def taught(num_rounds: int, seconds: dict[DraftSource | None, float], *, predicts: bool = False) -> Pairs:
     """Returns the shipped choosers after rounds of another session, which took as long as given, by who drafted."""
-    pairs, now = Pairs(2, 2), -20.0
+    pairs, now = Pairs(2, 2, predicts=predicts), -20.0
     other = pairs.session_length(PairName("verifier0:1", "drafter", can_go_ahead=True))
     for number in range(num_rounds):
         arm = other.next_draft(number, 4, now)
         ended_at = now + seconds[arm.source]
-        other.observe(round_times(number, now, ended_at, arm.length, arm.length, 0.1, 0.1))
+        step = StepSize(1 + arm.length, 1, number)
+        other.observe(round_times(number, now, ended_at, arm.length, arm.length, 0.1, 0.1 + number / 1e3, step=step))
         now = ended_at
     other.close()
     return pairs
@@ -366,6 +368,30 @@ CASES: list[Scene] = [
         max_branches=1,
         network={"times": replace(slow_after(5), to_gateway_s=0.003)},
         chooser=partial(taught, 5, {None: 3.2, DraftSource.DRAFTER: 6.0, DraftSource.AHEAD: 5.0}),
+        happens=frozenset({"asked as begun", "plain: does_not_pay", "rejection"}),
+    ),
+    # It tries to draft ahead.
+    Scene(
+        name="the predicting chooser, which tries another way",
+        **tables(8, 9),
+        length=12,
+        num_draft_tokens=2,
+        rounds_ahead=1,
+        max_branches=2,
+        network={"times": slow_after(8)},
+        chooser=partial(taught, 7, dict.fromkeys((None, DraftSource.DRAFTER, DraftSource.AHEAD), 4.0), predicts=True),
+        happens=frozenset({"hit", "miss", "rejection"}),
+    ),
+    # The trial of plain rounds is over, and they are better.
+    Scene(
+        name="the predicting chooser, which turns to plain",
+        **tables(5, wrong=(2, 4)),
+        length=7,
+        num_draft_tokens=2,
+        rounds_ahead=1,
+        max_branches=1,
+        network={"times": replace(slow_after(5), to_gateway_s=0.003)},
+        chooser=partial(taught, 29, {None: 3.2, DraftSource.DRAFTER: 6.0, DraftSource.AHEAD: 5.0}, predicts=True),
         happens=frozenset({"asked as begun", "plain: does_not_pay", "rejection"}),
     ),
     *OUTCOME_CASES,

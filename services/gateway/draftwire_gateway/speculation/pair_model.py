@@ -1,0 +1,133 @@
+"""Model of a pair: the tokens of a round and the time that it takes, of every way to draft, at every load."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from draftwire_gateway.session.policy import Arm, DraftSource
+from draftwire_gateway.session.round_times import RoundTimes
+from draftwire_gateway.speculation.accepted_counts import PRIOR, RECENT, AcceptedCounts
+from draftwire_gateway.speculation.step_prices import RecentMean, StepPrices
+
+TOKENS = 100.0
+"""Text tokens of a unit of length: a paragraph."""
+TRUSTED_S = 2.0
+"""Seconds of what was made that the prediction of tokens a second counts like."""
+
+
+@dataclass(slots=True)
+class Load:
+    """What was measured at one load."""
+
+    between_s: defaultdict[Arm, RecentMean] = field(default_factory=lambda: defaultdict(RecentMean))
+    """Time of a round beside its steps: messages, and waiting for each other."""
+    sharing: defaultdict[DraftSource | None, RecentMean] = field(default_factory=lambda: defaultdict(RecentMean))
+    """Share of the sessions that are in a step of the verifier, as these see it."""
+    made: defaultdict[DraftSource | None, RecentMean] = field(default_factory=lambda: defaultdict(RecentMean))
+    """Tokens that all sessions made while a source was chosen, over those that its rounds had made in all of that time:
+    sessions wait, and drafters read."""
+    arm: Arm | None = None
+    """The chosen one; None before there was any."""
+    chosen_at: float = 0.0
+
+
+class PairModel:
+    """Predicts rounds of one pair."""
+
+    def __init__(self, acceptance: Mapping[DraftSource, AcceptedCounts]) -> None:
+        """Knows nothing but what is accepted, which is counted elsewhere."""
+        self.verifier, self.passes = StepPrices(), defaultdict[DraftSource, StepPrices](StepPrices)
+        """Steps of the verifier, and passes of who drafts."""
+        self.acceptance = acceptance
+        self.loads: dict[int, Load] = {}
+        self._load_of: dict[int, Load] = {}
+        """By number of sessions."""
+        self._text = RecentMean()
+        """Length of a text."""
+        self._steps: dict[Arm, float] = {}
+        """Time of the steps of a round with an arm, as it was predicted last."""
+
+    def load(self, num_sessions: int) -> Load:
+        """Returns what is known of the nearest power of two of a number of sessions."""
+        known = self._load_of.get(num_sessions)
+        if known is None:
+            known = self._load_of[num_sessions] = self.loads.setdefault(load_of(num_sessions), Load())
+        return known
+
+    def learn_step(self, times: RoundTimes, num_sessions: int) -> None:
+        """Adds the verifier's step of a round, if it says its size."""
+        step = times.verdict.step
+        if step is not None and step.num_step_sessions and times.verify_s > 0.0:
+            length, sessions = step.num_step_text_tokens / TOKENS, float(step.num_step_sessions)
+            self._text.add(length / sessions, 1.0 / num_sessions, times.ended_at, RECENT)
+            self.verifier.add((1.0, float(step.num_step_rows), sessions, length), times.verify_s, times.ended_at)
+
+    def learn_passes(self, times: RoundTimes, arm: Arm, *, is_quiet: bool) -> None:
+        """Adds the drafting of a round. Beside texts that drafters read it takes longer, and is better than nothing."""
+        if arm.source is None or times.draft_s <= 0.0 or times.is_held:
+            return
+        passes = self.passes[_drafter(arm.source)]
+        if is_quiet or not passes.is_known:
+            size = self._passes(arm.length, float(times.verdict.timings.num_drafted_sessions or 1))
+            passes.add(size, times.draft_s, times.ended_at)
+
+    def learn_between(self, times: RoundTimes, arm: Arm, num_sessions: int, weight: float) -> None:
+        """Adds a round in which all sessions had an arm, of which it says as much as a weight."""
+        load, now = self.load(num_sessions), times.ended_at
+        if times.verdict.step is not None:
+            load.sharing[arm.source].add(times.verdict.step.num_step_sessions / num_sessions, weight, now, RECENT)
+        steps_s = self._steps.get(arm) or self._steps_s(arm, load, num_sessions)
+        load.between_s[arm].add(times.duration_s - steps_s, weight, now, RECENT)
+
+    def round_s(self, arm: Arm, num_sessions: int, now: float) -> float:
+        """Returns the time of a round, seconds. A step of the verifier must be known."""
+        load = self.load(num_sessions)
+        steps_s = self._steps_s(arm, load, num_sessions)
+        return max(steps_s / 2.0, steps_s + self._between_s(arm, load, now))
+
+    def rate(self, arm: Arm, num_sessions: int, now: float, own: AcceptedCounts | None = None) -> float:
+        """Returns the tokens/s that rounds of a session make, whose own acceptance may be known."""
+        counts = own if own is not None or arm.source is None else self.acceptance[arm.source]
+        tokens = 1.0 if counts is None or arm.source is None else sum(counts.survival(arm.length))
+        return tokens / self.round_s(arm, num_sessions, now)
+
+    def pass_s(self, source: DraftSource, sessions: float) -> float:
+        """Returns the time of drafting one token, for so many sessions together, seconds."""
+        return self.passes[_drafter(source)].predict(self._passes(1, sessions))
+
+    def _steps_s(self, arm: Arm, load: Load, num_sessions: int) -> float:
+        sharing = load.sharing[arm.source].value or 1.0
+        sessions = max(1.0, num_sessions * sharing)
+        seconds = self.verifier.predict((1.0, sessions * (arm.num_rows + 1), sessions, sessions * self._text.value))
+        if arm.source is not None:
+            seconds += self.passes[_drafter(arm.source)].predict(self._passes(arm.length, sessions))
+        self._steps[arm] = seconds
+        return seconds
+
+    def _passes(self, length: int, sessions: float) -> tuple[float, float, float, float]:
+        return float(length), length * sessions, 0.0, length * sessions * self._text.value
+
+    def _between_s(self, arm: Arm, load: Load, now: float) -> float:
+        """Returns the time beside steps: of the arm as far as it was measured, else of its source, at this load or, if
+        nothing was measured at it, at any.
+        """
+        total = weight = 0.0
+        for near in (load,) if load.between_s else self.loads.values():
+            for other, mean in near.between_s.items():
+                if other.source is arm.source:
+                    share = mean.weight(now)
+                    weight += share
+                    total += share * mean.value
+        expected = total / (weight + PRIOR)
+        own = load.between_s.get(arm)
+        return expected if own is None else own.drawn_to(expected, PRIOR, now)
+
+
+def _drafter(source: DraftSource) -> DraftSource:
+    return DraftSource.DRAFTER if source is DraftSource.AHEAD else source
+
+
+def load_of(num_sessions: int) -> int:
+    """Returns the nearest power of two of a number of sessions: clients that keep so many have less at times."""
+    return round(math.log2(max(1, num_sessions)))
