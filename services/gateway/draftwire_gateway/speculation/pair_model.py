@@ -24,7 +24,7 @@ class Load:
     """Time of a round beside its steps: messages, and waiting for each other."""
     sharing: defaultdict[DraftSource | None, RecentMean] = field(default_factory=lambda: defaultdict(RecentMean))
     """Share of the sessions that are in a step of the verifier, as these see it."""
-    made: defaultdict[DraftSource | None, RecentMean] = field(default_factory=lambda: defaultdict(RecentMean))
+    made: defaultdict[Arm | DraftSource | None, RecentMean] = field(default_factory=lambda: defaultdict(RecentMean))
     """Tokens that all sessions made while a source was chosen, over those that its rounds had made in all of that time:
     sessions wait, and drafters read."""
     arm: Arm | None = None

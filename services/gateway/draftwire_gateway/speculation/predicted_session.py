@@ -17,8 +17,8 @@ class PredictedSession:
         self._own = {source: AcceptedCounts(counts) for source, counts in pair.acceptance.items()}
         if DraftSource.AHEAD in self._own:
             self._own[DraftSource.AHEAD] = self._own[DraftSource.DRAFTER]
-        self._asked: deque[tuple[int, Arm]] = deque(maxlen=2)
-        """The latest requests, from which round on and what."""
+        self._asked: deque[tuple[int, Arm, Arm]] = deque(maxlen=2)
+        """The latest requests: from which round on, what the pair's sessions draft, and what was asked for."""
         self._best: tuple[tuple[Arm, int] | None, Arm] = (None, PLAIN)
         """The pair's arm and the session's drafts, by `ROUNDS`, and what is best for the session by them."""
         self._ended_at: float | None = None
@@ -37,20 +37,21 @@ class PredictedSession:
 
     def next_draft(self, round_number: int, most: int, now: float) -> Arm:
         """Returns what the drafter is to draft for a round, with room for `most` tokens; plain decoding for nothing."""
-        arm = self._pair.arm_of(self)
-        return self._ask(round_number, arm if arm.uses_drafter else PLAIN, most, now)
+        wanted = self._pair.arm_of(self)
+        return self._ask(round_number, wanted, wanted if wanted.uses_drafter else PLAIN, most, now)
 
     def replace_arm(self, round_number: int, arm: Arm) -> None:
         """Records that something else is drafted for a round than `next_draft` has just returned."""
-        self._asked[-1] = round_number, arm
+        self._asked[-1] = round_number, self._asked[-1][1], arm
 
     def next_own_length(self, round_number: int, most: int, now: float) -> int:
-        """Returns how many tokens the verifier drafts for each of the rounds that are requested now: where a drafter
-        cannot draft, as many as that was to.
+        """Returns how many tokens the verifier drafts for each of the rounds that are requested now; in the place of a
+        drafter that cannot, as many as are best for it by what is known.
         """
-        arm = self._pair.arm_of(self)
-        can = DraftSource.VERIFIER in self._own and arm.uses_drafter and self._own[DraftSource.VERIFIER].num_drafts
-        return self._ask(round_number, Arm(DraftSource.VERIFIER, arm.length) if can else arm, most, now).length
+        arm = wanted = self._pair.arm_of(self)
+        if wanted.uses_drafter:
+            arm = self._pair.best_own()
+        return self._ask(round_number, wanted, arm, most, now).length
 
     def num_plain_rounds(self, most: int, now: float) -> int:
         """Returns how many rounds without a drafter to request at once, at most `most`."""
@@ -63,7 +64,7 @@ class PredictedSession:
         asked = [request for request in self._asked if request[0] <= verdict.fence.round]
         if not asked:
             return
-        number, arm = asked[-1]
+        number, wanted, arm = asked[-1]
         by_drafter = verdict.num_draft_tokens > 0 and not verdict.is_of_verifier
         self._learn(times, arm, by_drafter=by_drafter)
         is_whole = not times.is_first and not times.lost_s and times.gateway_s <= times.ended_at - times.started_at
@@ -73,17 +74,17 @@ class PredictedSession:
             is_whole = is_whole and not by_drafter and number < verdict.fence.round
         self._pair.observe(self, times, arm, is_whole=is_whole)
         self._is_fresh = not by_drafter
-        self._open(is_opening=arm.uses_drafter and not by_drafter)
-        if before is not None and not times.is_first and ended_at > before:
+        self._open(is_opening=wanted.uses_drafter and not by_drafter)
+        if before is not None and ended_at > before and not times.is_first and wanted.source is self._pair.arm.source:
             self._pair.count(times.num_tokens, ended_at - before, times.started_at)
 
-    def _ask(self, round_number: int, arm: Arm, most: int, now: float) -> Arm:
+    def _ask(self, round_number: int, wanted: Arm, arm: Arm, most: int, now: float) -> Arm:
         arm = self._best_for(arm, now)
         length = max(0, min(arm.length, most))
         arm = arm._replace(length=length) if length else PLAIN
         if self._asked and self._asked[-1][0] == round_number:
             self._asked.pop()
-        self._asked.append((round_number, arm))
+        self._asked.append((round_number, wanted, arm))
         return arm
 
     def _best_for(self, arm: Arm, now: float) -> Arm:

@@ -95,6 +95,14 @@ class PredictingChooser:
             trial.sessions.add(session)
         return trial.arm if trial.has(session) else self.arm
 
+    def best_own(self) -> Arm:
+        """Returns what is best where no drafter drafts: drafts of the verifier, if some were counted, or nothing."""
+        known = self.acceptance.get(DraftSource.VERIFIER)
+        if known is None or not known.num_drafts or not self.model.verifier.is_known:
+            return PLAIN
+        possible = [arm for arm in self.arms if arm.source in (None, DraftSource.VERIFIER)]
+        return max(possible, key=lambda arm: self.model.rate(arm, self._n, self._now))
+
     def num_plain_rounds(self, most: int, now: float) -> int:
         """Returns how many rounds without a drafter to request at once, at most `most`."""
         if self.model.load(self._n).arm is None:  # a choice is near
@@ -136,14 +144,20 @@ class PredictingChooser:
     def count(self, num_tokens: int, seconds: float, started_at: float) -> None:
         """Counts tokens that a session made, and the time that it took for them, with all waits."""
         if self._trial is None and self._rate and started_at >= self._settled_at:
-            made = self.model.load(self._n).made[self.arm.source]
-            made.add(num_tokens / (seconds * self._rate), seconds / self._n, self._now, RECENT)
+            made = self.model.load(self._n).made
+            for key in (self.arm, self.arm.source):
+                made[key].add(num_tokens / (seconds * self._rate), seconds / self._n, self._now, RECENT)
 
     def rates(self, n: int) -> dict[Arm, float]:
         """Returns the tokens/s that each of so many sessions is expected to make, by arm."""
         made, now = self.model.load(n).made, self._now
-        shares = {source: mean.drawn_to(1.0, TRUSTED_S, now) for source, mean in made.items()}
-        return {arm: self.model.rate(arm, n, now) * shares.get(arm.source, 1.0) for arm in self.arms}
+        rates = {}
+        for arm in self.arms:
+            share = made[arm.source].drawn_to(1.0, TRUSTED_S, now) if arm.source in made else 1.0
+            if arm in made:
+                share = made[arm].drawn_to(share, TRUSTED_S, now)
+            rates[arm] = self.model.rate(arm, n, now) * share
+        return rates
 
     @property
     def tokens_per_second(self) -> float | None:
