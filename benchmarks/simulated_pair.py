@@ -68,7 +68,7 @@ Span = tuple[float, float]
 """Until when tokens are counted, and from when on, seconds."""
 Measure = Callable[[SimulatedPair, int], dict[str, Any]]
 """Measures a pair with seeds from one on."""
-SCENES = ("pairs", "drops", "waves", "bursts", "unsteady", "short texts")
+SCENES = ("pairs", "drops", "waves", "bursts", "unsteady", "short")
 Run = tuple[int, SimulatedPair]
 """A seed, and the pair that is run with it."""
 
@@ -330,7 +330,7 @@ def main() -> None:
         "waves": (measure_waves, in_waves),
         "bursts": (measure_bursts, bursts()),
         "unsteady": (measure_unsteady, unsteady()),
-        "short texts": (measure_short, shorts()),
+        "short": (measure_short, shorts()),
     }
     measured: dict[str, dict[str, Any]] = {}
     for scene in arguments.scenes:
