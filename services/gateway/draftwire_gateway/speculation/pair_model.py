@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from draftwire_gateway.session.policy import Arm, DraftSource
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes
 from draftwire_gateway.speculation.accepted_counts import PRIOR, RECENT, AcceptedCounts
 from draftwire_gateway.speculation.step_prices import RecentMean, StepPrices
@@ -84,21 +84,38 @@ class PairModel:
         """Returns the time of a round, seconds. A step of the verifier must be known."""
         load = self.load(num_sessions)
         steps_s = self._steps_s(arm, load, num_sessions)
-        return max(steps_s / 2.0, steps_s + self._between_s(arm, load, now))
+        return max(steps_s / 2.0, steps_s + self._between_s(arm, load, self._source_s(arm.source, load, now), now))
 
-    def rate(self, arm: Arm, num_sessions: int, now: float, own: AcceptedCounts | None = None) -> float:
-        """Returns the tokens/s that rounds of a session make, whose own acceptance may be known."""
-        counts = own if own is not None or arm.source is None else self.acceptance[arm.source]
-        tokens = 1.0 if counts is None or arm.source is None else sum(counts.survival(arm.length))
-        return tokens / self.round_s(arm, num_sessions, now)
+    def rates(
+        self, source: DraftSource | None, longest: int, num_sessions: int, now: float, own: AcceptedCounts | None = None
+    ) -> dict[Arm, float]:
+        """Returns the tokens/s that rounds of a session make with each length of a source.
+
+        Args:
+            source: who drafts; None for plain rounds.
+            longest: length, at least 1.
+            num_sessions: of the pair.
+            now: when.
+            own: what is accepted of the session; None for the pair's.
+        """
+        load = self.load(num_sessions)
+        source_s = self._source_s(source, load, now)
+        if source is None:
+            return {PLAIN: 1.0 / self.round_s(PLAIN, num_sessions, now)}
+        first, tokens, rates = self._steps_s(Arm(source, 1), load, num_sessions), 1.0, {}
+        further_s = (self._steps_s(Arm(source, longest), load, num_sessions) - first) / max(1, longest - 1)
+        for length, survival in enumerate((own or self.acceptance[source]).survival(longest)[1:], 1):
+            arm, steps_s, tokens = Arm(source, length), first + further_s * (length - 1), tokens + survival
+            self._steps[arm] = steps_s
+            rates[arm] = tokens / max(steps_s / 2.0, steps_s + self._between_s(arm, load, source_s, now))
+        return rates
 
     def pass_s(self, source: DraftSource, sessions: float) -> float:
         """Returns the time of drafting one token, for so many sessions together, seconds."""
         return self.passes[_drafter(source)].predict(self._passes(1, sessions))
 
     def _steps_s(self, arm: Arm, load: Load, num_sessions: int) -> float:
-        sharing = load.sharing[arm.source].value or 1.0
-        sessions = max(1.0, num_sessions * sharing)
+        sessions = max(1.0, num_sessions * (load.sharing[arm.source].value or 1.0))
         seconds = self.verifier.predict((1.0, sessions * (arm.num_rows + 1), sessions, sessions * self._text.value))
         if arm.source is not None:
             seconds += self.passes[_drafter(arm.source)].predict(self._passes(arm.length, sessions))
@@ -108,20 +125,20 @@ class PairModel:
     def _passes(self, length: int, sessions: float) -> tuple[float, float, float, float]:
         return float(length), length * sessions, 0.0, length * sessions * self._text.value
 
-    def _between_s(self, arm: Arm, load: Load, now: float) -> float:
-        """Returns the time beside steps: of the arm as far as it was measured, else of its source, at this load or, if
-        nothing was measured at it, at any.
-        """
+    def _source_s(self, source: DraftSource | None, load: Load, now: float) -> float:
+        """Returns the time beside steps with a source, at a load or, if nothing was measured at it, at any."""
         total = weight = 0.0
         for near in (load,) if load.between_s else self.loads.values():
             for other, mean in near.between_s.items():
-                if other.source is arm.source:
+                if other.source is source:
                     share = mean.weight(now)
                     weight += share
                     total += share * mean.value
-        expected = total / (weight + PRIOR)
+        return total / (weight + PRIOR)
+
+    def _between_s(self, arm: Arm, load: Load, source_s: float, now: float) -> float:
         own = load.between_s.get(arm)
-        return expected if own is None else own.drawn_to(expected, PRIOR, now)
+        return source_s if own is None else own.drawn_to(source_s, PRIOR, now)
 
 
 def _drafter(source: DraftSource) -> DraftSource:

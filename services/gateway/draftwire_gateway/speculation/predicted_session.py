@@ -94,8 +94,7 @@ class PredictedSession:
             return arm
         at = arm, own.num_drafts // ROUNDS
         if self._best[0] != at:
-            model, n = self._pair.model, max(1, self._pair.num_sessions)
-            rates = {one: model.rate(one, n, now, own) for one in self._pair.arms if one.source is arm.source}
+            rates = self._pair.rates_of(arm.source, own)
             best = max(rates, key=lambda one: rates[one])
             self._best = at, best if rates[best] > (1.0 + 2.0 * LEAST_GAIN) * rates[arm] else arm
         return self._best[1]

@@ -56,17 +56,21 @@ class PredictingChooser:
         self.acceptance = {source: AcceptedCounts() for source in sources}
         if DraftSource.AHEAD in self.acceptance:
             self.acceptance[DraftSource.AHEAD] = self.acceptance[DraftSource.DRAFTER]
-        lengths = range(1, min(max_length, LONGEST) + 1)
-        self.arms = (PLAIN, *(Arm(source, length) for source in sources for length in lengths))
+        self._longest = min(max_length, LONGEST)
+        self.arms = (PLAIN, *(Arm(source, 1 + more) for source in sources for more in range(self._longest)))
         self.model = PairModel(self.acceptance)
         self.arm = PLAIN
         self.num_sessions = 0
-        self._first = Arm(sources[0], min(first_length, max_length, LONGEST)) if first_length else PLAIN
+        self._load = self.model.load(1)
+        self._first = Arm(sources[0], min(first_length, self._longest)) if first_length else PLAIN
         self._trial: Trial | None = None
         self._tried: dict[DraftSource | None, tuple[float, float]] = {}
         """When a source was tried or chosen last, and how long its latest trial took; 0 if there was none."""
         self._num_opening = self._num_rounds = 0
-        self._now = self._settled_at = self._rate = 0.0
+        self._now = self._settled_at = 0.0
+        self._rate = self._made = self._took_s = 0.0
+        """Tokens/s that are expected of a session with the chosen arm, seconds that what sessions made since the last
+        choice should have taken, and those that it took."""
 
     def join(self) -> None:
         """Counts one more session."""
@@ -100,8 +104,9 @@ class PredictingChooser:
         known = self.acceptance.get(DraftSource.VERIFIER)
         if known is None or not known.num_drafts or not self.model.verifier.is_known:
             return PLAIN
-        possible = [arm for arm in self.arms if arm.source in (None, DraftSource.VERIFIER)]
-        return max(possible, key=lambda arm: self.model.rate(arm, self._n, self._now))
+        when = self._longest, self._n, self._now
+        rates = self.model.rates(None, *when) | self.model.rates(DraftSource.VERIFIER, *when)
+        return max(rates, key=lambda arm: rates[arm])
 
     def num_plain_rounds(self, most: int, now: float) -> int:
         """Returns how many rounds without a drafter to request at once, at most `most`."""
@@ -144,20 +149,21 @@ class PredictingChooser:
     def count(self, num_tokens: int, seconds: float, started_at: float) -> None:
         """Counts tokens that a session made, and the time that it took for them, with all waits."""
         if self._trial is None and self._rate and started_at >= self._settled_at:
-            made = self.model.load(self._n).made
-            for key in (self.arm, self.arm.source):
-                made[key].add(num_tokens / (seconds * self._rate), seconds / self._n, self._now, RECENT)
+            self._made += num_tokens / self._rate
+            self._took_s += seconds
 
     def rates(self, n: int) -> dict[Arm, float]:
         """Returns the tokens/s that each of so many sessions is expected to make, by arm."""
-        made, now = self.model.load(n).made, self._now
-        rates = {}
-        for arm in self.arms:
-            share = made[arm.source].drawn_to(1.0, TRUSTED_S, now) if arm.source in made else 1.0
-            if arm in made:
-                share = made[arm].drawn_to(share, TRUSTED_S, now)
-            rates[arm] = self.model.rate(arm, n, now) * share
+        made, now, rates = self.model.load(n).made, self._now, {}
+        for source in (None, *self.acceptance):
+            of_source = made[source].drawn_to(1.0, TRUSTED_S, now) if source in made else 1.0
+            for arm, rate in self.model.rates(source, self._longest, n, now).items():
+                rates[arm] = rate * (made[arm].drawn_to(of_source, TRUSTED_S, now) if arm in made else of_source)
         return rates
+
+    def rates_of(self, source: DraftSource | None, own: AcceptedCounts) -> dict[Arm, float]:
+        """Returns the tokens/s of a session, of whose drafts by a source so much is accepted, by arm of the source."""
+        return self.model.rates(source, self._longest, self._n, self._now, own)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -166,21 +172,22 @@ class PredictingChooser:
 
     def explain(self, source: DraftSource) -> Explanation:
         """Returns what the lengths of a source's drafts are chosen by."""
-        longest, counts = len(self.arms) // len(self.acceptance), self.acceptance[source]
+        counts = self.acceptance[source]
         loads = tuple(self._explained(source, load, known) for load, known in sorted(self.model.loads.items()))
-        return Explanation(source, self.num_sessions, counts.survival(longest)[1:], counts.num_drafts, loads)
+        return Explanation(source, self.num_sessions, counts.survival(self._longest)[1:], counts.num_drafts, loads)
 
     def _explained(self, source: DraftSource, load: int, known: Load) -> LoadExplanation:
         n, chosen = 2**load, known.arm or PLAIN
         arms = [arm for arm in self.arms if arm.source in (None, source)] if self.model.verifier.is_known else []
-        rates = self.rates(n) if arms else {}
+        rates, when = self.rates(n) if arms else {}, (self._longest, n, self._now)
+        predicted = self.model.rates(None, *when) | self.model.rates(source, *when) if arms else {}
         estimates = [
             ArmEstimate(
                 arm.length,
                 1.0 if arm.source is None else sum(self.acceptance[source].survival(arm.length)),
                 self.model.round_s(arm, n, self._now),
                 int(known.between_s[arm].weight(self._now)) if arm in known.between_s else 0,
-                rates[arm] / self.model.rate(arm, n, self._now),
+                rates[arm] / predicted[arm],
             )
             for arm in arms
         ]
@@ -204,7 +211,8 @@ class PredictingChooser:
         load, now = self.model.load(n), self._now
         if load.arm is None:
             load.arm, load.chosen_at = self.arm, now
-        self._rate = self.model.rate(self.arm, n, now)
+        self._note_made()
+        self._rate = self._rate_of(self.arm)
         if self._trial is not None:
             return
         rates = self.rates(n)
@@ -217,6 +225,20 @@ class PredictingChooser:
             load.arm, load.chosen_at = best, now
         self._begin_trial(rates, n)
 
+    def _note_made(self) -> None:
+        """Compares what was made with the chosen arm since the last choice with what that predicted."""
+        if self._took_s:
+            seconds = self._took_s / self._n
+            for key in (self.arm, self.arm.source):
+                self._load.made[key].add(self._made / self._took_s, seconds, self._now, RECENT)
+        self._made = self._took_s = 0.0
+
+    def _rate_of(self, arm: Arm) -> float:
+        """Returns the tokens/s that rounds of an arm make; 0 before anything is known."""
+        if not self.model.verifier.is_known:
+            return 0.0
+        return self.model.rates(arm.source, max(1, arm.length), self._n, self._now)[arm]
+
     def _is_known(self, arm: Arm) -> bool:
         if arm.source is DraftSource.AHEAD:
             return any(known.source is arm.source for load in self.model.loads.values() for known in load.between_s)
@@ -224,12 +246,17 @@ class PredictingChooser:
 
     def _follow_load(self) -> None:
         """Takes what was chosen last at the load, if anything was."""
-        arm = self.model.load(self._n).arm
-        if arm is not None and arm != self.arm:
-            self._change(arm)
+        load = self.model.load(self._n)
+        if load is self._load:
+            return
+        self._note_made()
+        self._load = load
+        if load.arm is not None and load.arm != self.arm:
+            self._change(load.arm)
 
     def _change(self, arm: Arm) -> None:
-        self.arm, self._rate = arm, self.model.rate(arm, self._n, self._now)
+        self._note_made()
+        self.arm, self._rate = arm, self._rate_of(arm)
         several = 2.0 if self.num_sessions > 1 else 0.0  # others are still in rounds of the arm before
         self._settled_at = self._now + several * self.model.round_s(arm, self._n, self._now)
 

@@ -80,13 +80,15 @@ class RecentMean:
 
     def add(self, value: float, weight: float, now: float, most: float) -> None:
         """Adds a value. All weigh `most` together at most."""
-        self._weight, self._at = min(most, self.weight(now) + weight), now
-        if self._weight > 0.0:
+        total = self.weight(now) + weight
+        self._weight, self._at = total if total < most else most, now
+        if total > 0.0:
             self.value += weight * (value - self.value) / self._weight
 
     def weight(self, now: float) -> float:
         """Returns what all values weigh by a time."""
-        return self._weight * math.exp(min(0.0, self._at - now) / REMEMBERED_S)
+        passed_s = now - self._at
+        return self._weight if passed_s < 1.0 else self._weight * math.exp(-passed_s / REMEMBERED_S)
 
     def drawn_to(self, expected: float, trust: float, now: float) -> float:
         """Returns the mean, drawn to what is expected by a weight."""
