@@ -104,9 +104,12 @@ class PredictingChooser:
         known = self.acceptance.get(DraftSource.VERIFIER)
         if known is None or not known.num_drafts or not self.model.verifier.is_known:
             return PLAIN
-        when = self._longest, self._n, self._now
-        rates = self.model.rates(None, *when) | self.model.rates(DraftSource.VERIFIER, *when)
+        rates = self.rates_of(None) | self.rates_of(DraftSource.VERIFIER)
         return max(rates, key=lambda arm: rates[arm])
+
+    def rates_of(self, source: DraftSource | None, own: AcceptedCounts | None = None) -> dict[Arm, float]:
+        """Returns the tokens/s that rounds of a session make with a source, by arm; of its own acceptance if given."""
+        return self.model.rates(source, self._longest, self._n, self._now, own)
 
     def num_plain_rounds(self, most: int, now: float) -> int:
         """Returns how many rounds without a drafter to request at once, at most `most`."""
@@ -161,10 +164,6 @@ class PredictingChooser:
                 rates[arm] = rate * (made[arm].drawn_to(of_source, TRUSTED_S, now) if arm in made else of_source)
         return rates
 
-    def rates_of(self, source: DraftSource | None, own: AcceptedCounts) -> dict[Arm, float]:
-        """Returns the tokens/s of a session, of whose drafts by a source so much is accepted, by arm of the source."""
-        return self.model.rates(source, self._longest, self._n, self._now, own)
-
     @property
     def tokens_per_second(self) -> float | None:
         """What is expected of each session; None if nothing is known."""
@@ -217,7 +216,8 @@ class PredictingChooser:
             return
         rates = self.rates(n)
         best = max((arm for arm in self.arms if self._is_known(arm)), key=lambda arm: rates[arm])
-        is_new = load.between_s[self.arm].weight(now) < PRIOR and now - load.chosen_at < RUN_S
+        measured = load.between_s.get(self.arm)
+        is_new = now - load.chosen_at < RUN_S and (measured is None or measured.weight(now) < PRIOR)
         if is_new and best.source is not self.arm.source:
             best = self.arm
         if rates[best] > (1.0 + (LEAST_GAIN if best.length else 0.0)) * rates[self.arm]:
