@@ -121,6 +121,28 @@ async def again(scene: Scene, network: Network, seeds: tuple[int | None, int | N
     return tuple(itertools.chain(*texts[-scene.num_texts :])), statistics
 
 
+async def both(scene: Scene, network: Network) -> tuple[Ids, Statistics]:
+    """Returns the texts of two choices of a request, which are generated at once."""
+    texts = await asyncio.gather(*(network.generate(scene.generation(choice=choice)) for choice in range(2)))
+    return tuple(itertools.chain(*(ids for ids, _ in texts))), texts[-1][1]
+
+
+async def beside_equal_seeds(scene: Scene, network: Network) -> tuple[Ids, Statistics]:
+    """Returns the text of a request without a seed, beside two at once that have the same."""
+    defaults = SpeculationDefaults(scene.num_draft_tokens, 8, scene.rule, adapts_length=True, rounds_ahead=1)
+    description = network.verifiers[0].description
+    with mock.patch.object(requested_generation, "new_seed", itertools.count(100).__next__):
+        requests = [
+            RequestedGeneration([PROMPT], scene.sampling, "", max_tokens=scene.length, seed=seed)
+            for seed in (7, 7, None)
+        ]
+        texts = await asyncio.gather(
+            *(network.generate(one) for request in requests for one in complete_request(request, description, defaults))
+        )
+    assert texts[0][0] == texts[1][0], "of equal seeds"
+    return texts[-1]
+
+
 def guessed(name: str, seeds: tuple[int | None, int | None], *happens: str) -> Scene:
     """A text after another one, of whose tokens the verifier guesses, unless its numbers may have been drawn before."""
     return Scene(
@@ -393,6 +415,29 @@ CASES: list[Scene] = [
         network={"times": replace(slow_after(5), to_gateway_s=0.003)},
         chooser=partial(taught, 29, {None: 3.2, DraftSource.DRAFTER: 6.0, DraftSource.AHEAD: 5.0}, predicts=True),
         happens=frozenset({"asked as begun", "plain: does_not_pay", "rejection"}),
+    ),
+    Scene(
+        name="the predicting chooser, two choices at once",
+        **tables(3),
+        length=5,
+        num_texts=2,
+        num_draft_tokens=2,
+        rounds_ahead=1,
+        max_branches=1,
+        network={"times": replace(slow_after(5), to_gateway_s=0.003)},
+        chooser=partial(taught, 29, {None: 3.2, DraftSource.DRAFTER: 6.0, DraftSource.AHEAD: 5.0}, predicts=True),
+        work=both,
+        happens=frozenset({"asked as begun", "plain: does_not_pay", "miss", "rejection"}),
+    ),
+    Scene(
+        name="the predicting chooser, a request beside two of one seed",
+        **tables(3),
+        length=5,
+        num_draft_tokens=2,
+        network={"times": slow_after(5)},
+        chooser=partial(taught, 7, dict.fromkeys((None, DraftSource.DRAFTER, DraftSource.AHEAD), 4.0), predicts=True),
+        work=beside_equal_seeds,
+        happens=frozenset({"rejection", "whole block"}),
     ),
     *OUTCOME_CASES,
 ]
