@@ -69,8 +69,9 @@ class PairModel:
             return
         passes = self.passes[_drafter(arm.source)]
         if is_quiet or not passes.is_known:
-            size = self._passes(arm.length, float(times.verdict.timings.num_drafted_sessions or 1))
-            passes.add(size, times.draft_s, times.ended_at)
+            step, sessions = times.verdict.step, times.verdict.timings.num_drafted_sessions
+            sessions = sessions or (1 if step is None else step.num_step_sessions)  # the verifier drafts for its step
+            passes.add(self._passes(arm.length, float(sessions)), times.draft_s, times.ended_at)
 
     def learn_between(self, times: RoundTimes, arm: Arm, num_sessions: int, weight: float) -> None:
         """Adds a round in which all sessions had an arm, of which it says as much as a weight."""
