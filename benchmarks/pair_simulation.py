@@ -13,20 +13,32 @@ from functools import cache, partial
 from itertools import accumulate, count
 from typing import Any
 
-from draftwire.method.round_parts import GuessPart, TreePart
-from draftwire.method.rounds import Fence, Verdict
+from draftwire.method.round_parts import GuessPart, StepSize, TreePart
+from draftwire.method.rounds import DraftTimings, Fence, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.options.trees.token_tree import ROOT, TokenTree
 from draftwire.options.trees.tree_shapes import shape_by_rank
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.pair_chooser import PairChooser
+from draftwire_gateway.speculation.predicted_session import PredictedSession
+from draftwire_gateway.speculation.predicting_chooser import PredictingChooser
 from draftwire_gateway.speculation.session_length import SessionLength
 
 ARRIVAL_S = 0.003
 """Between texts of a burst."""
+PADDED_ROWS, KNEE_ROWS = 8, 32
+"""Of a verifier whose times are uneven."""
 PLAIN_RUN = 32
 """Rounds without a drafter that a session with a fixed arm requests at once."""
+
+
+Chooser = PairChooser | PredictingChooser
+
+
+def lengths_of(chooser: Chooser) -> SessionLength | PredictedSession:
+    """Returns the lengths of a new session."""
+    return SessionLength(chooser) if isinstance(chooser, PairChooser) else PredictedSession(chooser)
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,11 @@ class SimulatedPair:
     read_s: float = 0.0
     """What the verifier takes for a session's prompt, one after the other."""
 
+    is_uneven: bool = False
+    """Whether times are as no line has them: rows are padded to `PADDED_ROWS`, cost a quarter up to `KNEE_ROWS` and
+    twice as much beyond, a drafter takes half as long again while the verifier works, and one step in twenty takes
+    three times as long."""
+
     @property
     def sources(self) -> list[DraftSource]:
         """Who could draft."""
@@ -81,6 +98,13 @@ class SimulatedPair:
             DraftSource.TREES: self.siblings,
         }
         return [source for source, value in possible.items() if value is not None]
+
+    def rows_s(self, num_rows: int) -> float:
+        """Returns what the rows of a step of the verifier add to it, seconds."""
+        if not self.is_uneven:
+            return self.row_s * num_rows
+        padded = math.ceil(num_rows / PADDED_ROWS) * PADDED_ROWS
+        return self.row_s * (0.25 * min(padded, KNEE_ROWS) + 2.0 * max(0, padded - KNEE_ROWS))
 
     def acceptance_of(self, arm: Arm, now: float) -> float:
         """Returns the acceptance of an arm's tokens."""
@@ -121,13 +145,15 @@ def planned_tree(rate: float, siblings: tuple[float, ...], arm: Arm) -> TokenTre
 class SimulatedSession:
     """Progress of one session."""
 
-    chooser: SessionLength | None
+    chooser: SessionLength | PredictedSession | None
     """None with a fixed length."""
     round: int = 0
     arm: Arm = PLAIN
     asked_at: float = 0.0
     plain_left: int = 0
     draft_s: float = 0.0
+    num_drafting: int = 0
+    """Sessions that share the drafter's passes."""
     tokens_left: float = math.inf
     num_tokens: int = 0
     """Of the text so far."""
@@ -143,7 +169,7 @@ class Simulation:
     pair: SimulatedPair
     fixed: Arm | int | None
     seed: int = 0
-    chooser: PairChooser = field(default_factory=lambda: PairChooser(8, 4))
+    chooser: Chooser = field(default_factory=lambda: PairChooser(8, 4))
 
     def tokens_per_s(self, seconds: float, since: float = 0.0) -> float:
         """Runs to a time, and returns the tokens per second after another."""
@@ -172,7 +198,7 @@ class Simulation:
             self._at(now + self.pair.burst_s, partial(self._give_up, running))
 
     def _begin_text(self, running: list[SimulatedSession], now: float) -> None:
-        session = SimulatedSession(SessionLength(self.chooser) if self.fixed is None else None)
+        session = SimulatedSession(lengths_of(self.chooser) if self.fixed is None else None)
         running.append(session)
         if self.pair.text_tokens is not None:
             session.tokens_left = self._random.randint(*self.pair.text_tokens)
@@ -266,6 +292,8 @@ class Simulation:
         self._start_verifying(now)
 
     def _took(self, seconds: float, now: float) -> float:
+        if self.pair.is_uneven and self._random.random() < 0.05:
+            seconds *= 3.0
         return seconds * self.pair.slowness(now) * max(0.3, 1.0 + self.pair.noise * self._random.gauss(0.0, 1.0))
 
     def _start_drafting(self, now: float) -> None:
@@ -274,9 +302,11 @@ class Simulation:
         batch, self._drafting, self._drafter_is_busy = self._drafting, [], True
         reading, self._reading = self._reading[: self.pair.prompts_at_once], self._reading[self.pair.prompts_at_once :]
         took = self._took(self.pair.draft_s * max((session.arm.length for session in batch), default=0), now)
+        if self.pair.is_uneven and self._verifier_is_busy:
+            took *= 1.5
         took += self.pair.prompt_s * len(reading)
         for session in batch:
-            session.draft_s = took
+            session.draft_s, session.num_drafting = took, len(batch)
         self._at(now + took, partial(self._end_drafting, batch, reading))
 
     def _end_drafting(self, batch: list[SimulatedSession], reading: list[SimulatedSession], now: float) -> None:
@@ -294,18 +324,18 @@ class Simulation:
         num_rows = sum(session.arm.num_rows + 1 for session in batch)
         is_ahead = any(session.arm.source is DraftSource.AHEAD for session in batch)
         num_tokens = sum(session.num_tokens for session in batch)
-        took = self.pair.verify_s + self.pair.row_s * num_rows + self.pair.ahead_s * is_ahead
+        took = self.pair.verify_s + self.pair.rows_s(num_rows) + self.pair.ahead_s * is_ahead
         took = self._took(took + self.pair.text_token_s * num_tokens, now)
-        self._at(now + took, partial(self._end_verifying, batch, took))
+        self._at(now + took, partial(self._end_verifying, batch, took, StepSize(num_rows, len(batch), num_tokens)))
 
-    def _end_verifying(self, batch: list[SimulatedSession], took: float, now: float) -> None:
+    def _end_verifying(self, batch: list[SimulatedSession], took: float, size: StepSize, now: float) -> None:
         self._verifier_is_busy = False
         for session in batch:
             if not session.is_given_up:
-                self._end_round(session, took, now)
+                self._end_round(session, took, size, now)
         self._start_verifying(now)
 
-    def _end_round(self, session: SimulatedSession, verify_s: float, now: float) -> None:
+    def _end_round(self, session: SimulatedSession, verify_s: float, size: StepSize, now: float) -> None:
         accepted = self.pair.num_accepted(session.arm, now, self._random.random)
         self._num_tokens += (accepted + 1) * (now >= self._since)
         session.tokens_left -= accepted + 1
@@ -315,7 +345,9 @@ class Simulation:
             is_guess = session.arm.source is DraftSource.VERIFIER
             arm = session.arm
             times = (session.asked_at, arrived_at, arm.num_rows, accepted, session.draft_s, verify_s)
-            changes: dict[str, Any] = {"guess": GuessPart("guesses")} if is_guess else {}
+            changes: dict[str, Any] = {"step": size, "timings": DraftTimings(num_drafted_sessions=session.num_drafting)}
+            if is_guess:
+                changes["guess"] = GuessPart("guesses")
             if arm.num_nodes:
                 changes["tree"] = TreePart(arm.length)
             if session.is_read is False:

@@ -8,35 +8,36 @@ row. Each pair of a grid of speeds, acceptance and sessions is run with fixed
 lengths twice: the best length by one run is measured in the other. A drop is a pair whose acceptance falls from 0.9 to
 0.1. Waves are sixteen texts that begin together, again and again, so that the number of sessions changes all the time.
 Bursts are texts that begin and end together, of which a drafter reads for most of the time. Unsteady pairs are on
-machines that others use too, and whose texts grow. In the end it says what choosing takes the gateway for a round.
+machines that others use too, and whose texts grow. Short texts begin on a pair that nobody has used. All are run with
+each policy and the same seeds, and in the end it says what choosing takes the gateway for a round. With `--uneven`, the
+times of steps are none that a policy's model has: see `SimulatedPair.is_uneven`.
 """
 
 import argparse
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product, starmap
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any, NamedTuple
 
-from benchmarks.pair_simulation import SimulatedPair, Simulation, constant, round_times
+from benchmarks.pair_simulation import Chooser, SimulatedPair, Simulation, constant, lengths_of, round_times
 from benchmarks.report import progress, write_report
+from draftwire.method.round_parts import StepSize
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
-from draftwire_gateway.speculation.pair_chooser import TREES, PairChooser
-from draftwire_gateway.speculation.session_length import SessionLength
+from draftwire_gateway.speculation.pair_chooser import PairChooser
+from draftwire_gateway.speculation.predicting_chooser import PredictingChooser
 
 FIXED = (PLAIN, *(Arm(DraftSource.DRAFTER, length) for length in (1, 2, 4, 8)))
-FIXED_TREES = (*FIXED, *(Arm(DraftSource.TREES, *shape) for shape in TREES))
 VERIFY_MS, ROW_US, DRAFT_MS = (5, 20), (0, 200, 1000), (0.5, 2)
-TREE_ROW_US = (2, 20, 200)
-"""A row of a GPU's verifier, of one that has much to do, and of a CPU's."""
-SIBLINGS = ((0.46, 0.13, 0.12, 0.04, 0.04, 0.03, 0.03), (0.1, 0.03))
-"""Where the first child is not right, how often the others are: first racers of a 1.5B/0.5B pair under `coupled`, 512
-places; and of a drafter that knows only one token."""
 ACCEPTANCE, SESSIONS = (0.1, 0.5, 0.8, 0.95), (1, 4, 16)
+FRESH_SEED = 1000
+"""From which on seeds are where times are uneven: none of them was used while anything was tuned."""
+SHORT_ACCEPTANCE = (0.5, 0.8, 0.95)
+"""Of the pairs whose texts are short."""
 OWN_ACCEPTANCE = 0.1
 FIXED_S = 20.0
 """How long fixed lengths are run."""
@@ -58,19 +59,59 @@ DRIFT, DRIFT_S = 0.1, 20.0
 TIMED_ROUNDS = 5000
 
 
-def measure_pair(pair: SimulatedPair, fixed: Sequence[Arm]) -> dict[str, Any]:
-    """Returns the best fixed arm of a pair, and what chosen ones make of its tokens/s, by part of the time."""
-    seeds = range(SESSIONS[-1] // pair.num_sessions)  # one session alone is noisy
+Maker = Callable[[SimulatedPair], Chooser]
+POLICIES: dict[str, Maker] = {
+    "adaptive": lambda pair: PairChooser(8, 4, pair.sources),
+    "predicted": lambda pair: PredictingChooser(8, 4, pair.sources),
+}
+Span = tuple[float, float]
+"""Until when tokens are counted, and from when on, seconds."""
+Measure = Callable[[SimulatedPair, int], dict[str, Any]]
+"""Measures a pair with seeds from one on."""
+SCENES = ("pairs", "drops", "waves", "bursts", "unsteady", "short")
+Run = tuple[int, SimulatedPair]
+"""A seed, and the pair that is run with it."""
 
-    def rate(arm: Arm | None, seed: int, seconds: float, since: float) -> float:
-        runs = [Simulation(pair, arm, seed + each, PairChooser(8, 4, pair.sources)) for each in seeds]
-        return mean(run.tokens_per_s(seconds, since) for run in runs)
 
-    best = max(fixed, key=lambda arm: rate(arm, 0, FIXED_S, 1.0))
-    measured = rate(best, 100, FIXED_S, 1.0)
+def rate_of(runs: Sequence[Run], span: Span, arm: Arm | None, make: Maker = POLICIES["adaptive"]) -> float:
+    """Returns mean tokens/s of runs, with a fixed arm, or (None) with what a policy chooses."""
+    return mean(Simulation(pair, arm, seed, make(pair)).tokens_per_s(*span) for seed, pair in runs)
+
+
+def chosen_rates(runs: Sequence[Run], spans: Mapping[str, Span], reference: Callable[[Span], float]) -> dict[str, Any]:
+    """Returns what each policy makes of a reference's tokens/s, by part of the time."""
+    return {
+        policy: {part: rate_of(runs, span, None, make) / reference(span) for part, span in spans.items()}
+        for policy, make in POLICIES.items()
+    }
+
+
+def measure_pair(
+    pair: SimulatedPair, spans: Mapping[str, Span], fixed_span: Span, seeds: Sequence[range]
+) -> dict[str, Any]:
+    """Returns the best fixed length of a pair, and what chosen ones make of its tokens/s, by part of the time.
+
+    Args:
+        pair: to be measured.
+        spans: parts of the time.
+        fixed_span: of runs with a fixed length.
+        seeds: by which the best length is found, by which it is measured, and of runs with chosen ones.
+    """
+    finding, measuring, choosing = ([(seed, pair) for seed in each] for each in seeds)
+    best = max(FIXED, key=lambda arm: rate_of(finding, fixed_span, arm))
+    measured = rate_of(measuring, fixed_span, best)
+    return {"best": best.length, **chosen_rates(choosing, spans, lambda _: measured)}
+
+
+def seeds_of(pair: SimulatedPair, *firsts: int) -> list[range]:
+    """Returns seeds of a pair from some on: one session alone is noisy."""
+    return [range(first, first + SESSIONS[-1] // pair.num_sessions) for first in firsts]
+
+
+def measure_grid(pair: SimulatedPair, seed: int) -> dict[str, Any]:
+    """Returns what chosen lengths make on a pair of the grid, seconds after they knew nothing of it."""
     spans = {"first": (FIRST_S, 0.0), "early": (EARLY_S, 0.0), "late": (LATE_S, EARLY_S)}
-    shares = {part: rate(None, 200, *span) / measured for part, span in spans.items()}
-    return {"best": best.length, "best_nodes": best.num_nodes, **shares}
+    return measure_pair(pair, spans, (FIXED_S, 1.0), seeds_of(pair, seed, seed + 100, seed + 200))
 
 
 class GridPair(NamedTuple):
@@ -81,40 +122,39 @@ class GridPair(NamedTuple):
     draft_ms: float
     acceptance: float
     sessions: int
-    siblings: tuple[float, ...] | None
 
     def simulated(self) -> SimulatedPair:
         """Returns the pair."""
         speeds = (self.verify_ms / 1e3, self.row_us / 1e6, self.draft_ms / 1e3)
-        return SimulatedPair(
-            *speeds,
-            constant(self.acceptance),
-            self.sessions,
-            own_acceptance=OWN_ACCEPTANCE,
-            siblings=self.siblings,
-        )
+        return SimulatedPair(*speeds, constant(self.acceptance), self.sessions, own_acceptance=OWN_ACCEPTANCE)
 
     def __str__(self) -> str:
         speeds = f"verify {self.verify_ms} ms, row {self.row_us} us, draft {self.draft_ms} ms"
-        name = f"{speeds}, acceptance {self.acceptance}, {self.sessions} sessions"
-        return name if self.siblings is None else f"{name}, second children {self.siblings[0]}"
+        return f"{speeds}, acceptance {self.acceptance}, {self.sessions} sessions"
 
 
 def figures_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the figures over all pairs."""
-    figures: dict[str, Any] = {"pairs": len(results)}
-    for part in ("first", "early", "late"):
-        ratios = [result[part] for result in results]
-        figures[part] = {"median": median(ratios), "tenth": quantiles(ratios, n=10)[0], "least": min(ratios)}
+    """Returns the figures over all pairs, by policy and part of the time."""
+    figures: dict[str, Any] = {}
+    for policy in POLICIES:
+        for part in results[0][policy]:
+            ratios = [result[policy][part] for result in results]
+            tenth = quantiles(ratios, n=10)[0] if len(ratios) > 1 else ratios[0]
+            row = {"median": median(ratios), "mean": mean(ratios), "tenth": tenth, "least": min(ratios)}
+            figures.setdefault(policy, {})[part] = row
     return figures
 
 
-def measure_drop(seed: int) -> float:
+def dropping() -> SimulatedPair:
+    """Returns a pair whose acceptance drops."""
+    return SimulatedPair(0.010, 0.0, 0.0005, lambda now: 0.9 if now < DROP_AT_S else 0.1, 1, hop_s=0.0005)
+
+
+def measure_drop(pair: SimulatedPair, seed: int) -> dict[str, Any]:
     """Returns tokens/s from the second second after a drop, over plain decoding."""
-    pair = SimulatedPair(0.010, 0.0, 0.0005, lambda now: 0.9 if now < DROP_AT_S else 0.1, 1, hop_s=0.0005)
-    plain = Simulation(pair, 0, seed).tokens_per_s(DROP_AT_S)
-    since = DROP_AT_S + 1.0
-    return Simulation(pair, None, seed).tokens_per_s(since + DROP_SECONDS, since) / plain
+    runs, since = [(seed, pair)], DROP_AT_S + 1.0
+    plain = rate_of(runs, (DROP_AT_S, 0.0), PLAIN)
+    return chosen_rates(runs, {"dropped": (since + DROP_SECONDS, since)}, lambda _: plain)
 
 
 def waves(acceptance: float) -> SimulatedPair:
@@ -124,17 +164,13 @@ def waves(acceptance: float) -> SimulatedPair:
     return SimulatedPair(0.030, 0.0012, 0.012, constant(acceptance), 16, text_tokens=(70, 128), prompt_s=0.04)
 
 
-def measure_waves(acceptance: float) -> dict[str, float]:
+def measure_waves(pair: SimulatedPair, seed: int) -> dict[str, Any]:
     """Returns tokens/s of waves of texts over plain decoding, which is best there, in the first half minute and the
     minute after.
     """
-    pair, seeds = waves(acceptance), range(4)
+    runs = [(each, pair) for each in range(seed, seed + 4)]
     spans = {"early": (EARLY_S, 0.0), "late": (EARLY_S + LATE_S, EARLY_S)}
-    return {
-        part: mean(Simulation(pair, None, seed).tokens_per_s(*span) for seed in seeds)
-        / mean(Simulation(pair, 0, seed).tokens_per_s(*span) for seed in seeds)
-        for part, span in spans.items()
-    }
+    return chosen_rates(runs, spans, lambda span: rate_of(runs, span, PLAIN))
 
 
 def bursts() -> dict[str, SimulatedPair]:
@@ -154,15 +190,10 @@ def bursts() -> dict[str, SimulatedPair]:
     }
 
 
-def measure_bursts(pair: SimulatedPair) -> dict[str, float]:
+def measure_bursts(pair: SimulatedPair, seed: int) -> dict[str, Any]:
     """Returns tokens/s over those of the best fixed length, from nothing and later."""
-    seeds = range(4)
-    best = max(mean(Simulation(pair, arm, seed).tokens_per_s(MORE_BURSTS_S) for seed in seeds) for arm in FIXED)
     spans = {"early": (BURSTS_S, 0.0), "late": (MORE_BURSTS_S, BURSTS_S)}
-    return {
-        part: mean(Simulation(pair, None, seed).tokens_per_s(*span) for seed in seeds) / best
-        for part, span in spans.items()
-    }
+    return measure_pair(pair, spans, (MORE_BURSTS_S, 0.0), [range(seed, seed + 4)] * 3)
 
 
 def slowness_of_machine(seed: int) -> Callable[[float], float]:
@@ -206,31 +237,64 @@ def unsteady() -> dict[str, SimulatedPair]:
     }
 
 
-def measure_unsteady(pair: SimulatedPair) -> dict[str, float]:
+def measure_unsteady(pair: SimulatedPair, seed: int) -> dict[str, Any]:
     """Returns tokens/s over those of the best fixed length on the same machines, from nothing and later."""
-    pairs = {seed: replace(pair, slowness=slowness_of_machine(seed)) for seed in range(UNSTEADY_SEEDS)}
-
-    def rate(arm: Arm | None, seconds: float, since: float) -> float:
-        runs = [
-            Simulation(each, arm, seed, PairChooser(8, 4, pair.sources)).tokens_per_s(seconds, since)
-            for seed, each in pairs.items()
-        ]
-        return mean(runs)
-
-    best = max(FIXED, key=lambda arm: rate(arm, MORE_UNSTEADY_S, 0.0))
+    seeds = range(seed, seed + UNSTEADY_SEEDS)
+    runs = [(each, replace(pair, slowness=slowness_of_machine(each))) for each in seeds]
+    best = max(FIXED, key=lambda arm: rate_of(runs, (MORE_UNSTEADY_S, 0.0), arm))
     spans = {"early": (UNSTEADY_S, 0.0), "late": (MORE_UNSTEADY_S, UNSTEADY_S)}
-    shares = {part: rate(None, *span) / rate(best, *span) for part, span in spans.items()}
-    return {"best": best.length, **shares}
+    return {"best": best.length, **chosen_rates(runs, spans, lambda span: rate_of(runs, span, best))}
 
 
-def chooser_us() -> float:
+def shorts() -> dict[str, SimulatedPair]:
+    """Returns pairs of two speeds whose texts have 48 to 128 tokens, one after the other, and have to be read first."""
+    quick = SimulatedPair(
+        0.020,
+        0.0005,
+        0.002,
+        constant(0.5),
+        1,
+        own_acceptance=OWN_ACCEPTANCE,
+        text_tokens=(48, 128),
+        renews_texts=True,
+        prompt_s=0.02,
+        read_s=0.03,
+    )
+    slow = replace(quick, verify_s=0.060, row_s=0.003, draft_s=0.012, prompt_s=0.06, read_s=0.09)
+    return {
+        f"{name}, acceptance {acceptance}, {sessions} sessions": replace(
+            pair, acceptance=constant(acceptance), num_sessions=sessions
+        )
+        for (name, pair), acceptance, sessions in product(
+            {"quick": quick, "slow": slow}.items(), SHORT_ACCEPTANCE, SESSIONS
+        )
+    }
+
+
+def measure_short(pair: SimulatedPair, seed: int) -> dict[str, Any]:
+    """Returns the tokens/s of the first seconds of a cold pair over those of the best fixed length."""
+    span = (FIRST_S, 0.0)
+    return measure_pair(pair, {"first": span}, span, seeds_of(pair, seed, seed + 50, seed + 50))
+
+
+def chooser_us(make: Maker) -> float:
     """Returns what choosing takes for a round, microseconds: all sessions of a step wait for that."""
-    pair, chooser = SimulatedPair(0.022, 2e-4, 8e-4, constant(0.8), 16), PairChooser(8, 4)
+    pair = SimulatedPair(0.022, 2e-4, 8e-4, constant(0.8), 16)
+    chooser = make(pair)
     Simulation(pair, None, chooser=chooser).tokens_per_s(FIXED_S)
-    session, draws = SessionLength(chooser), random.Random(0)
-    arm = Arm(DraftSource.DRAFTER, 8)
+    session, draws = lengths_of(chooser), random.Random(0)
+    arm, num_rows = Arm(DraftSource.DRAFTER, 8), 16 * 9
     rounds = [
-        round_times(number, FIXED_S + 0.003 * number, FIXED_S + 0.003 * number + 0.05, 8, accepted, 0.006, 0.03)
+        round_times(
+            number,
+            FIXED_S + 0.003 * number,
+            FIXED_S + 0.003 * number + 0.05,
+            8,
+            accepted,
+            0.006,
+            0.03 + number // 16 * 1e-9,  # sixteen sessions share a step
+            step=StepSize(num_rows, 16, number // 16),
+        )
         for number in range(TIMED_ROUNDS)
         for accepted in [pair.num_accepted(arm, 0.0, draws.random)]
     ]
@@ -242,32 +306,45 @@ def chooser_us() -> float:
 
 
 def main() -> None:
-    """Runs the grid and the drops, prints the figures over all pairs, and writes JSON."""
+    """Runs all scenes with both policies, prints the figures over each, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--every", type=int, default=1, help="takes each so many'th pair of the grid")
-    parser.add_argument("--trees", action="store_true", help="pairs whose drafters draft token trees too")
+    parser.add_argument("--first", type=int, default=0, help="the first pair of the grid that is taken")
     parser.add_argument("--drops", type=int, default=20)
+    parser.add_argument("--scenes", nargs="+", default=SCENES, choices=SCENES)
+    parser.add_argument("--uneven", action="store_true", help="times that are not linear, and other seeds")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    rows_us = TREE_ROW_US if arguments.trees else ROW_US
-    siblings: Sequence[tuple[float, ...] | None] = SIBLINGS if arguments.trees else (None,)
-    fixed: Sequence[Arm] = FIXED_TREES if arguments.trees else FIXED
-    grid = starmap(GridPair, product(VERIFY_MS, rows_us, DRAFT_MS, ACCEPTANCE, SESSIONS, siblings))
-    chosen = list(grid)[:: arguments.every]
-    results = [{"pair": str(pair), **measure_pair(pair.simulated(), fixed)} for pair in progress(chosen, "pairs")]
-    figures = figures_of(results)
-    drops = [measure_drop(seed) for seed in range(arguments.drops)]
-    in_waves = {f"acceptance {acceptance}": measure_waves(acceptance) for acceptance in WAVES}
-    in_bursts = {name: measure_bursts(pair) for name, pair in bursts().items()}
-    on_unsteady = {name: measure_unsteady(pair) for name, pair in unsteady().items()}
-    found = {
-        "drops": {"mean": mean(drops), "least": min(drops)},
-        "waves": in_waves,
-        "bursts": in_bursts,
-        "unsteady": on_unsteady,
-        "chooser_us_per_round": chooser_us(),
+    began, seed = time.perf_counter(), FRESH_SEED if arguments.uneven else 0
+
+    def made(pair: SimulatedPair) -> SimulatedPair:
+        return replace(pair, is_uneven=arguments.uneven)
+
+    grid = list(starmap(GridPair, product(VERIFY_MS, ROW_US, DRAFT_MS, ACCEPTANCE, SESSIONS)))
+    chosen = {str(pair): pair.simulated() for pair in grid[arguments.first :: arguments.every]}
+    in_waves = {f"acceptance {acceptance}": waves(acceptance) for acceptance in WAVES}
+    drops = {f"seed {seed + each}": dropping() for each in range(arguments.drops)}
+    scenes: dict[str, tuple[Measure, dict[str, SimulatedPair]]] = {
+        "pairs": (measure_grid, chosen),
+        "drops": (measure_drop, drops),
+        "waves": (measure_waves, in_waves),
+        "bursts": (measure_bursts, bursts()),
+        "unsteady": (measure_unsteady, unsteady()),
+        "short": (measure_short, shorts()),
     }
-    write_report(arguments, {**figures, **found, "results": results})
+    measured: dict[str, dict[str, Any]] = {}
+    for scene in arguments.scenes:
+        measure, pairs = scenes[scene]
+        cells = progress(list(enumerate(pairs.items())), scene)
+        measured[scene] = {
+            name: measure(made(pair), seed + (at if scene == "drops" else 0)) for at, (name, pair) in cells
+        }
+    found = {
+        "figures": {scene: figures_of(list(results.values())) for scene, results in measured.items()},
+        "chooser_us_per_round": {policy: chooser_us(make) for policy, make in POLICIES.items()},
+        "seconds": time.perf_counter() - began,
+    }
+    write_report(arguments, {**found, "results": measured})
 
 
 if __name__ == "__main__":

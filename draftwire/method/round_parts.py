@@ -65,3 +65,14 @@ class TreePart:
 
     draft_depth: int
     """Draft tokens on its longest path."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a verifier's step read, over all sessions that shared it, of any gateway."""
+
+    num_step_rows: int
+    """Tokens that it read, draft tokens included."""
+    num_step_sessions: int
+    num_step_text_tokens: int
+    """Tokens that the texts of these sessions had before, prompts included."""

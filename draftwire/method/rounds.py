@@ -12,7 +12,7 @@ from draftwire.errors import BlockViolationError
 from draftwire.method.block_shape import CHAIN, BlockShape
 from draftwire.method.encoding import Decoded, DraftDistributions
 from draftwire.method.keys import KEY_BYTES
-from draftwire.method.round_parts import AheadPart, BranchLimits, GuessPart, LogprobsPart, TreePart
+from draftwire.method.round_parts import AheadPart, BranchLimits, GuessPart, LogprobsPart, StepSize, TreePart
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart
 from draftwire.requests.session_parameters import SessionParameters
@@ -89,6 +89,8 @@ class DraftTimings:
     """Reading of committed tokens."""
     draft_us: int = 0
     """Drawing of the block."""
+    num_drafted_sessions: int = 0
+    """Sessions that shared the passes; 0 if the drafter does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +215,8 @@ class Verdict:
     """None if nothing was drafted ahead."""
     tree: TreePart | None = None
     """None if no token tree was judged."""
+    step: StepSize | None = None
+    """Of the step that decided the round; None if the verifier does not say."""
 
     @property
     def mask_s(self) -> float:

@@ -193,7 +193,9 @@ def blocks_from_proto(
             draft=next(decoded) if isinstance(claim, Claim) else claim,
             has_distributions=message.distributions.encoding != session_pb2.DISTRIBUTION_ENCODING_NONE,
             drafter_id=drafter_id,
-            timings=DraftTimings(message.calibration_duration_us, message.draft_duration_us),
+            timings=DraftTimings(
+                message.calibration_duration_us, message.draft_duration_us, message.num_drafted_sessions
+            ),
             permit=permit_from_proto(message.permit) if message.HasField("permit") else None,
             is_ahead=message.is_ahead,
             tree=claim.tree if isinstance(claim, Claim) else None,

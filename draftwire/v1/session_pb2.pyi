@@ -528,12 +528,15 @@ class DraftBlock(_message.Message):
     DRAFT_DURATION_US_FIELD_NUMBER: _builtins.int
     PERMIT_FIELD_NUMBER: _builtins.int
     IS_AHEAD_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTED_SESSIONS_FIELD_NUMBER: _builtins.int
     calibration_duration_us: _builtins.int
     """Time in which the drafter read the committed tokens into its KV cache, microseconds."""
     draft_duration_us: _builtins.int
     """Time in which the drafter drew the block, microseconds, calibration excluded."""
     is_ahead: _builtins.bool
     """Whether the drafter began to draft it before it knew the text. Counted, and without effect otherwise."""
+    num_drafted_sessions: _builtins.int
+    """Sessions that were drafted for in the same passes. 0 from drafters of earlier versions."""
     @_builtins.property
     def fence(self) -> Global___Fence:
         """The round that the block was drafted for and the prefix that it continues."""
@@ -575,10 +578,11 @@ class DraftBlock(_message.Message):
         draft_duration_us: _builtins.int = ...,
         permit: Global___DraftPermit | None = ...,
         is_ahead: _builtins.bool = ...,
+        num_drafted_sessions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "fence", b"fence", "permit", b"permit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "distributions", b"distributions", "draft_duration_us", b"draft_duration_us", "fence", b"fence", "is_ahead", b"is_ahead", "parent_indices", b"parent_indices", "permit", b"permit", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "distributions", b"distributions", "draft_duration_us", b"draft_duration_us", "fence", b"fence", "is_ahead", b"is_ahead", "num_drafted_sessions", b"num_drafted_sessions", "parent_indices", b"parent_indices", "permit", b"permit", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -645,6 +649,10 @@ class Verdict(_message.Message):
     HELD_BYTES_FIELD_NUMBER: _builtins.int
     DRAFT_DEPTH_FIELD_NUMBER: _builtins.int
     MASK_DURATION_US_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTED_SESSIONS_FIELD_NUMBER: _builtins.int
+    NUM_STEP_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_STEP_SESSIONS_FIELD_NUMBER: _builtins.int
+    NUM_STEP_TEXT_TOKENS_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     """Draft tokens that were judged, of a tree all of them; 0 in a plain round."""
     num_accepted_tokens: _builtins.int
@@ -689,6 +697,16 @@ class Verdict(_message.Message):
     """CPU time of the masks of the session's form in this round, those of rejected draft tokens included, microseconds. 0
     without a form, and from verifiers of earlier versions.
     """
+    num_drafted_sessions: _builtins.int
+    """As in DraftBlock; 0 in a plain round."""
+    num_step_rows: _builtins.int
+    """Tokens that the step of this round read, over all sessions that shared it, draft tokens included. 0 from verifiers of
+    earlier versions.
+    """
+    num_step_sessions: _builtins.int
+    """Sessions that shared the step. 0 from verifiers of earlier versions."""
+    num_step_text_tokens: _builtins.int
+    """Tokens that the texts of these sessions had before it, prompts included."""
     @_builtins.property
     def fence(self) -> Global___Fence:
         """The round that was decided and the prefix that its tokens continue."""
@@ -746,10 +764,14 @@ class Verdict(_message.Message):
         held_bytes: _builtins.int = ...,
         draft_depth: _builtins.int = ...,
         mask_duration_us: _builtins.int = ...,
+        num_drafted_sessions: _builtins.int = ...,
+        num_step_rows: _builtins.int = ...,
+        num_step_sessions: _builtins.int = ...,
+        num_step_text_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "top_logprobs", b"top_logprobs", "watched", b"watched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_depth", b"draft_depth", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "held_bytes", b"held_bytes", "is_ahead", b"is_ahead", "local_strategy", b"local_strategy", "logprobs", b"logprobs", "mask_duration_us", b"mask_duration_us", "next_is_held", b"next_is_held", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "num_wasted_draft_tokens", b"num_wasted_draft_tokens", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us", "watched", b"watched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_depth", b"draft_depth", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "held_bytes", b"held_bytes", "is_ahead", b"is_ahead", "local_strategy", b"local_strategy", "logprobs", b"logprobs", "mask_duration_us", b"mask_duration_us", "next_is_held", b"next_is_held", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafted_sessions", b"num_drafted_sessions", "num_near_ties", b"num_near_ties", "num_step_rows", b"num_step_rows", "num_step_sessions", b"num_step_sessions", "num_step_text_tokens", b"num_step_text_tokens", "num_wasted_draft_tokens", b"num_wasted_draft_tokens", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us", "watched", b"watched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,15 @@ from draftwire.method.encoding import (
     encode_sparse,
 )
 from draftwire.method.quantization import Encoding
-from draftwire.method.round_parts import AheadPart, BranchLimits, GuessPart, LogprobsPart, TreePart, WatchedGuess
+from draftwire.method.round_parts import (
+    AheadPart,
+    BranchLimits,
+    GuessPart,
+    LogprobsPart,
+    StepSize,
+    TreePart,
+    WatchedGuess,
+)
 from draftwire.method.rounds import (
     BlockSent,
     Calibration,
@@ -144,7 +152,7 @@ made(DraftTimings)
 OF_TYPE[Permit | None] = st.none() | made(Permit)
 OF_TYPE[LocalDraft | None] = st.none() | made(LocalDraft)
 OF_TYPE[WatchedGuess | None] = st.none() | made(WatchedGuess)
-for part in (GuessPart, AheadPart, TreePart):
+for part in (GuessPart, AheadPart, TreePart, StepSize):
     OF_TYPE[part | None] = made(part).map(set_or_none)
 SHAPES = st.lists(st.integers(0, MAX_TREE_NODES), min_size=1, max_size=MAX_TREE_NODES).map(
     lambda numbers: TokenTree(tuple(sorted(min(number, node) - 1 for node, number in enumerate(numbers))))

@@ -10,6 +10,7 @@ from tiny_models import tiny_compiler
 from toy_heads import ToyHead
 
 from benchmarks.pair_simulation import round_times
+from draftwire.method.round_parts import StepSize
 from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_drafts import HeadDrafts
 from draftwire.options.model_free.registry import TextDrafters
@@ -120,6 +121,28 @@ async def again(scene: Scene, network: Network, seeds: tuple[int | None, int | N
     return tuple(itertools.chain(*texts[-scene.num_texts :])), statistics
 
 
+async def both(scene: Scene, network: Network) -> tuple[Ids, Statistics]:
+    """Returns the texts of two choices of a request, which are generated at once."""
+    texts = await asyncio.gather(*(network.generate(scene.generation(choice=choice)) for choice in range(2)))
+    return tuple(itertools.chain(*(ids for ids, _ in texts))), texts[-1][1]
+
+
+async def beside_equal_seeds(scene: Scene, network: Network) -> tuple[Ids, Statistics]:
+    """Returns the text of a request without a seed, beside two at once that have the same."""
+    defaults = SpeculationDefaults(scene.num_draft_tokens, 8, scene.rule, adapts_length=True, rounds_ahead=1)
+    description = network.verifiers[0].description
+    with mock.patch.object(requested_generation, "new_seed", itertools.count(100).__next__):
+        requests = [
+            RequestedGeneration([PROMPT], scene.sampling, "", max_tokens=scene.length, seed=seed)
+            for seed in (7, 7, None)
+        ]
+        texts = await asyncio.gather(
+            *(network.generate(one) for request in requests for one in complete_request(request, description, defaults))
+        )
+    assert texts[0][0] == texts[1][0], "of equal seeds"
+    return texts[-1]
+
+
 def guessed(name: str, seeds: tuple[int | None, int | None], *happens: str) -> Scene:
     """A text after another one, of whose tokens the verifier guesses, unless its numbers may have been drawn before."""
     return Scene(
@@ -134,14 +157,15 @@ def guessed(name: str, seeds: tuple[int | None, int | None], *happens: str) -> S
     )
 
 
-def taught(num_rounds: int, seconds: dict[DraftSource | None, float]) -> Pairs:
+def taught(num_rounds: int, seconds: dict[DraftSource | None, float], *, predicts: bool = False) -> Pairs:
     """Returns the shipped choosers after rounds of another session, which took as long as given, by who drafted."""
-    pairs, now = Pairs(2, 2), -20.0
+    pairs, now = Pairs(2, 2, predicts=predicts), -20.0
     other = pairs.session_length(PairName("verifier0:1", "drafter", can_go_ahead=True))
     for number in range(num_rounds):
         arm = other.next_draft(number, 4, now)
         ended_at = now + seconds[arm.source]
-        other.observe(round_times(number, now, ended_at, arm.length, arm.length, 0.1, 0.1))
+        step = StepSize(1 + arm.length, 1, number)
+        other.observe(round_times(number, now, ended_at, arm.length, arm.length, 0.1, 0.1 + number / 1e3, step=step))
         now = ended_at
     other.close()
     return pairs
@@ -367,6 +391,53 @@ CASES: list[Scene] = [
         network={"times": replace(slow_after(5), to_gateway_s=0.003)},
         chooser=partial(taught, 5, {None: 3.2, DraftSource.DRAFTER: 6.0, DraftSource.AHEAD: 5.0}),
         happens=frozenset({"asked as begun", "plain: does_not_pay", "rejection"}),
+    ),
+    # It tries to draft ahead.
+    Scene(
+        name="the predicting chooser, which tries another way",
+        **tables(8, 9),
+        length=12,
+        num_draft_tokens=2,
+        rounds_ahead=1,
+        max_branches=2,
+        network={"times": slow_after(8)},
+        chooser=partial(taught, 7, dict.fromkeys((None, DraftSource.DRAFTER, DraftSource.AHEAD), 4.0), predicts=True),
+        happens=frozenset({"hit", "miss", "rejection"}),
+    ),
+    # The trial of plain rounds is over, and they are better.
+    Scene(
+        name="the predicting chooser, which turns to plain",
+        **tables(5, wrong=(2, 4)),
+        length=7,
+        num_draft_tokens=2,
+        rounds_ahead=1,
+        max_branches=1,
+        network={"times": replace(slow_after(5), to_gateway_s=0.003)},
+        chooser=partial(taught, 29, {None: 3.2, DraftSource.DRAFTER: 6.0, DraftSource.AHEAD: 5.0}, predicts=True),
+        happens=frozenset({"asked as begun", "plain: does_not_pay", "rejection"}),
+    ),
+    Scene(
+        name="the predicting chooser, two choices at once",
+        **tables(3),
+        length=5,
+        num_texts=2,
+        num_draft_tokens=2,
+        rounds_ahead=1,
+        max_branches=1,
+        network={"times": replace(slow_after(5), to_gateway_s=0.003)},
+        chooser=partial(taught, 29, {None: 3.2, DraftSource.DRAFTER: 6.0, DraftSource.AHEAD: 5.0}, predicts=True),
+        work=both,
+        happens=frozenset({"asked as begun", "plain: does_not_pay", "miss", "rejection"}),
+    ),
+    Scene(
+        name="the predicting chooser, a request beside two of one seed",
+        **tables(3),
+        length=5,
+        num_draft_tokens=2,
+        network={"times": slow_after(5)},
+        chooser=partial(taught, 7, dict.fromkeys((None, DraftSource.DRAFTER, DraftSource.AHEAD), 4.0), predicts=True),
+        work=beside_equal_seeds,
+        happens=frozenset({"rejection", "whole block"}),
     ),
     *OUTCOME_CASES,
 ]

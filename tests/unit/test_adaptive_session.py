@@ -49,7 +49,7 @@ def test_lengths_are_chosen_if_none_is_given_and_random_numbers_are_fresh() -> N
 
 def test_only_known_ways_of_speculation_are_configured() -> None:
     assert GatewayConfig().speculation == "adaptive"
-    with pytest.raises(InvalidRequestError, match="speculation must be adaptive or fixed, not 'often'"):
+    with pytest.raises(InvalidRequestError, match="speculation must be adaptive, predicted or fixed, not 'often'"):
         GatewayConfig(speculation="often")
 
 
@@ -111,9 +111,10 @@ def test_drafter_opens_when_drafting_pays_and_stays_open_when_it_does_not(choose
     assert sum(result.statistics.draft_length_histogram) == result.statistics.num_rounds
 
 
-def test_what_a_request_with_a_seed_produced_teaches_nobody() -> None:
+@pytest.mark.parametrize("predicts", [False, True])
+def test_what_a_request_with_a_seed_produced_teaches_nobody(predicts: bool) -> None:
     """Equal seeds draw equal numbers: see test_law_of_chosen_lengths.py for what it would do to the text."""
-    pairs = Pairs(16, 4)
+    pairs = Pairs(16, 4, predicts=predicts)
     for changes in ({"seed": 5}, {"num_speculative_tokens": 4}):
         (generation,) = complete_request(requested(**changes), describe("target"), DEFAULTS)
         target = FakeTarget(accepts=[2] * 40)
@@ -133,8 +134,9 @@ def test_what_a_request_with_a_seed_produced_teaches_nobody() -> None:
     assert explained.num_sessions == 0, "it was counted out"
 
 
-def test_sessions_are_counted_while_they_run_and_after_a_failure_not() -> None:
-    pairs = Pairs(16, 4)
+@pytest.mark.parametrize("predicts", [False, True])
+def test_sessions_are_counted_while_they_run_and_after_a_failure_not(predicts: bool) -> None:
+    pairs = Pairs(16, 4, predicts=predicts)
     target = FakeTarget(accepts=[2] * 40)
     loop = loop_of(target, [FakeDrafter(target)], pairs)
 

@@ -7,7 +7,7 @@ from statistics import mean
 import pytest
 
 from benchmarks.pair_simulation import Simulation, round_times
-from benchmarks.simulated_pair import FIXED_TREES, SIBLINGS
+from benchmarks.simulated_pair import FIXED
 from draftwire.method.round_parts import TreePart
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
@@ -18,6 +18,11 @@ from draftwire_gateway.speculation.session_length import SessionLength
 from draftwire_gateway.speculation.tree_acceptance import CHANCES, TreePrior, sibling_chances
 from draftwire_gateway.speculation.tree_acceptance import SIBLINGS as SIBLING_SHARES
 from tests.unit.simulated_sessions import MS, pair_of
+
+SIBLINGS = ((0.46, 0.13, 0.12, 0.04, 0.04, 0.03, 0.03), (0.1, 0.03))
+"""Where the first child is not right, how often the others are: first racers of a 1.5B/0.5B pair under `coupled`, 512
+places; and of a drafter that knows only one token."""
+FIXED_TREES = (*FIXED, *(Arm(DraftSource.TREES, *shape) for shape in TREES))
 
 TREES_OF = {
     "rows of a GPU": (20, 2, 0.5, 0.8, SIBLINGS[0], Arm(DraftSource.TREES, 8, 32)),

@@ -34,6 +34,7 @@ from draftwire.errors import (
 from draftwire.method.encoding import Claim, DraftDistributions, decode
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
+from draftwire.method.round_parts import StepSize
 from draftwire.method.rounds import (
     CommittedTokens,
     DraftTimings,
@@ -275,6 +276,7 @@ def test_verdict_says_what_was_decided() -> None:
             verify_us=7,
             queue_us=500_000,
             timings=timings if draft else DraftTimings(),
+            step=StepSize(len(PROMPT) + len(draft), 1, len(PROMPT)),
         )
 
 

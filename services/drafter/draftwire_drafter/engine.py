@@ -59,7 +59,8 @@ class DraftEngine(StepEngine[Step, StepResult]):
         draftings = [self._drafting(item) for item in step.items]
         prepared_s = time.perf_counter() - started
         done = self.strategy.step(draftings)
-        timings = DraftTimings(int((prepared_s + done.calibration_s) * 1e6), int(done.draft_s * 1e6))
+        num_drafted = sum(item.calibration is not None for item in step.items)
+        timings = DraftTimings(int((prepared_s + done.calibration_s) * 1e6), int(done.draft_s * 1e6), num_drafted)
         return StepResult(
             outcomes=[_outcome(item, draft, timings) for item, draft in zip(step.items, done.drafts, strict=True)],
             num_unread=[drafting.sequence.num_unread for drafting in draftings],

@@ -125,7 +125,8 @@ class GatewayConfig:
     discovery: DiscoverySettings = field(default_factory=DiscoverySettings)
     speculation: str = "adaptive"
     """How many tokens to draft where a request names no number: "adaptive", from 0 to 8 as measured rounds say, except
-    where the text depends on a seed that was given and on drafts; or "fixed", num_speculative_tokens."""
+    where the text depends on a seed that was given and on drafts; "predicted", the same by a model of times and
+    acceptance, without trees; or "fixed", num_speculative_tokens."""
     local_drafts: str = AUTO_LOCAL_DRAFTS
     """How a verifier drafts by itself where no drafter does: "suffix" or "lookup", from earlier places of each text,
     "retrieval", from files, or several joined by "+"; "eagle3", "eagle", "medusa", "hydra" or "mtp", by its head;
@@ -209,8 +210,10 @@ class GatewayConfig:
         )
         is_size = 0 <= self.num_draft_nodes <= MAX_TREE_NODES
         require(is_size, f"num_draft_nodes must be in 0..{MAX_TREE_NODES}, not {self.num_draft_nodes}")
-        known = ("adaptive", "fixed")
-        require(self.speculation in known, f"speculation must be adaptive or fixed, not {self.speculation!r}")
+        policies = ("adaptive", "predicted", "fixed")
+        require(
+            self.speculation in policies, f"speculation must be adaptive, predicted or fixed, not {self.speculation!r}"
+        )
         alone = (AUTO_LOCAL_DRAFTS, NO_LOCAL_DRAFTS, *HEAD_NAMES)
         is_known = self.local_drafts in alone or are_text_drafters(self.local_drafts)
         known_drafts = ", ".join((AUTO_LOCAL_DRAFTS, *TEXT_DRAFTER_NAMES, *HEAD_NAMES))

@@ -57,7 +57,7 @@ class GatewayCore:
             config.num_speculative_tokens,
             config.max_speculative_tokens,
             config.rejection_sample_method,
-            adapts_length=config.speculation == "adaptive",
+            adapts_length=config.speculation != "fixed",
             local_strategies=local_strategies(config.local_drafts),
             drafter_names=self._drafter_names,
             rounds_ahead=config.ahead.draft_ahead_rounds,
@@ -65,7 +65,8 @@ class GatewayCore:
             num_draft_nodes=config.num_draft_nodes,
         )
         self.metrics = GatewayMetrics(counts_callers=config.caller_metrics)
-        self.pairs = Pairs(config.max_speculative_tokens, config.num_speculative_tokens)
+        lengths = config.max_speculative_tokens, config.num_speculative_tokens
+        self.pairs = Pairs(*lengths, predicts=config.speculation == "predicted")
         """Choose the lengths of drafts."""
         self.tracing: RequestTracing | None = None
         """Decides which requests are traced; None traces none. Set before the first request."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from draftwire.engine.target_session import MAX_UINT32, Step, StepResult, TargetSession
-from draftwire.method.round_parts import TreePart
+from draftwire.method.round_parts import StepSize, TreePart
 from draftwire.method.rounds import DraftTimings, Fence, ReceivedBlock, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.verification.deciding import Judgement
@@ -18,6 +18,7 @@ class JudgedRound:
     index: int
     """Index of the session's item in the step."""
     judgement: Judgement
+    size: StepSize | None = None
 
     @property
     def session(self) -> TargetSession:
@@ -68,4 +69,5 @@ class JudgedRound:
             mask_us=min(result.mask_us[self.index], MAX_UINT32) if result.mask_us else 0,
             logprobs=session.report.of_round(block, judgement) if session.report is not None else None,
             tree=TreePart(block.depth) if block and block.tree is not None else None,
+            step=self.size,
         )

@@ -22,6 +22,7 @@ from draftwire.engine.target_session import (
     TargetSession,
 )
 from draftwire.errors import BlockViolationError, DraftwireError, InvalidRequestError, Violation
+from draftwire.method.round_parts import StepSize
 from draftwire.method.rounds import (
     Fence,
     FenceVerdict,
@@ -246,6 +247,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
         if not any(item.session.is_reading for item in step.items):
             self.waits.gathering.times.learn(result.num_tokens, result.verify_us / 1e6)
         self._record_costs(step.items, result.num_reused, result.num_tokens, result.verify_us / 1e6)
+        num_text_tokens = sum(len(item.session.committed) for item in step.items)
+        size = StepSize(result.num_tokens, len(step.items), num_text_tokens)
         deliveries: list[Completed] = []
         parts = zip(step.items, result.outcomes, result.num_unread, strict=True)
         for index, (item, outcome, num_unread) in enumerate(parts):
@@ -256,7 +259,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
             if isinstance(outcome, Judgement | StillReading) and outcome.prompt is not None:
                 deliveries.append((session, PromptRead(*session.key, outcome.prompt)))
             if isinstance(outcome, Judgement):
-                deliveries.append((session, self._commit(JudgedRound(step, result, index, outcome))))
+                deliveries.append((session, self._commit(JudgedRound(step, result, index, outcome, size))))
             elif isinstance(outcome, StillReading):
                 self._ready.append(session)
             else:

@@ -13,6 +13,7 @@ from draftwire_gateway.session.policy import PLAIN, Arm, Policy
 from draftwire_gateway.session.ports import DrafterPort, TargetPort
 from draftwire_gateway.session.round_times import RoundObserver, RoundTimes
 from draftwire_gateway.speculation.pairs import PairName, Pairs
+from draftwire_gateway.speculation.predicted_session import PredictedSession
 from draftwire_gateway.speculation.session_length import SessionLength
 
 
@@ -29,7 +30,7 @@ class AdaptivePolicy(Policy):
         self._generation = generation
         self._pairs = pairs
         self._name: PairName | None = None
-        self._length: SessionLength | None = None
+        self._length: SessionLength | PredictedSession | None = None
         """Chooses the session's lengths; None in no pair, as where nobody could draft."""
 
     @property

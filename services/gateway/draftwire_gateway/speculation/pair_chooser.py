@@ -70,6 +70,7 @@ class PairChooser:
             sources: who could draft, at least one; the first one begins. `TREES` needs `DRAFTER` too.
             max_nodes: of a token tree.
         """
+        self.sources = sources
         lengths = [length for length in LENGTHS if length <= max_length]
         chains = {source: lengths[1:] for source in sources if source is not DraftSource.TREES}
         if DraftSource.AHEAD in chains:

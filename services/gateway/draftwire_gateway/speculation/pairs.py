@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from draftwire_gateway.session.policy import DraftSource
 from draftwire_gateway.speculation.explanation import Explanation
 from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, MIN_CHOSEN_NODES, PairChooser
+from draftwire_gateway.speculation.predicted_session import PredictedSession
+from draftwire_gateway.speculation.predicting_chooser import PredictingChooser
 from draftwire_gateway.speculation.session_length import SessionLength
 
 MAX_PAIRS = 1024
@@ -43,25 +45,26 @@ class PairName:
 class Pairs:
     """Makes choosers as pairs meet. They remember until the gateway ends."""
 
-    def __init__(self, max_speculative_tokens: int, first_length: int) -> None:
+    def __init__(self, max_speculative_tokens: int, first_length: int, *, predicts: bool = False) -> None:
         """Knows no pair.
 
         Args:
             max_speculative_tokens: longest draft that the services take.
             first_length: tried first.
+            predicts: whether a model of each pair predicts what is best, in place of windows that measure it.
         """
+        self._predicts = predicts
         self._max_length = min(max_speculative_tokens, MAX_CHOSEN_LENGTH)
         self._first_length = first_length
-        self._choosers: dict[PairName, PairChooser] = {}
+        self._choosers: dict[PairName, PairChooser | PredictingChooser] = {}
 
-    def session_length(self, pair: PairName) -> SessionLength:
+    def session_length(self, pair: PairName) -> SessionLength | PredictedSession:
         """Returns the lengths of a new session with a pair, to be closed at its end."""
         chooser = self._choosers.get(pair)
         if chooser is None:
             self._forget_idle()
-            lengths, sources = (self._max_length, self._first_length), tuple(pair.drafters)
-            chooser = self._choosers[pair] = PairChooser(*lengths, sources, pair.max_tree_nodes)
-        return SessionLength(chooser)
+            chooser = self._choosers[pair] = self._make(pair)
+        return SessionLength(chooser) if isinstance(chooser, PairChooser) else PredictedSession(chooser)
 
     def preferred(self, pairs: Sequence[PairName], session_id: int) -> PairName:
         """Returns the pair whose sessions were fastest, or one that was not measured yet.
@@ -77,10 +80,19 @@ class Pairs:
         rates = [None if chooser is None else chooser.tokens_per_second for chooser in choosers]
         return max(zip(pairs, rates, strict=True), key=lambda rated: math.inf if rated[1] is None else rated[1])[0]
 
+    def _make(self, pair: PairName) -> PairChooser | PredictingChooser:
+        lengths, sources = (self._max_length, self._first_length), tuple(pair.drafters)
+        if self._predicts:
+            return PredictingChooser(*lengths, [source for source in sources if source is not DraftSource.TREES])
+        return PairChooser(*lengths, sources, pair.max_tree_nodes)
+
     def _forget_idle(self) -> None:
         if len(self._choosers) >= MAX_PAIRS:
             self._choosers = {pair: chooser for pair, chooser in self._choosers.items() if chooser.num_sessions}
 
     def explain(self) -> dict[PairName, list[Explanation]]:
         """Returns what lengths are chosen by, by pair, for each that could draft."""
-        return {pair: [chooser.explain(source) for source in pair.drafters] for pair, chooser in self._choosers.items()}
+        return {
+            pair: [chooser.explain(source) for source in pair.drafters if source in chooser.sources]
+            for pair, chooser in self._choosers.items()
+        }

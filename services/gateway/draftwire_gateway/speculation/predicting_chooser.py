@@ -1,0 +1,286 @@
+"""Chooses what all sessions of a pair draft: the way that makes most tokens a second, as a model of the pair predicts.
+
+All that it knows is of rounds that are over: see docs/exactness.md.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
+from draftwire_gateway.session.round_times import RoundTimes
+from draftwire_gateway.speculation.accepted_counts import PRIOR, RECENT, ROUNDS, AcceptedCounts
+from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
+from draftwire_gateway.speculation.pair_model import TRUSTED_S, Load, PairModel, load_of
+from draftwire_gateway.speculation.step_prices import NOISE, REMEMBERED_S
+
+LONGEST = 8
+"""Draft tokens that may be chosen."""
+LEAST_GAIN = 0.05
+"""Share by which another way must be better than the chosen one: predictions err, and drafters read the texts anew."""
+TRIAL_SHARE = 0.005
+"""Share of the time that trials of a way that lost before may cost."""
+RUN_S = 2.0
+"""Seconds of plain rounds that are requested at once, and for which a new way is kept until it is measured."""
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    """Rounds of another way than the chosen one."""
+
+    arm: Arm
+    sessions: set[object] | None
+    """Those that have it; None if all have."""
+    began_at: float
+    num_left: float
+
+    def has(self, session: object) -> bool:
+        """Whether a session takes part."""
+        return self.sessions is None or session in self.sessions
+
+
+class PredictingChooser:
+    """Chooses for all sessions of a pair. All times are by one clock, seconds."""
+
+    def __init__(
+        self, max_length: int, first_length: int, sources: Sequence[DraftSource] = (DraftSource.DRAFTER,)
+    ) -> None:
+        """Knows nothing yet.
+
+        Args:
+            max_length: longest draft.
+            first_length: of one session's drafts before anything is known; several begin with plain rounds.
+            sources: who could draft chains, at least one; the first one begins.
+        """
+        self.sources = sources
+        self.acceptance = {source: AcceptedCounts() for source in sources}
+        if DraftSource.AHEAD in self.acceptance:
+            self.acceptance[DraftSource.AHEAD] = self.acceptance[DraftSource.DRAFTER]
+        self._longest = min(max_length, LONGEST)
+        self.arms = (PLAIN, *(Arm(source, 1 + more) for source in sources for more in range(self._longest)))
+        self.model = PairModel(self.acceptance)
+        self.arm = PLAIN
+        self.num_sessions = 0
+        self._load = self.model.load(1)
+        self._first = Arm(sources[0], min(first_length, self._longest)) if first_length else PLAIN
+        self._trial: Trial | None = None
+        self._tried: dict[DraftSource | None, tuple[float, float]] = {}
+        """When a source was tried or chosen last, and how long its latest trial took; 0 if there was none."""
+        self._num_opening = self._num_rounds = 0
+        self._now = self._settled_at = 0.0
+        self._rate = self._made = self._took_s = 0.0
+        """Tokens/s that are expected of a session with the chosen arm, seconds that what sessions made since the last
+        choice should have taken, and those that it took."""
+
+    def join(self) -> None:
+        """Counts one more session."""
+        self.num_sessions += 1
+        if not self.model.verifier.is_known:
+            self.arm = self._first if self.num_sessions == 1 else PLAIN
+        self._follow_load()
+
+    def leave(self, session: object) -> None:
+        """Counts a session less."""
+        self.num_sessions -= 1
+        if self._trial is not None and self._trial.sessions is not None:
+            self._trial.sessions.discard(session)
+        self._follow_load()
+
+    def open(self, change: int) -> None:
+        """Counts sessions whose drafter reads the text; less, where it has read it."""
+        self._num_opening += change
+
+    def arm_of(self, session: object) -> Arm:
+        """Returns what a session drafts in the round that is requested now."""
+        trial = self._trial
+        if trial is None:
+            return self.arm
+        if trial.sessions is not None and len(trial.sessions) < max(1, load_of(self.num_sessions)):
+            trial.sessions.add(session)
+        return trial.arm if trial.has(session) else self.arm
+
+    def best_own(self) -> Arm:
+        """Returns what is best where no drafter drafts: drafts of the verifier, if some were counted, or nothing."""
+        known = self.acceptance.get(DraftSource.VERIFIER)
+        if known is None or not known.num_drafts or not self.model.verifier.is_known:
+            return PLAIN
+        rates = self.rates_of(None) | self.rates_of(DraftSource.VERIFIER)
+        return max(rates, key=lambda arm: rates[arm])
+
+    def rates_of(self, source: DraftSource | None, own: AcceptedCounts | None = None) -> dict[Arm, float]:
+        """Returns the tokens/s that rounds of a session make with a source, by arm; of its own acceptance if given."""
+        return self.model.rates(source, self._longest, self._n, self._now, own)
+
+    def num_plain_rounds(self, most: int, now: float) -> int:
+        """Returns how many rounds without a drafter to request at once, at most `most`."""
+        if self.model.load(self._n).arm is None:  # a choice is near
+            return min(most, 2)
+        if self._trial is not None:
+            return min(most, ROUNDS)
+        return max(1, min(most, int(RUN_S / self.model.round_s(self.arm, self._n, now))))
+
+    def observe(self, session: object, times: RoundTimes, arm: Arm, *, is_whole: bool) -> None:
+        """Adds a round, whose drafts were counted.
+
+        Args:
+            session: that had it.
+            times: of the round.
+            arm: that was asked for.
+            is_whole: whether it had that, and its times are typical of it.
+        """
+        self._now, trial, n = times.ended_at, self._trial, self._n
+        is_alone = trial is not None and trial.sessions is not None and n > 1  # beside others with the chosen arm
+        of_all = self.arm if trial is None or is_alone else trial.arm
+        settled_at = self._settled_at if trial is None or is_alone else trial.began_at
+        if not times.is_first:
+            self.model.learn_step(times, n)
+        if is_whole and (arm == of_all or not of_all.uses_drafter):
+            self.model.learn_passes(times, arm, is_quiet=not self._num_opening)
+        if is_whole and arm == of_all and times.started_at >= settled_at:
+            self.model.learn_between(times, arm, n, (1.0 - min(1.0, self._num_opening / n)) ** 2 / n)
+        if trial is not None and trial.has(session):
+            is_tried = arm == trial.arm and (times.verdict.num_draft_tokens > 0 or not arm.uses_drafter)
+            trial.num_left -= 1.0 if is_tried else 1.0 / ROUNDS  # its drafter may never come
+            if trial.num_left <= 0.0:
+                self._tried[trial.arm.source] = self._now, self._now - trial.began_at
+                self._trial, self._num_rounds = None, n
+        self._num_rounds += 1
+        if self._num_rounds >= max(ROUNDS, n) and self.model.verifier.is_known:
+            self._num_rounds = 0
+            self._decide(n)
+
+    def count(self, num_tokens: int, seconds: float, started_at: float) -> None:
+        """Counts tokens that a session made, and the time that it took for them, with all waits."""
+        if self._trial is None and self._rate and started_at >= self._settled_at:
+            self._made += num_tokens / self._rate
+            self._took_s += seconds
+
+    def rates(self, n: int) -> dict[Arm, float]:
+        """Returns the tokens/s that each of so many sessions is expected to make, by arm."""
+        made, now, rates = self.model.load(n).made, self._now, {}
+        for source in (None, *self.acceptance):
+            of_source = made[source].drawn_to(1.0, TRUSTED_S, now) if source in made else 1.0
+            for arm, rate in self.model.rates(source, self._longest, n, now).items():
+                rates[arm] = rate * (made[arm].drawn_to(of_source, TRUSTED_S, now) if arm in made else of_source)
+        return rates
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """What is expected of each session; None if nothing is known."""
+        return max(self.rates(self._n).values()) if self.model.verifier.is_known else None
+
+    def explain(self, source: DraftSource) -> Explanation:
+        """Returns what the lengths of a source's drafts are chosen by."""
+        counts = self.acceptance[source]
+        loads = tuple(self._explained(source, load, known) for load, known in sorted(self.model.loads.items()))
+        return Explanation(source, self.num_sessions, counts.survival(self._longest)[1:], counts.num_drafts, loads)
+
+    def _explained(self, source: DraftSource, load: int, known: Load) -> LoadExplanation:
+        n, chosen = 2**load, known.arm or PLAIN
+        arms = [arm for arm in self.arms if arm.source in (None, source)] if self.model.verifier.is_known else []
+        rates, when = self.rates(n) if arms else {}, (self._longest, n, self._now)
+        predicted = self.model.rates(None, *when) | self.model.rates(source, *when) if arms else {}
+        estimates = [
+            ArmEstimate(
+                arm.length,
+                1.0 if arm.source is None else sum(self.acceptance[source].survival(arm.length)),
+                self.model.round_s(arm, n, self._now),
+                int(known.between_s[arm].weight(self._now)) if arm in known.between_s else 0,
+                rates[arm] / predicted[arm],
+            )
+            for arm in arms
+        ]
+        best = max(arms, key=lambda arm: rates[arm], default=PLAIN)
+        return LoadExplanation(
+            min_sessions=math.floor(2 ** (load - 1.0 / 2.0)) + 1,
+            max_sessions=math.floor(2 ** (load + 1.0 / 2.0)),
+            length=chosen.length if chosen.source in (source, None) else best.length,
+            num_nodes=0,
+            chosen=chosen.source,
+            estimates=estimates,
+            row_s=max(0.0, n * self.model.verifier.prices[1]),
+            draft_token_s=self.model.pass_s(source, n),
+        )
+
+    @property
+    def _n(self) -> int:
+        return max(1, self.num_sessions)
+
+    def _decide(self, n: int) -> None:
+        load, now = self.model.load(n), self._now
+        if load.arm is None:
+            load.arm, load.chosen_at = self.arm, now
+        self._note_made()
+        self._rate = self._rate_of(self.arm)
+        if self._trial is not None:
+            return
+        rates = self.rates(n)
+        best = max((arm for arm in self.arms if self._is_known(arm)), key=lambda arm: rates[arm])
+        measured = load.between_s.get(self.arm)
+        is_new = now - load.chosen_at < RUN_S and (measured is None or measured.weight(now) < PRIOR)
+        if is_new and best.source is not self.arm.source:
+            best = self.arm
+        if rates[best] > (1.0 + (LEAST_GAIN if best.length else 0.0)) * rates[self.arm]:
+            self._change(best)
+            load.arm, load.chosen_at = best, now
+        self._begin_trial(rates, n)
+
+    def _note_made(self) -> None:
+        """Compares what was made with the chosen arm since the last choice with what that predicted."""
+        if self._took_s:
+            seconds = self._took_s / self._n
+            for key in (self.arm, self.arm.source):
+                self._load.made[key].add(self._made / self._took_s, seconds, self._now, RECENT)
+        self._made = self._took_s = 0.0
+
+    def _rate_of(self, arm: Arm) -> float:
+        """Returns the tokens/s that rounds of an arm make; 0 before anything is known."""
+        if not self.model.verifier.is_known:
+            return 0.0
+        return self.model.rates(arm.source, max(1, arm.length), self._n, self._now)[arm]
+
+    def _is_known(self, arm: Arm) -> bool:
+        if arm.source is DraftSource.AHEAD:
+            return any(known.source is arm.source for load in self.model.loads.values() for known in load.between_s)
+        return arm.source is None or self.acceptance[arm.source].num_drafts > 0
+
+    def _follow_load(self) -> None:
+        """Takes what was chosen last at the load, if anything was."""
+        load = self.model.load(self._n)
+        if load is self._load:
+            return
+        self._note_made()
+        self._load = load
+        if load.arm is not None and load.arm != self.arm:
+            self._change(load.arm)
+
+    def _change(self, arm: Arm) -> None:
+        self._note_made()
+        self.arm, self._rate = arm, self._rate_of(arm)
+        several = 2.0 if self.num_sessions > 1 else 0.0  # others are still in rounds of the arm before
+        self._settled_at = self._now + several * self.model.round_s(arm, self._n, self._now)
+
+    def _begin_trial(self, rates: dict[Arm, float], n: int) -> None:
+        """Tries a source of which nothing is known, if it may win, or one whose trials have cost less than they may.
+        Times drift, and so plain rounds are tried when that may have made them win. Drafts depend on the text as well.
+        """
+        most, found = 1.0, None
+        for source in (None, *self.acceptance):
+            arm = max((arm for arm in self.arms if arm.source is source), key=lambda arm: rates[arm])
+            at, took_s = self._tried.setdefault(source, (self._now, 0.0))
+            if source is self.arm.source:
+                self._tried[source] = self._now, took_s
+                continue
+            is_known = self._is_known(arm) and (arm.length > 0 or arm in self.model.load(n).between_s)
+            error = NOISE * math.sqrt(1.0 + (self._now - at) / REMEMBERED_S)
+            if (source is None or not is_known) and rates[arm] * (1.0 + error) < rates[self.arm]:
+                continue
+            took_s = took_s or ROUNDS * self.model.round_s(arm, n, self._now)
+            cost_s = took_s * max(LEAST_GAIN, 1.0 - rates[arm] / rates[self.arm])
+            turn = TRIAL_SHARE * (self._now - at) / cost_s if is_known else math.inf
+            if turn > most:
+                most, found = turn, arm if source is None or self.acceptance[source].num_drafts else Arm(source, 1)
+                is_of_few = source is DraftSource.DRAFTER or (source is DraftSource.VERIFIER and is_known)
+        if found is not None:
+            of_all = ROUNDS * n if found.source in (None, DraftSource.AHEAD) else max(ROUNDS, 2 * n)  # times, or drafts
+            self._trial = Trial(found, set() if is_of_few else None, self._now, ROUNDS if is_of_few else of_all)
