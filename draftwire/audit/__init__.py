@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from draftwire.audit.audit_sums import AuditSums, Statistic, audit_sums, audit_sums_of_trees
+from draftwire.audit.audit_sums import AuditSums, Statistic, audit_sums
 
 OF_TESTS = {"Alarm": "sequential", "DrafterAudit": "sequential", "FirstUses": "first_uses"}
 """Names that users import from here, and the modules that they are loaded from when they are asked for: a round sums,
@@ -15,4 +15,4 @@ def __getattr__(name: str) -> object:
     return getattr(import_module(f"{__name__}.{OF_TESTS[name]}"), name)
 
 
-__all__ = ["AuditSums", "Statistic", "audit_sums", "audit_sums_of_trees", *OF_TESTS]
+__all__ = ["AuditSums", "Statistic", "audit_sums", *OF_TESTS]

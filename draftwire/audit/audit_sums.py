@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from draftwire.verification.blocks import BlockBatch, ShapedBatch
+from draftwire.verification.blocks import BlockBatch
 
 SMALLEST_PROB = 2.0**-16
 """Probabilities are clamped to this in the surprise and in its mean alike, so their difference keeps mean zero. It is
@@ -100,16 +100,6 @@ def audit_sums(blocks: BlockBatch) -> list[AuditSums]:
         AuditSums(int(count), acceptance, acceptance_variance, surprise, surprise_variance)
         for count, acceptance, surprise, acceptance_variance, surprise_variance in sums.T.tolist()
     ]
-
-
-def audit_sums_of_trees(trees: ShapedBatch) -> list[AuditSums]:
-    """Returns the audit sums of each token tree of a batch, as `audit_sums` those of blocks.
-
-    Each draft token counts with the distribution that it was drawn from: that of its parent without the siblings before
-    it, which is known before it is drawn.
-    """
-    sums = (audit_sums(trees.drawn_one_by_one(tree)) for tree in range(trees.batch_size))
-    return [sum(of_nodes, AuditSums()) for of_nodes in sums]
 
 
 def _statistics(target: Tensor, draft: Tensor) -> Tensor:

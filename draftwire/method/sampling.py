@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -100,12 +100,6 @@ class Span:
     is counted once. None: positions are consecutive."""
 
     @property
-    def is_edited(self) -> bool:
-        """Whether bias, masks or penalties may change logits."""
-        one, is_masked = self.params, self.masks is not None or self.params.allowed_token_ids is not None
-        return is_masked or bool(one.logit_bias or one.min_tokens) or one.penalizes
-
-    @property
     def num_generated(self) -> int:
         """Number of tokens generated before the first position; of a tree before all paths."""
         text_len = len(self.text) if self.text_len is None else self.text_len
@@ -162,10 +156,8 @@ def probabilities_of_spans(logits: Tensor, spans: Sequence[Span]) -> Tensor:
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     num_rows = [span.num_rows for span in spans]
-    starts = accumulate(num_rows, initial=0)
-    for start, span in zip(starts, spans, strict=False):
-        if span.is_edited:
-            _edit(logits[start : start + span.num_rows], span)
+    for rows_of_span, span in zip(logits.split(num_rows), spans, strict=True):
+        _edit(rows_of_span, span)
     is_greedy = [span.params.greedy for span in spans]
     if all(is_greedy):
         return _one_hot(logits)

@@ -316,8 +316,7 @@ async def test_each_source_learns_from_its_own_rounds() -> None:
     await one.seek_until_ready()
     number = one.session.round
     one.seat.drafter.request_block(one.planner.next_draft())
-    assert one.policy.observer is not None
-    one.policy.observer(round_times(number, 0.0, 0.01, 4, 4))
+    one.policy.observe(round_times(number, 0.0, 0.01, 4, 4))
     ((drafter, verifier),) = one.pairs.explain().values()
     assert (drafter.source, drafter.num_drafts) == (DraftSource.DRAFTER, 1)
     assert (verifier.source, verifier.num_drafts) == (DraftSource.VERIFIER, 0)

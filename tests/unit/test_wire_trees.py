@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftwire.audit import AuditSums, audit_sums_of_trees
+from draftwire.audit import AuditSums, audit_sums
 from draftwire.checking.all_trees import AllTrees, all_trees, stated_tree_emissions
 from draftwire.checking.emissions import completed_law, largest_deviation, sequence_law
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
@@ -118,7 +118,8 @@ def mean_of(trees: AllTrees, batch: TreeBatch) -> AuditSums:
     index = is_start.nonzero().squeeze(1)
     chosen, probs = batch.chosen(index.tolist()), trees.probs[index].tolist()
     total = AuditSums()
-    for prob, sums in zip(probs, audit_sums_of_trees(chosen), strict=True):
+    for tree, prob in enumerate(probs):
+        sums = sum(audit_sums(chosen.drawn_one_by_one(tree)), AuditSums())
         total += AuditSums(
             sums.num_positions,
             *(prob * value for value in (sums.acceptance_sum, sums.acceptance_variance)),

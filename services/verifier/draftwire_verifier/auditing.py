@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from draftwire.audit import AuditSums, audit_sums, audit_sums_of_trees
+from draftwire.audit import AuditSums, audit_sums
 from draftwire.verification.deciding import Decided, DecidedShapes
 from draftwire.verification.rule import VerificationRule
 
@@ -23,6 +23,6 @@ def audits_of(
             for member, sums in zip(decided.members, audit_sums(decided.blocks), strict=True):
                 audits[member] = sums
     for others in shaped:
-        for member, sums in zip(others.members, audit_sums_of_trees(others.blocks), strict=True):
-            audits[member] = sums
+        for index, member in enumerate(others.members):
+            audits[member] = sum(audit_sums(others.blocks.drawn_one_by_one(index)), AuditSums())
     return audits

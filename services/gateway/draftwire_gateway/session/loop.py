@@ -78,7 +78,7 @@ class GenerationLoop:
         self._seat = DrafterSeat(self._session, peers, self._queue, policy, options)
         self._planner = RoundPlanner(self._session, self._seat, policy, options)
         self._policy = policy
-        self._watch = RoundWatch([*plugs.observers, *([policy.observer] if policy.observer is not None else [])])
+        self._watch = RoundWatch([*plugs.observers, policy.observe])
         self.statistics = self._session.statistics
 
     async def run(

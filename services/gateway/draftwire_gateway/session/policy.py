@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from typing_extensions import override
 
 from draftwire_gateway.session.ports import DrafterPort, TargetPort
-from draftwire_gateway.session.round_times import RoundObserver
+from draftwire_gateway.session.round_times import RoundTimes
 
 
 class DraftSource(Enum):
@@ -59,10 +59,9 @@ class Policy(Protocol):
     `next_draft` may be left as it is here, where every draft pays and is as long as there is room.
     """
 
-    @property
-    def observer(self) -> RoundObserver | None:
-        """Called for each committed round; None if the policy learns nothing."""
-        return None
+    def observe(self, times: RoundTimes) -> None:
+        """Learns from a committed round; a `RoundObserver`."""
+        return
 
     @property
     def uses_drafter(self) -> bool:

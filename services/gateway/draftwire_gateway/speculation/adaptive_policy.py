@@ -11,7 +11,7 @@ from draftwire_gateway.options.tree_drafts import max_tree_nodes
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.policy import PLAIN, Arm, Policy
 from draftwire_gateway.session.ports import DrafterPort, TargetPort
-from draftwire_gateway.session.round_times import RoundObserver, RoundTimes
+from draftwire_gateway.session.round_times import RoundTimes
 from draftwire_gateway.speculation.pairs import PairName, Pairs
 from draftwire_gateway.speculation.predicted_session import PredictedSession
 from draftwire_gateway.speculation.session_length import SessionLength
@@ -32,11 +32,6 @@ class AdaptivePolicy(Policy):
         self._name: PairName | None = None
         self._length: SessionLength | PredictedSession | None = None
         """Chooses the session's lengths; None in no pair, as where nobody could draft."""
-
-    @property
-    @override
-    def observer(self) -> RoundObserver:
-        return self._observe
 
     @property
     @override
@@ -78,7 +73,8 @@ class AdaptivePolicy(Policy):
     def next_own_length(self, round_number: int, most: int) -> int:
         return most if self._length is None else self._length.next_own_length(round_number, most, time.perf_counter())
 
-    def _observe(self, times: RoundTimes) -> None:
+    @override
+    def observe(self, times: RoundTimes) -> None:
         if self._length is not None:
             self._length.observe(times)
 
