@@ -247,8 +247,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
         if not any(item.session.is_reading for item in step.items):
             self.waits.gathering.times.learn(result.num_tokens, result.verify_us / 1e6)
         self._record_costs(step.items, result.num_reused, result.num_tokens, result.verify_us / 1e6)
-        num_text_tokens = sum(len(item.session.committed) for item in step.items)
-        size = StepSize(result.num_tokens, len(step.items), num_text_tokens)
+        size = StepSize(result.num_tokens, len(step.items), sum(len(item.session.committed) for item in step.items))
         deliveries: list[Completed] = []
         parts = zip(step.items, result.outcomes, result.num_unread, strict=True)
         for index, (item, outcome, num_unread) in enumerate(parts):
