@@ -69,7 +69,7 @@ class TreePart:
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a verifier's step read, over all sessions that shared it, of any gateway."""
+    """Size of a verifier's step, over all sessions that shared it, of any gateway."""
 
     num_step_rows: int
     """Tokens that it read, draft tokens included."""

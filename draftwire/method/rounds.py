@@ -216,7 +216,7 @@ class Verdict:
     tree: TreePart | None = None
     """None if no token tree was judged."""
     step: StepSize | None = None
-    """Of the step that decided the round; None if the verifier does not say."""
+    """Size of the step that decided the round; None if the verifier does not say."""
 
     @property
     def mask_s(self) -> float:

@@ -159,7 +159,7 @@ def probabilities_of_spans(logits: Tensor, spans: Sequence[Span]) -> Tensor:
     for rows_of_span, span in zip(logits.split(num_rows), spans, strict=True):
         _edit(rows_of_span, span)
     is_greedy = [span.params.greedy for span in spans]
-    if all(is_greedy):
+    if all(is_greedy) or not len(logits):
         return _one_hot(logits)
     if any(is_greedy):
         greedy_rows = _indices(np.repeat(is_greedy, num_rows), logits.device)

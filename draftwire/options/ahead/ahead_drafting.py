@@ -121,7 +121,7 @@ class AheadDrafting(DraftOption):
                 texts.root.block, texts.root.guesses = outcome.token_ids, result.guesses.get(index, [])
                 texts.root.sent_at = self.lookahead.clock()
         sent = []
-        timings = DraftTimings(int(result.calibration_s * 1e6), int(result.draft_s * 1e6))
+        timings = DraftTimings(int(result.calibration_s * 1e6), int(result.draft_s * 1e6), num_rows)
         for item in items:
             item.branch.num_passes += item.num_passes
             sent += self._end(item, timings)

@@ -45,8 +45,6 @@ class PairModel:
         """By number of sessions."""
         self._text = RecentMean()
         """Length of a text."""
-        self._steps: dict[Arm, float] = {}
-        """Time of the steps of a round with an arm, as it was predicted last."""
 
     def load(self, num_sessions: int) -> Load:
         """Returns what is known of the nearest power of two of a number of sessions."""
@@ -58,7 +56,7 @@ class PairModel:
     def learn_step(self, times: RoundTimes, num_sessions: int) -> None:
         """Adds the verifier's step of a round, if it says its size."""
         step = times.verdict.step
-        if step is not None and step.num_step_sessions and times.verify_s > 0.0:
+        if step is not None and 0 < step.num_step_sessions <= step.num_step_rows and times.verify_s > 0.0:
             length, sessions = step.num_step_text_tokens / TOKENS, float(step.num_step_sessions)
             self._text.add(length / sessions, 1.0 / num_sessions, times.ended_at, RECENT)
             self.verifier.add((1.0, float(step.num_step_rows), sessions, length), times.verify_s, times.ended_at)
@@ -78,8 +76,7 @@ class PairModel:
         load, now = self.load(num_sessions), times.ended_at
         if times.verdict.step is not None:
             load.sharing[arm.source].add(times.verdict.step.num_step_sessions / num_sessions, weight, now, RECENT)
-        steps_s = self._steps.get(arm) or self._steps_s(arm, load, num_sessions)
-        load.between_s[arm].add(times.duration_s - steps_s, weight, now, RECENT)
+        load.between_s[arm].add(times.duration_s - self._steps_s(arm, load, num_sessions), weight, now, RECENT)
 
     def round_s(self, arm: Arm, num_sessions: int, now: float) -> float:
         """Returns the time of a round, seconds. A step of the verifier must be known."""
@@ -107,7 +104,6 @@ class PairModel:
         further_s = (self._steps_s(Arm(source, longest), load, num_sessions) - first) / max(1, longest - 1)
         for length, survival in enumerate((own or self.acceptance[source]).survival(longest)[1:], 1):
             arm, steps_s, tokens = Arm(source, length), first + further_s * (length - 1), tokens + survival
-            self._steps[arm] = steps_s
             rates[arm] = tokens / max(steps_s / 2.0, steps_s + self._between_s(arm, load, source_s, now))
         return rates
 
@@ -120,7 +116,6 @@ class PairModel:
         seconds = self.verifier.predict((1.0, sessions * (arm.num_rows + 1), sessions, sessions * self._text.value))
         if arm.source is not None:
             seconds += self.passes[_drafter(arm.source)].predict(self._passes(arm.length, sessions))
-        self._steps[arm] = seconds
         return seconds
 
     def _passes(self, length: int, sessions: float) -> tuple[float, float, float, float]:

@@ -67,7 +67,8 @@ class PredictedSession:
         number, wanted, arm = asked[-1]
         by_drafter = verdict.num_draft_tokens > 0 and not verdict.is_of_verifier
         self._learn(times, arm, by_drafter=by_drafter)
-        is_whole = not times.is_first and not times.lost_s and times.gateway_s <= times.ended_at - times.started_at
+        is_slow = times.gateway_s > times.ended_at - times.started_at  # its client does not read
+        is_whole = not (times.is_first or times.lost_s or is_slow)
         if arm.uses_drafter:
             is_whole = is_whole and by_drafter and not self._is_fresh and verdict.num_draft_tokens == arm.length
         else:  # the first one of a run waits for it
@@ -75,7 +76,8 @@ class PredictedSession:
         self._pair.observe(self, times, arm, is_whole=is_whole)
         self._is_fresh = not by_drafter
         self._open(is_opening=wanted.uses_drafter and not by_drafter)
-        if before is not None and ended_at > before and not times.is_first and wanted.source is self._pair.arm.source:
+        is_of_arm = wanted.source is self._pair.arm.source and not (times.is_first or is_slow)
+        if before is not None and ended_at > before and is_of_arm:
             self._pair.count(times.num_tokens, ended_at - before, times.started_at)
 
     def _ask(self, round_number: int, wanted: Arm, arm: Arm, most: int, now: float) -> Arm:

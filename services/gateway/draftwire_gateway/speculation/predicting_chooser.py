@@ -82,7 +82,9 @@ class PredictingChooser:
     def leave(self, session: object) -> None:
         """Counts a session less."""
         self.num_sessions -= 1
-        if self._trial is not None and self._trial.sessions is not None:
+        if not self.num_sessions:  # what is tried later would have taken all the time between
+            self._trial = None
+        elif self._trial is not None and self._trial.sessions is not None:
             self._trial.sessions.discard(session)
         self._follow_load()
 
@@ -128,7 +130,8 @@ class PredictingChooser:
             arm: that was asked for.
             is_whole: whether it had that, and its times are typical of it.
         """
-        self._now, trial, n = times.ended_at, self._trial, self._n
+        trial, n = self._trial, self._n
+        self._now = max(self._now, times.ended_at)  # who waits for a client reports late
         is_alone = trial is not None and trial.sessions is not None and n > 1  # beside others with the chosen arm
         of_all = self.arm if trial is None or is_alone else trial.arm
         settled_at = self._settled_at if trial is None or is_alone else trial.began_at
@@ -275,9 +278,10 @@ class PredictingChooser:
             error = NOISE * math.sqrt(1.0 + (self._now - at) / REMEMBERED_S)
             if (source is None or not is_known) and rates[arm] * (1.0 + error) < rates[self.arm]:
                 continue
+            is_new = not is_known and not took_s
             took_s = took_s or ROUNDS * self.model.round_s(arm, n, self._now)
             cost_s = took_s * max(LEAST_GAIN, 1.0 - rates[arm] / rates[self.arm])
-            turn = TRIAL_SHARE * (self._now - at) / cost_s if is_known else math.inf
+            turn = math.inf if is_new else TRIAL_SHARE * (self._now - at) / cost_s
             if turn > most:
                 most, found = turn, arm if source is None or self.acceptance[source].num_drafts else Arm(source, 1)
                 is_of_few = source is DraftSource.DRAFTER or (source is DraftSource.VERIFIER and is_known)

@@ -80,6 +80,7 @@ class RecentMean:
 
     def add(self, value: float, weight: float, now: float, most: float) -> None:
         """Adds a value. All weigh `most` together at most."""
+        weight = min(weight, most)
         total = self.weight(now) + weight
         self._weight, self._at = total if total < most else most, now
         if total > 0.0:
