@@ -21,7 +21,7 @@ from draftwire_gateway.speculation.accepted_counts import MEMORY, AcceptedCounts
 from draftwire_gateway.speculation.pairs import PairName, Pairs
 from draftwire_gateway.speculation.predicted_session import PredictedSession
 from draftwire_gateway.speculation.predicting_chooser import ROUNDS, PredictingChooser
-from draftwire_gateway.speculation.step_prices import StepPrices
+from draftwire_gateway.speculation.step_prices import RecentMean, StepPrices
 
 MODULES = (step_prices, accepted_counts, pair_model, predicting_chooser, predicted_session)
 MOST_LINES, MOST_CONSTANTS = 740, 15
@@ -152,3 +152,35 @@ def test_sessions_are_counted_out_and_what_is_chosen_is_explained() -> None:
     assert all(estimate.round_s > 0.0 for estimate in estimates)
     session.close()
     assert pairs.explain()[name][0].num_sessions == 0
+
+
+def test_client_that_does_not_read_misleads_no_prediction() -> None:
+    """Its round is reported when it reads on: late, after rounds of others, and with all of its pause."""
+    pair = PredictingChooser(8, 4)
+    sessions = [PredictedSession(pair), PredictedSession(pair)]
+
+    def run(session: PredictedSession, number: int, at: float, pause_s: float = 0.0) -> None:
+        arm = session.next_draft(number, 8, at)
+        spent = (0.01 * arm.uses_drafter, 0.02)
+        step = StepSize(2 * (arm.length + 1), 2, number)
+        times = (number, at, at + 0.03, arm.length, arm.length, *spent)
+        session.observe(round_times(*times, step=step, gateway_s=pause_s))
+
+    for number in range(200):
+        for session in sessions:
+            run(session, number, 0.05 * number)
+    before = pair.rates(2)
+    for number in range(200, 4000):
+        run(sessions[0], number, 0.05 * number)
+    run(sessions[1], 200, 10.0, pause_s=190.0)
+    for number in range(4000, 4050):
+        run(sessions[0], number, 0.05 * number)
+    assert min(pair.rates(2).values()) > 0.5 * min(before.values())
+    assert pair.arm.uses_drafter
+
+
+def test_value_weighs_no_more_than_all_together() -> None:
+    known = RecentMean()
+    known.add(1.0, 1.0, 0.0, 16.0)
+    known.add(0.5, 100.0, 1.0, 16.0)
+    assert 0.5 <= known.value <= 1.0
