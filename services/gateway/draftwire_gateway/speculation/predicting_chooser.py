@@ -67,7 +67,7 @@ class PredictingChooser:
         self._tried: dict[DraftSource | None, tuple[float, float]] = {}
         """When a source was tried or chosen last, and how long its latest trial took; 0 if there was none."""
         self._num_opening = self._num_rounds = 0
-        self._now = self._settled_at = 0.0
+        self._now, self._settled_at = -math.inf, 0.0
         self._rate = self._made = self._took_s = 0.0
         """Tokens/s that are expected of a session with the chosen arm, seconds that what sessions made since the last
         choice should have taken, and those that it took."""
@@ -82,10 +82,10 @@ class PredictingChooser:
     def leave(self, session: object) -> None:
         """Counts a session less."""
         self.num_sessions -= 1
-        if not self.num_sessions:  # what is tried later would have taken all the time between
-            self._trial = None
-        elif self._trial is not None and self._trial.sessions is not None:
+        if self._trial is not None and self._trial.sessions is not None:
             self._trial.sessions.discard(session)
+        if self._trial is not None and not self.num_sessions:
+            self._trial.began_at = math.inf  # goes on with the next session: what passes until then is no cost
         self._follow_load()
 
     def open(self, change: int) -> None:
@@ -132,6 +132,8 @@ class PredictingChooser:
         """
         trial, n = self._trial, self._n
         self._now = max(self._now, times.ended_at)  # who waits for a client reports late
+        if trial is not None and trial.began_at == math.inf:
+            trial.began_at = times.started_at
         is_alone = trial is not None and trial.sessions is not None and n > 1  # beside others with the chosen arm
         of_all = self.arm if trial is None or is_alone else trial.arm
         settled_at = self._settled_at if trial is None or is_alone else trial.began_at
