@@ -1042,6 +1042,7 @@ async def test_peer_that_sends_unrequested_events_is_refused_and_no_other() -> N
                 inbox.put_nowait(SENT)
             with pytest.raises(ProtocolViolationError, match="more events"):
                 inbox.put_nowait(SENT)
+        assert (queue.num_unread(1, 0), queue.num_unread(1, None)) == (10, 100)
         for _ in range(11):  # all of the drafter's and one of the verifier's are read
             await queue.get()
         for inbox, most in ((drafter, 10), (verifier, 1)):
@@ -1062,4 +1063,5 @@ async def test_events_of_an_earlier_epoch_take_no_room_in_a_later_one() -> None:
         for _ in range(5):
             inbox.put_nowait(SENT)
         assert [queue.num_unread(before, None) for before in range(epoch)] == [0] * epoch
+    TaggedInbox(queue, 1).put_nowait(SENT)  # of a peer that was dropped: it takes nothing from later ones
     assert [(await queue.get()).epoch for _ in range(5)] == [2] * 5
