@@ -217,7 +217,7 @@ class PredictingChooser:
             load.arm, load.chosen_at = self.arm, now
         self._note_made()
         self._rate = self._rate_of(self.arm)
-        if self._trial is not None:
+        if self._trial is not None and self._trial.sessions is None:
             return
         rates = self.rates(n)
         best = max((arm for arm in self.arms if self._is_known(arm)), key=lambda arm: rates[arm])
@@ -228,7 +228,8 @@ class PredictingChooser:
         if rates[best] > (1.0 + (LEAST_GAIN if best.length else 0.0)) * rates[self.arm]:
             self._change(best)
             load.arm, load.chosen_at = best, now
-        self._begin_trial(rates, n)
+        if self._trial is None:
+            self._begin_trial(rates, n)
 
     def _note_made(self) -> None:
         """Compares what was made with the chosen arm since the last choice with what that predicted."""
@@ -286,7 +287,7 @@ class PredictingChooser:
             turn = math.inf if is_new else TRIAL_SHARE * (self._now - at) / cost_s
             if turn > most:
                 most, found = turn, arm if source is None or self.acceptance[source].num_drafts else Arm(source, 1)
-                is_of_few = source is DraftSource.DRAFTER or (source is DraftSource.VERIFIER and is_known)
+                is_of_few = source in (DraftSource.DRAFTER, DraftSource.VERIFIER)
         if found is not None:
             of_all = ROUNDS * n if found.source in (None, DraftSource.AHEAD) else max(ROUNDS, 2 * n)  # times, or drafts
             self._trial = Trial(found, set() if is_of_few else None, self._now, ROUNDS if is_of_few else of_all)
