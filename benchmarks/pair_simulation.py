@@ -21,6 +21,7 @@ from draftwire.options.trees.tree_shapes import shape_by_rank
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.pair_chooser import PairChooser
+from draftwire_gateway.speculation.pair_model import WarmUp
 from draftwire_gateway.speculation.predicted_session import PredictedSession
 from draftwire_gateway.speculation.predicting_chooser import PredictingChooser
 from draftwire_gateway.speculation.session_length import SessionLength
@@ -98,6 +99,12 @@ class SimulatedPair:
             DraftSource.TREES: self.siblings,
         }
         return [source for source, value in possible.items() if value is not None]
+
+    @property
+    def warm_up(self) -> WarmUp:
+        """What steps of few and of many rows took before the first request."""
+        rows = (2, 64)
+        return WarmUp([(each, self.verify_s + self.rows_s(each)) for each in rows], [(each, self.draft_s) for each in rows])
 
     def rows_s(self, num_rows: int) -> float:
         """Returns what the rows of a step of the verifier add to it, seconds."""

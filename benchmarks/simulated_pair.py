@@ -62,7 +62,7 @@ TIMED_ROUNDS = 5000
 Maker = Callable[[SimulatedPair], Chooser]
 POLICIES: dict[str, Maker] = {
     "adaptive": lambda pair: PairChooser(8, 4, pair.sources),
-    "predicted": lambda pair: PredictingChooser(8, 4, pair.sources),
+    "predicted": lambda pair: PredictingChooser(8, 4, pair.sources, pair.warm_up),
 }
 Span = tuple[float, float]
 """Until when tokens are counted, and from when on, seconds."""

@@ -2,8 +2,9 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes
@@ -14,6 +15,13 @@ TOKENS = 100.0
 """Text tokens of a unit of length: a paragraph."""
 TRUSTED_S = 2.0
 """Seconds of what was made that the prediction of tokens a second counts like."""
+
+
+class WarmUp(NamedTuple):
+    """Steps that were measured before the first request: rows of one sequence, and seconds."""
+
+    verifier: Sequence[tuple[int, float]] = ()
+    drafter: Sequence[tuple[int, float]] = ()
 
 
 @dataclass(slots=True)
@@ -35,10 +43,13 @@ class Load:
 class PairModel:
     """Predicts rounds of one pair."""
 
-    def __init__(self, acceptance: Mapping[DraftSource, AcceptedCounts]) -> None:
-        """Knows nothing but what is accepted, which is counted elsewhere."""
+    def __init__(self, acceptance: Mapping[DraftSource, AcceptedCounts], warm_up: WarmUp) -> None:
+        """Knows what steps took at the warm-up, and what is accepted, which is counted elsewhere."""
         self.verifier, self.passes = StepPrices(), defaultdict[DraftSource, StepPrices](StepPrices)
         """Steps of the verifier, and passes of who drafts."""
+        for prices, steps in ((self.verifier, warm_up.verifier), (self.passes[DraftSource.DRAFTER], warm_up.drafter)):
+            for num_rows, seconds in steps:
+                prices.add((1.0, float(num_rows), 1.0 if prices is self.verifier else 0.0, num_rows / TOKENS), seconds, 0.0)
         self.acceptance = acceptance
         self.loads: dict[int, Load] = {}
         self._load_of: dict[int, Load] = {}

@@ -11,7 +11,7 @@ from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes
 from draftwire_gateway.speculation.accepted_counts import PRIOR, RECENT, ROUNDS, AcceptedCounts
 from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
-from draftwire_gateway.speculation.pair_model import TRUSTED_S, Load, PairModel, load_of
+from draftwire_gateway.speculation.pair_model import TRUSTED_S, Load, PairModel, WarmUp, load_of
 from draftwire_gateway.speculation.step_prices import NOISE, REMEMBERED_S
 
 LONGEST = 8
@@ -43,7 +43,11 @@ class PredictingChooser:
     """Chooses for all sessions of a pair. All times are by one clock, seconds."""
 
     def __init__(
-        self, max_length: int, first_length: int, sources: Sequence[DraftSource] = (DraftSource.DRAFTER,)
+        self,
+        max_length: int,
+        first_length: int,
+        sources: Sequence[DraftSource] = (DraftSource.DRAFTER,),
+        warm_up: WarmUp = WarmUp(),  # noqa: B008
     ) -> None:
         """Knows nothing yet.
 
@@ -58,7 +62,7 @@ class PredictingChooser:
             self.acceptance[DraftSource.AHEAD] = self.acceptance[DraftSource.DRAFTER]
         self._longest = min(max_length, LONGEST)
         self.arms = (PLAIN, *(Arm(source, 1 + more) for source in sources for more in range(self._longest)))
-        self.model = PairModel(self.acceptance)
+        self.model = PairModel(self.acceptance, warm_up)
         self.arm = PLAIN
         self.num_sessions = 0
         self._load = self.model.load(1)
@@ -248,17 +252,20 @@ class PredictingChooser:
     def _is_known(self, arm: Arm) -> bool:
         if arm.source is DraftSource.AHEAD:
             return any(known.source is arm.source for load in self.model.loads.values() for known in load.between_s)
-        return arm.source is None or self.acceptance[arm.source].num_drafts > 0
+        return arm.source in (None, self.sources[0]) or self.acceptance[arm.source].num_drafts > 0
 
     def _follow_load(self) -> None:
         """Takes what was chosen last at the load, if anything was."""
         load = self.model.load(self._n)
-        if load is self._load:
-            return
-        self._note_made()
-        self._load = load
-        if load.arm is not None and load.arm != self.arm:
-            self._change(load.arm)
+        if load is not self._load:
+            self._note_made()
+            self._load = load
+        arm = load.arm
+        if arm is None and self.model.verifier.is_known and self.model.passes[self.sources[0]].is_known:
+            rates = self.rates(self._n)
+            arm = max((arm for arm in self.arms if self._is_known(arm)), key=lambda arm: rates[arm])
+        if arm is not None and arm != self.arm:
+            self._change(arm)
 
     def _change(self, arm: Arm) -> None:
         self._note_made()

@@ -38,7 +38,7 @@ class StepPrices:
         Args:
             size: 1, rows, sessions and hundreds of text tokens; of several passes, times their number.
             seconds: that it took.
-            now: when it ended.
+            now: when it ended; 0 at the warm-up, after which the clock begins.
         """
         if self._latest_s == seconds:
             return
@@ -51,9 +51,9 @@ class StepPrices:
             ]
             self._drifts = [variance * (NOISE * PRICE) ** 2 / REMEMBERED_S for variance in variances]
             self._at = now
-        passed_s = max(0.0, now - self._at)
+        passed_s = max(0.0, now - self._at) if self._at else 0.0
         drift = NOISE**2 / REMEMBERED_S * passed_s
-        self._at += passed_s
+        self._at = max(now, self._at)
         for row, line in enumerate(covariance):
             for at, price in enumerate(prices):
                 line[at] += drift * prices[row] * price
