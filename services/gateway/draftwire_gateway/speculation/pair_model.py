@@ -35,9 +35,16 @@ class Load:
     made: defaultdict[Arm | DraftSource | None, RecentMean] = field(default_factory=lambda: defaultdict(RecentMean))
     """Tokens that all sessions made while a source was chosen, over those that its rounds had made in all of that time:
     sessions wait, and drafters read."""
+    lost: dict[DraftSource | None, float] = field(default_factory=dict)
+    """How much more sources were predicted to make than the one that was measured to make more than they."""
     arm: Arm | None = None
     """The chosen one; None before there was any."""
     chosen_at: float = 0.0
+
+    def share(self, arm: Arm, now: float) -> float:
+        """Returns what an arm makes of its prediction."""
+        of_source = self.made[arm.source].drawn_to(1.0, TRUSTED_S, now)
+        return self.made[arm].drawn_to(of_source, TRUSTED_S, now)
 
 
 class PairModel:

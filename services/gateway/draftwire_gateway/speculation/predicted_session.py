@@ -76,9 +76,8 @@ class PredictedSession:
         self._pair.observe(self, times, arm, is_whole=is_whole)
         self._is_fresh = not by_drafter
         self._open(is_opening=wanted.uses_drafter and not by_drafter)
-        is_of_arm = wanted.source is self._pair.arm.source and not (times.is_first or is_slow)
-        if before is not None and ended_at > before and is_of_arm:
-            self._pair.count(times.num_tokens, ended_at - before, times.started_at)
+        if before is not None and ended_at > before and not (times.is_first or is_slow):
+            self._pair.count(wanted, times.num_tokens, ended_at - before, times.started_at)
 
     def _ask(self, round_number: int, wanted: Arm, arm: Arm, most: int, now: float) -> Arm:
         arm = self._best_for(arm, now)

@@ -63,7 +63,8 @@ class PredictingChooser:
         self._longest = min(max_length, LONGEST)
         self.arms = (PLAIN, *(Arm(source, 1 + more) for source in sources for more in range(self._longest)))
         self.model = PairModel(self.acceptance, warm_up)
-        self.arm = PLAIN
+        self.arm = self._running = PLAIN
+        """The chosen one, and what all sessions draft: another one while all try that."""
         self.num_sessions = 0
         self._load = self.model.load(1)
         self._first = Arm(sources[0], min(first_length, self._longest)) if first_length else PLAIN
@@ -73,14 +74,14 @@ class PredictingChooser:
         self._num_opening = self._num_rounds = 0
         self._now, self._settled_at = -math.inf, 0.0
         self._rate = self._made = self._took_s = 0.0
-        """Tokens/s that are expected of a session with the chosen arm, seconds that what sessions made since the last
+        """Tokens/s that are predicted of a session with what all draft, seconds that what sessions made since the last
         choice should have taken, and those that it took."""
 
     def join(self) -> None:
         """Counts one more session."""
         self.num_sessions += 1
         if not self.model.verifier.is_known:
-            self.arm = self._first if self.num_sessions == 1 else PLAIN
+            self.arm = self._running = self._first if self.num_sessions == 1 else PLAIN
         self._follow_load()
 
     def leave(self, session: object) -> None:
@@ -100,10 +101,10 @@ class PredictingChooser:
         """Returns what a session drafts in the round that is requested now."""
         trial = self._trial
         if trial is None:
-            return self.arm
+            return self._running
         if trial.sessions is not None and len(trial.sessions) < max(1, load_of(self.num_sessions)):
             trial.sessions.add(session)
-        return trial.arm if trial.has(session) else self.arm
+        return trial.arm if trial.has(session) else self._running
 
     def best_own(self) -> Arm:
         """Returns what is best where no drafter drafts: drafts of the verifier, if some were counted, or nothing."""
@@ -134,18 +135,15 @@ class PredictingChooser:
             arm: that was asked for.
             is_whole: whether it had that, and its times are typical of it.
         """
-        trial, n = self._trial, self._n
+        trial, n, running = self._trial, self._n, self._running
         self._now = max(self._now, times.ended_at)  # who waits for a client reports late
         if trial is not None and trial.began_at == math.inf:
             trial.began_at = times.started_at
-        is_alone = trial is not None and trial.sessions is not None and n > 1  # beside others with the chosen arm
-        of_all = self.arm if trial is None or is_alone else trial.arm
-        settled_at = self._settled_at if trial is None or is_alone else trial.began_at
         if not times.is_first:
             self.model.learn_step(times, n)
-        if is_whole and (arm == of_all or not of_all.uses_drafter):
+        if is_whole and (arm == running or not running.uses_drafter):
             self.model.learn_passes(times, arm, is_quiet=not self._num_opening)
-        if is_whole and arm == of_all and times.started_at >= settled_at:
+        if is_whole and arm == running and times.started_at >= self._settled_at:
             self.model.learn_between(times, arm, n, (1.0 - min(1.0, self._num_opening / n)) ** 2 / n)
         if trial is not None and trial.has(session):
             is_tried = arm == trial.arm and (times.verdict.num_draft_tokens > 0 or not arm.uses_drafter)
@@ -153,25 +151,29 @@ class PredictingChooser:
             if trial.num_left <= 0.0:
                 self._tried[trial.arm.source] = self._now, self._now - trial.began_at
                 self._trial, self._num_rounds = None, n
+                self._run(self.arm)
         self._num_rounds += 1
         if self._num_rounds >= max(ROUNDS, n) and self.model.verifier.is_known:
             self._num_rounds = 0
             self._decide(n)
 
-    def count(self, num_tokens: int, seconds: float, started_at: float) -> None:
-        """Counts tokens that a session made, and the time that it took for them, with all waits."""
-        if self._trial is None and self._rate and started_at >= self._settled_at:
+    def count(self, arm: Arm, num_tokens: int, seconds: float, started_at: float) -> None:
+        """Counts tokens that a session made with an arm, and the time that it took for them, with all waits."""
+        if arm == self._running and self._rate and started_at >= self._settled_at:
             self._made += num_tokens / self._rate
             self._took_s += seconds
 
-    def rates(self, n: int) -> dict[Arm, float]:
-        """Returns the tokens/s that each of so many sessions is expected to make, by arm."""
-        made, now, rates = self.model.load(n).made, self._now, {}
+    def predicted(self, n: int) -> dict[Arm, float]:
+        """Returns the tokens/s that each of so many sessions is predicted to make, by arm."""
+        rates: dict[Arm, float] = {}
         for source in (None, *self.acceptance):
-            of_source = made[source].drawn_to(1.0, TRUSTED_S, now) if source in made else 1.0
-            for arm, rate in self.model.rates(source, self._longest, n, now).items():
-                rates[arm] = rate * (made[arm].drawn_to(of_source, TRUSTED_S, now) if arm in made else of_source)
+            rates |= self.model.rates(source, self._longest, n, self._now)
         return rates
+
+    def rates(self, n: int) -> dict[Arm, float]:
+        """Returns the same by what was made of such predictions."""
+        load = self.model.load(n)
+        return {arm: rate * load.share(arm, self._now) for arm, rate in self.predicted(n).items()}
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -220,26 +222,35 @@ class PredictingChooser:
         if load.arm is None:
             load.arm, load.chosen_at = self.arm, now
         self._note_made()
-        self._rate = self._rate_of(self.arm)
+        self._rate = self._rate_of(self._running)
         if self._trial is not None and self._trial.sessions is None:
             return
-        rates = self.rates(n)
-        best = max((arm for arm in self.arms if self._is_known(arm)), key=lambda arm: rates[arm])
+        predicted = self.predicted(n)
+        rates = {arm: rate * load.share(arm, now) for arm, rate in predicted.items()}
+        leads = dict[DraftSource | None, float]()
+        for arm, rate in predicted.items():
+            leads[arm.source] = max(rate / predicted[self.arm], leads.get(arm.source, 0.0))
+        load.lost = {source: lead for source, lead in load.lost.items() if leads[source] < lead * (1.0 + 2.0 * NOISE)}
+        possible = (arm for arm in self.arms if self._is_known(arm) and arm.source not in load.lost)
+        best = max(possible, key=lambda arm: rates[arm], default=self.arm)
         measured = load.between_s.get(self.arm)
         is_new = now - load.chosen_at < RUN_S and (measured is None or measured.weight(now) < PRIOR)
         if is_new and best.source is not self.arm.source:
             best = self.arm
         if rates[best] > (1.0 + (LEAST_GAIN if best.length else 0.0)) * rates[self.arm]:
-            self._change(best)
-            load.arm, load.chosen_at = best, now
+            lead = leads[self.arm.source] * predicted[self.arm] / predicted[best]
+            if best.source is not self.arm.source and lead > 1.0:
+                load.lost[self.arm.source] = lead
+            self.arm, load.arm, load.chosen_at = best, best, now
+            self._run(best)
         if self._trial is None:
             self._begin_trial(rates, n)
 
     def _note_made(self) -> None:
-        """Compares what was made with the chosen arm since the last choice with what that predicted."""
+        """Compares what was made since the last choice with what was predicted."""
         if self._took_s:
             seconds = self._took_s / self._n
-            for key in (self.arm, self.arm.source):
+            for key in (self._running, self._running.source):
                 self._load.made[key].add(self._made / self._took_s, seconds, self._now, RECENT)
         self._made = self._took_s = 0.0
 
@@ -255,7 +266,7 @@ class PredictingChooser:
         return arm.source in (None, self.sources[0]) or self.acceptance[arm.source].num_drafts > 0
 
     def _follow_load(self) -> None:
-        """Takes what was chosen last at the load, if anything was."""
+        """Takes what was chosen last at the load, or what is best by what is known."""
         load = self.model.load(self._n)
         if load is not self._load:
             self._note_made()
@@ -265,11 +276,16 @@ class PredictingChooser:
             rates = self.rates(self._n)
             arm = max((arm for arm in self.arms if self._is_known(arm)), key=lambda arm: rates[arm])
         if arm is not None and arm != self.arm:
-            self._change(arm)
+            self.arm = arm
+            if self._trial is None or self._trial.sessions is not None:
+                self._run(arm)
 
-    def _change(self, arm: Arm) -> None:
+    def _run(self, arm: Arm) -> None:
+        """Lets all sessions draft with an arm."""
+        if arm == self._running:
+            return
         self._note_made()
-        self.arm, self._rate = arm, self._rate_of(arm)
+        self._running, self._rate = arm, self._rate_of(arm)
         several = 2.0 if self.num_sessions > 1 else 0.0  # others are still in rounds of the arm before
         self._settled_at = self._now + several * self.model.round_s(arm, self._n, self._now)
 
@@ -298,3 +314,5 @@ class PredictingChooser:
         if found is not None:
             of_all = ROUNDS * n if found.source in (None, DraftSource.AHEAD) else max(ROUNDS, 2 * n)  # times, or drafts
             self._trial = Trial(found, set() if is_of_few else None, self._now, ROUNDS if is_of_few else of_all)
+            if not is_of_few:
+                self._run(found)
