@@ -239,7 +239,7 @@ class PredictingChooser:
             best = self.arm
         if rates[best] > (1.0 + (LEAST_GAIN if best.length else 0.0)) * rates[self.arm]:
             lead = leads[self.arm.source] * predicted[self.arm] / predicted[best]
-            if best.source is not self.arm.source and lead > 1.0:
+            if best.source is not self.arm.source and lead > 1.0 + NOISE:
                 load.lost[self.arm.source] = lead
             self.arm, load.arm, load.chosen_at = best, best, now
             self._run(best)
