@@ -16,6 +16,7 @@ from typing import Any
 from draftwire.method.round_parts import GuessPart, StepSize, TreePart
 from draftwire.method.rounds import DraftTimings, Fence, Verdict
 from draftwire.method.token_source import TokenSource
+from draftwire.models.description import WarmUpStep
 from draftwire.options.trees.token_tree import ROOT, TokenTree
 from draftwire.options.trees.tree_shapes import shape_by_rank
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
@@ -104,7 +105,8 @@ class SimulatedPair:
     def warm_up(self) -> WarmUp:
         """What steps of few and of many rows took before the first request."""
         rows = (2, 64)
-        return WarmUp([(each, self.verify_s + self.rows_s(each)) for each in rows], [(each, self.draft_s) for each in rows])
+        verifier = [WarmUpStep(each, round(1e6 * (self.verify_s + self.rows_s(each)))) for each in rows]
+        return WarmUp(verifier, [WarmUpStep(each, round(1e6 * self.draft_s)) for each in rows])
 
     def rows_s(self, num_rows: int) -> float:
         """Returns what the rows of a step of the verifier add to it, seconds."""

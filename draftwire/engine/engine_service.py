@@ -4,6 +4,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import structlog
@@ -22,7 +23,7 @@ from draftwire.engine.torch_thread import TorchThread
 from draftwire.engine.traced_sessions import TracedSessions
 from draftwire.errors import DraftwireError, GroupLostError, UnavailableError
 from draftwire.models.card import ModelCard
-from draftwire.models.description import ModelDescription
+from draftwire.models.description import ModelDescription, WarmUpStep
 from draftwire.requests.automaton import Automaton
 from draftwire.requests.parameters import TextForm
 from draftwire.requests.session_parameters import SessionParameters
@@ -134,8 +135,11 @@ class EngineService(ABC, Generic[Step, Result, Event]):
         self._forms = await asyncio.to_thread(self._make_forms, self.card)
         pacer = PrefillPacer(settings.max_added_latency_ms / 1e3)
         self._scheduler = self._make_scheduler(self._engine.room(settings.max_sessions, self.kv_cache_tokens), pacer)
-        for num_tokens, seconds in await self._torch.run(self._engine.warm_up):
+        costs = await self._torch.run(self._engine.warm_up)
+        for num_tokens, seconds in costs:
             pacer.learn(num_tokens, 0, seconds)
+        steps = tuple(WarmUpStep(num_tokens, max(1, round(seconds * 1e6))) for num_tokens, seconds in costs)
+        self.card = replace(self.card, description=replace(self.description, warm_up_steps=steps))
         self.metrics.watch(self._scheduler, self.description.name)
 
     def busy_s(self) -> float:

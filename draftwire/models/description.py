@@ -37,6 +37,15 @@ then, if the latest calibration lets it, and does not wait to be asked."""
 
 
 @dataclass(frozen=True, slots=True)
+class WarmUpStep:
+    """A step before the first request: the prompt of one sequence."""
+
+    num_rows: int
+    """Tokens of the prompt."""
+    duration_us: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelDescription:
     """Properties of a loaded model that its peers need."""
 
@@ -66,6 +75,8 @@ class ModelDescription:
     """Strategies by which a verifier drafts by itself; empty for a drafter."""
     max_tree_nodes: int = 0
     """Draft tokens of a token tree that it drafts or judges, at most; 0 if it knows no trees."""
+    warm_up_steps: tuple[WarmUpStep, ...] = ()
+    """What steps took at the warm-up; empty if the peer does not say."""
 
     def rule_named(self, name: str) -> RuleFacts:
         """Returns a rule that a verifier offers.

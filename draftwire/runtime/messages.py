@@ -35,7 +35,7 @@ from draftwire.method.rounds import (
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.method.tree_limits import MAX_TREE_NODES
-from draftwire.models.description import ModelDescription, check_protocol
+from draftwire.models.description import ModelDescription, WarmUpStep, check_protocol
 from draftwire.requests.logprobs import LogprobsMode, TokenLogprob
 from draftwire.requests.packed_logprobs import PackedTop, pack_top, unpack_top
 from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, SamplingParams
@@ -303,6 +303,7 @@ outcome_to_proto, outcome_from_proto = converters(RoundOutcome, verifier_pb2.Rou
 
 # Models and failures
 
+converters(WarmUpStep, model_pb2.WarmUpStep)
 model_to_proto, _model_from_proto = converters(ModelDescription, model_pb2.ModelDescription)
 
 
@@ -314,7 +315,7 @@ def model_from_proto(message: model_pb2.ModelDescription) -> ModelDescription:
         InvalidRequestError: a list or a name is too long, or the name of a rule is not valid.
     """
     check_protocol(message.name, message.oldest_protocol_version or message.protocol_version, message.protocol_version)
-    for name in ("rules", "capabilities", "local_strategies"):
+    for name in ("rules", "capabilities", "local_strategies", "warm_up_steps"):
         if len(getattr(message, name)) > MAX_SAID:  # checked before anything is allocated
             raise InvalidRequestError(f"{name}: a model has at most {MAX_SAID}")
     if any(len(name) > MAX_NAME_LENGTH for name in (message.name, *message.capabilities, *message.local_strategies)):

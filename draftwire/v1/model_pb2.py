@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from draftwire.v1 import session_pb2 as draftwire_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64raftwire/v1/model.proto\x12\x0c\x64raftwire.v1\x1a\x1a\x64raftwire/v1/session.proto\"\xf4\x02\n\x10ModelDescription\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x1e\n\x16vocabulary_fingerprint\x18\x05 \x01(\x0c\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x07 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x1b\n\x13weights_fingerprint\x18\t \x01(\x0c\x12\x1f\n\x17oldest_protocol_version\x18\n \x01(\r\x12\x14\n\x0c\x63\x61pabilities\x18\x0b \x03(\t\x12-\n\x05rules\x18\x0c \x03(\x0b\x32\x1e.draftwire.v1.VerificationRule\x12\x18\n\x10local_strategies\x18\r \x03(\t\x12\x16\n\x0emax_tree_nodes\x18\x0e \x01(\r\"\x11\n\x0fGetModelRequest\"A\n\x10GetModelResponse\x12-\n\x05model\x18\x01 \x01(\x0b\x32\x1e.draftwire.v1.ModelDescription\"\x16\n\x14GetVocabularyRequest\"\'\n\x15GetVocabularyResponse\x12\x0e\n\x06tokens\x18\x01 \x03(\t\"\x15\n\x13GetTokenizerRequest\"u\n\x14GetTokenizerResponse\x12\x36\n\x05\x66iles\x18\x01 \x03(\x0b\x32\'.draftwire.v1.GetTokenizerResponse.File\x1a%\n\x04\x46ile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\x32\x8a\x02\n\x0cModelService\x12I\n\x08GetModel\x12\x1d.draftwire.v1.GetModelRequest\x1a\x1e.draftwire.v1.GetModelResponse\x12X\n\rGetVocabulary\x12\".draftwire.v1.GetVocabularyRequest\x1a#.draftwire.v1.GetVocabularyResponse\x12U\n\x0cGetTokenizer\x12!.draftwire.v1.GetTokenizerRequest\x1a\".draftwire.v1.GetTokenizerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x64raftwire/v1/model.proto\x12\x0c\x64raftwire.v1\x1a\x1a\x64raftwire/v1/session.proto\"\xa5\x03\n\x10ModelDescription\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x1e\n\x16vocabulary_fingerprint\x18\x05 \x01(\x0c\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x07 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x1b\n\x13weights_fingerprint\x18\t \x01(\x0c\x12\x1f\n\x17oldest_protocol_version\x18\n \x01(\r\x12\x14\n\x0c\x63\x61pabilities\x18\x0b \x03(\t\x12-\n\x05rules\x18\x0c \x03(\x0b\x32\x1e.draftwire.v1.VerificationRule\x12\x18\n\x10local_strategies\x18\r \x03(\t\x12\x16\n\x0emax_tree_nodes\x18\x0e \x01(\r\x12/\n\rwarm_up_steps\x18\x0f \x03(\x0b\x32\x18.draftwire.v1.WarmUpStep\"3\n\nWarmUpStep\x12\x10\n\x08num_rows\x18\x01 \x01(\r\x12\x13\n\x0b\x64uration_us\x18\x02 \x01(\r\"\x11\n\x0fGetModelRequest\"A\n\x10GetModelResponse\x12-\n\x05model\x18\x01 \x01(\x0b\x32\x1e.draftwire.v1.ModelDescription\"\x16\n\x14GetVocabularyRequest\"\'\n\x15GetVocabularyResponse\x12\x0e\n\x06tokens\x18\x01 \x03(\t\"\x15\n\x13GetTokenizerRequest\"u\n\x14GetTokenizerResponse\x12\x36\n\x05\x66iles\x18\x01 \x03(\x0b\x32\'.draftwire.v1.GetTokenizerResponse.File\x1a%\n\x04\x46ile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\x32\x8a\x02\n\x0cModelService\x12I\n\x08GetModel\x12\x1d.draftwire.v1.GetModelRequest\x1a\x1e.draftwire.v1.GetModelResponse\x12X\n\rGetVocabulary\x12\".draftwire.v1.GetVocabularyRequest\x1a#.draftwire.v1.GetVocabularyResponse\x12U\n\x0cGetTokenizer\x12!.draftwire.v1.GetTokenizerRequest\x1a\".draftwire.v1.GetTokenizerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,21 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'draftwire.v1.model_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MODELDESCRIPTION']._serialized_start=71
-  _globals['_MODELDESCRIPTION']._serialized_end=443
-  _globals['_GETMODELREQUEST']._serialized_start=445
-  _globals['_GETMODELREQUEST']._serialized_end=462
-  _globals['_GETMODELRESPONSE']._serialized_start=464
-  _globals['_GETMODELRESPONSE']._serialized_end=529
-  _globals['_GETVOCABULARYREQUEST']._serialized_start=531
-  _globals['_GETVOCABULARYREQUEST']._serialized_end=553
-  _globals['_GETVOCABULARYRESPONSE']._serialized_start=555
-  _globals['_GETVOCABULARYRESPONSE']._serialized_end=594
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=596
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=617
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=619
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=736
-  _globals['_GETTOKENIZERRESPONSE_FILE']._serialized_start=699
-  _globals['_GETTOKENIZERRESPONSE_FILE']._serialized_end=736
-  _globals['_MODELSERVICE']._serialized_start=739
-  _globals['_MODELSERVICE']._serialized_end=1005
+  _globals['_MODELDESCRIPTION']._serialized_end=492
+  _globals['_WARMUPSTEP']._serialized_start=494
+  _globals['_WARMUPSTEP']._serialized_end=545
+  _globals['_GETMODELREQUEST']._serialized_start=547
+  _globals['_GETMODELREQUEST']._serialized_end=564
+  _globals['_GETMODELRESPONSE']._serialized_start=566
+  _globals['_GETMODELRESPONSE']._serialized_end=631
+  _globals['_GETVOCABULARYREQUEST']._serialized_start=633
+  _globals['_GETVOCABULARYREQUEST']._serialized_end=655
+  _globals['_GETVOCABULARYRESPONSE']._serialized_start=657
+  _globals['_GETVOCABULARYRESPONSE']._serialized_end=696
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=698
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=719
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=721
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=838
+  _globals['_GETTOKENIZERRESPONSE_FILE']._serialized_start=801
+  _globals['_GETTOKENIZERRESPONSE_FILE']._serialized_end=838
+  _globals['_MODELSERVICE']._serialized_start=841
+  _globals['_MODELSERVICE']._serialized_end=1107
 # @@protoc_insertion_point(module_scope)

@@ -39,6 +39,7 @@ class ModelDescription(_message.Message):
     RULES_FIELD_NUMBER: _builtins.int
     LOCAL_STRATEGIES_FIELD_NUMBER: _builtins.int
     MAX_TREE_NODES_FIELD_NUMBER: _builtins.int
+    WARM_UP_STEPS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Latest version of the protocol that the peer supports. Without a version that both support, peers refuse each other
     with FAILED_PRECONDITION.
@@ -86,6 +87,10 @@ class ModelDescription(_message.Message):
     def local_strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strategies by which a verifier drafts by itself (LocalDraft), at most 64. Empty for drafters."""
 
+    @_builtins.property
+    def warm_up_steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___WarmUpStep]:
+        """What steps took at the warm-up, by which a gateway predicts the first ones. At most 64."""
+
     def __init__(
         self,
         *,
@@ -103,14 +108,41 @@ class ModelDescription(_message.Message):
         rules: _abc.Iterable[_session_pb2.VerificationRule] | None = ...,
         local_strategies: _abc.Iterable[_builtins.str] | None = ...,
         max_tree_nodes: _builtins.int = ...,
+        warm_up_steps: _abc.Iterable[Global___WarmUpStep] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "dtype", b"dtype", "local_strategies", b"local_strategies", "max_tree_nodes", b"max_tree_nodes", "name", b"name", "oldest_protocol_version", b"oldest_protocol_version", "protocol_version", b"protocol_version", "revision", b"revision", "rules", b"rules", "stop_token_ids", b"stop_token_ids", "vocab_size", b"vocab_size", "vocabulary_fingerprint", b"vocabulary_fingerprint", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "dtype", b"dtype", "local_strategies", b"local_strategies", "max_tree_nodes", b"max_tree_nodes", "name", b"name", "oldest_protocol_version", b"oldest_protocol_version", "protocol_version", b"protocol_version", "revision", b"revision", "rules", b"rules", "stop_token_ids", b"stop_token_ids", "vocab_size", b"vocab_size", "vocabulary_fingerprint", b"vocabulary_fingerprint", "warm_up_steps", b"warm_up_steps", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelDescription: _TypeAlias = ModelDescription  # noqa: Y015
+
+@_typing.final
+class WarmUpStep(_message.Message):
+    """A step of the warm-up: the prompt of one sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    DURATION_US_FIELD_NUMBER: _builtins.int
+    num_rows: _builtins.int
+    """Tokens of the prompt."""
+    duration_us: _builtins.int
+    """Duration, microseconds. At least 1."""
+    def __init__(
+        self,
+        *,
+        num_rows: _builtins.int = ...,
+        duration_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_us", b"duration_us", "num_rows", b"num_rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmUpStep: _TypeAlias = WarmUpStep  # noqa: Y015
 
 @_typing.final
 class GetModelRequest(_message.Message):

@@ -53,7 +53,7 @@ from draftwire.method.rounds import (
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.method.tree_limits import MAX_TREE_NODES
-from draftwire.models.description import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, ModelDescription
+from draftwire.models.description import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, ModelDescription, WarmUpStep
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.requests.logprobs import MAX_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, PARAMETERS, SamplingParams, TextForm
@@ -120,6 +120,7 @@ OF_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     TokenSource: st.sampled_from(EXTRAS),
     Encoding: st.sampled_from(Encoding),
     list[TokenLogprob]: st.lists(TOKEN_LOGPROBS, max_size=5),
+    tuple[WarmUpStep, ...]: st.lists(st.builds(WarmUpStep, UINT32, UINT32), max_size=3).map(tuple),
 }
 """What the fields of a type may hold, where nothing else is said."""
 
@@ -595,6 +596,10 @@ SENT: dict[str, tuple[Any, str]] = {
     "model that drafts by itself": (  # 13: local_strategies
         replace(MODEL, local_strategies=("suffix", "b")),
         GOLDEN_MODEL.hex() + "6a06" + b"suffix".hex() + "6a0162",
+    ),
+    "model that was warmed up": (  # 15: warm_up_steps, of rows and microseconds
+        replace(MODEL, warm_up_steps=(WarmUpStep(2, 900),)),
+        GOLDEN_MODEL.hex() + "7a05 0802 108407",
     ),
     **SPECS,
 }

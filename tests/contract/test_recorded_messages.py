@@ -39,7 +39,7 @@ from draftwire.method.rounds import (
     Verdict,
 )
 from draftwire.method.token_source import TokenSource
-from draftwire.models.description import ModelDescription
+from draftwire.models.description import ModelDescription, WarmUpStep
 from draftwire.options.heads import feature_messages
 from draftwire.options.heads.feature_format import FeatureEncoding
 from draftwire.options.heads.features import FeatureRequest, SessionFeatures
@@ -206,6 +206,7 @@ VALUES: dict[str, Any] = {
         local_strategies=("suffix", "b"),
         max_tree_nodes=12,
     ),
+    "model that was warmed up": replace(MODEL, warm_up_steps=(WarmUpStep(2, 900), WarmUpStep(64, 70_000))),
     "verdict, plain": VERDICT,
     "verdict": JUDGED,
     "verdict, bonus": replace(JUDGED, extra=TokenSource.BONUS),

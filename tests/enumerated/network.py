@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequ
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -41,6 +40,7 @@ from draftwire.method.rounds import (
     TargetSessionSpec,
     Verdict,
 )
+from draftwire.models.card import ModelCard
 from draftwire.models.description import ModelDescription
 from draftwire.options.heads.head_drafts import HeadSource
 from draftwire.options.model_free.local_texts import LocalText
@@ -306,7 +306,8 @@ class VirtualVerifier(_VirtualService, VerifierCore):
             "local_strategies": self._local.names,
             "max_tree_nodes": SETTINGS.max_tree_nodes,
         }
-        card: Any = SimpleNamespace(description=replace(described, **facts))
+        engine.warm_up = list  # type: ignore[method-assign,assignment]  # real time is no part of an enumeration
+        card = ModelCard(replace(described, **facts), [], None)  # type: ignore[arg-type]
         self._loaded = LoadedEngine(card, engine, CACHE_TOKENS, drafts_by=tuple(drafters))
         return card, engine
 
@@ -422,7 +423,8 @@ class VirtualDrafter(_VirtualService, DrafterCore):
         capabilities = self._options.add(engine, max_tree_nodes)
         description = replace(describe("drafter", model.vocab_size, network.draft_context), capabilities=capabilities)
         description = replace(description, max_tree_nodes=max_tree_nodes)
-        return SimpleNamespace(description=description), engine
+        engine.warm_up = list  # type: ignore[method-assign,assignment]
+        return ModelCard(description, [], None), engine  # type: ignore[arg-type]
 
     async def begin(self) -> None:
         await self.start()

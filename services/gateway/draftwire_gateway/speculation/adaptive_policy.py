@@ -12,6 +12,7 @@ from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.policy import PLAIN, Arm, Policy
 from draftwire_gateway.session.ports import DrafterPort, TargetPort
 from draftwire_gateway.session.round_times import RoundTimes
+from draftwire_gateway.speculation.pair_model import NOTHING_KNOWN, WarmUp
 from draftwire_gateway.speculation.pairs import PairName, Pairs
 from draftwire_gateway.speculation.predicted_session import PredictedSession
 from draftwire_gateway.speculation.session_length import SessionLength
@@ -50,7 +51,8 @@ class AdaptivePolicy(Policy):
     @override
     def join(self, target: TargetPort, drafter: DrafterPort | None) -> None:
         pair = self._pair_of(target, drafter)
-        self._enter(pair if pair.drafters else None)
+        drafter_steps = () if drafter is None else drafter.description.warm_up_steps
+        self._enter(pair if pair.drafters else None, WarmUp(target.description.warm_up_steps, drafter_steps))
 
     @override
     def leave(self) -> None:
@@ -78,13 +80,13 @@ class AdaptivePolicy(Policy):
         if self._length is not None:
             self._length.observe(times)
 
-    def _enter(self, name: PairName | None) -> None:
+    def _enter(self, name: PairName | None, warm_up: WarmUp = NOTHING_KNOWN) -> None:
         if name == self._name:
             return
         if self._length is not None:
             self._length.close()
         self._name = name
-        self._length = None if name is None else self._pairs.session_length(name)
+        self._length = None if name is None else self._pairs.session_length(name, warm_up)
 
     def _pair_of(self, target: TargetPort, drafter: DrafterPort | None) -> PairName:
         strategy = local_strategy(self._generation, target.description)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from draftwire.models.description import WarmUpStep
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes
 from draftwire_gateway.speculation.accepted_counts import PRIOR, RECENT, AcceptedCounts
@@ -18,10 +19,13 @@ TRUSTED_S = 2.0
 
 
 class WarmUp(NamedTuple):
-    """Steps that were measured before the first request: rows of one sequence, and seconds."""
+    """What steps took before the first request."""
 
-    verifier: Sequence[tuple[int, float]] = ()
-    drafter: Sequence[tuple[int, float]] = ()
+    verifier: Sequence[WarmUpStep] = ()
+    drafter: Sequence[WarmUpStep] = ()
+
+
+NOTHING_KNOWN = WarmUp()
 
 
 @dataclass(slots=True)
@@ -55,8 +59,9 @@ class PairModel:
         self.verifier, self.passes = StepPrices(), defaultdict[DraftSource, StepPrices](StepPrices)
         """Steps of the verifier, and passes of who drafts."""
         for prices, steps in ((self.verifier, warm_up.verifier), (self.passes[DraftSource.DRAFTER], warm_up.drafter)):
-            for num_rows, seconds in steps:
-                prices.add((1.0, float(num_rows), 1.0 if prices is self.verifier else 0.0, num_rows / TOKENS), seconds, 0.0)
+            for step in steps:
+                size = (1.0, float(step.num_rows), float(prices is self.verifier), step.num_rows / TOKENS)
+                prices.add(size, step.duration_us / 1e6, 0.0)
         self.acceptance = acceptance
         self.loads: dict[int, Load] = {}
         self._load_of: dict[int, Load] = {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from draftwire_gateway.session.policy import DraftSource
 from draftwire_gateway.speculation.explanation import Explanation
 from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, MIN_CHOSEN_NODES, PairChooser
+from draftwire_gateway.speculation.pair_model import NOTHING_KNOWN, WarmUp
 from draftwire_gateway.speculation.predicted_session import PredictedSession
 from draftwire_gateway.speculation.predicting_chooser import PredictingChooser
 from draftwire_gateway.speculation.session_length import SessionLength
@@ -58,12 +59,12 @@ class Pairs:
         self._first_length = first_length
         self._choosers: dict[PairName, PairChooser | PredictingChooser] = {}
 
-    def session_length(self, pair: PairName) -> SessionLength | PredictedSession:
+    def session_length(self, pair: PairName, warm_up: WarmUp = NOTHING_KNOWN) -> SessionLength | PredictedSession:
         """Returns the lengths of a new session with a pair, to be closed at its end."""
         chooser = self._choosers.get(pair)
         if chooser is None:
             self._forget_idle()
-            chooser = self._choosers[pair] = self._make(pair)
+            chooser = self._choosers[pair] = self._make(pair, warm_up)
         return SessionLength(chooser) if isinstance(chooser, PairChooser) else PredictedSession(chooser)
 
     def preferred(self, pairs: Sequence[PairName], session_id: int) -> PairName:
@@ -80,10 +81,12 @@ class Pairs:
         rates = [None if chooser is None else chooser.tokens_per_second for chooser in choosers]
         return max(zip(pairs, rates, strict=True), key=lambda rated: math.inf if rated[1] is None else rated[1])[0]
 
-    def _make(self, pair: PairName) -> PairChooser | PredictingChooser:
+    def _make(self, pair: PairName, warm_up: WarmUp) -> PairChooser | PredictingChooser:
         lengths, sources = (self._max_length, self._first_length), tuple(pair.drafters)
         if self._predicts:
-            return PredictingChooser(*lengths, [source for source in sources if source is not DraftSource.TREES])
+            return PredictingChooser(
+                *lengths, [source for source in sources if source is not DraftSource.TREES], warm_up
+            )
         return PairChooser(*lengths, sources, pair.max_tree_nodes)
 
     def _forget_idle(self) -> None:

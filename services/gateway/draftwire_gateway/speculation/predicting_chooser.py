@@ -11,7 +11,7 @@ from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes
 from draftwire_gateway.speculation.accepted_counts import PRIOR, RECENT, ROUNDS, AcceptedCounts
 from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
-from draftwire_gateway.speculation.pair_model import TRUSTED_S, Load, PairModel, WarmUp, load_of
+from draftwire_gateway.speculation.pair_model import NOTHING_KNOWN, Load, PairModel, WarmUp, load_of
 from draftwire_gateway.speculation.step_prices import NOISE, REMEMBERED_S
 
 LONGEST = 8
@@ -47,7 +47,7 @@ class PredictingChooser:
         max_length: int,
         first_length: int,
         sources: Sequence[DraftSource] = (DraftSource.DRAFTER,),
-        warm_up: WarmUp = WarmUp(),  # noqa: B008
+        warm_up: WarmUp = NOTHING_KNOWN,
     ) -> None:
         """Knows nothing yet.
 
