@@ -24,11 +24,11 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any, NamedTuple
 
-from benchmarks.pair_simulation import Chooser, SimulatedPair, Simulation, constant, lengths_of, round_times
+from benchmarks.pair_simulation import SimulatedPair, Simulation, constant, round_times
 from benchmarks.report import progress, write_report
 from draftwire.method.round_parts import StepSize
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
-from draftwire_gateway.speculation.pair_chooser import PairChooser
+from draftwire_gateway.speculation.predicted_session import PredictedSession
 from draftwire_gateway.speculation.predicting_chooser import PredictingChooser
 
 FIXED = (PLAIN, *(Arm(DraftSource.DRAFTER, length) for length in (1, 2, 4, 8)))
@@ -59,10 +59,9 @@ DRIFT, DRIFT_S = 0.1, 20.0
 TIMED_ROUNDS = 5000
 
 
-Maker = Callable[[SimulatedPair], Chooser]
+Maker = Callable[[SimulatedPair], PredictingChooser]
 POLICIES: dict[str, Maker] = {
-    "adaptive": lambda pair: PairChooser(8, 4, pair.sources),
-    "predicted": lambda pair: PredictingChooser(8, 4, pair.sources),
+    "adaptive": lambda pair: PredictingChooser(8, 4, pair.sources),
 }
 Span = tuple[float, float]
 """Until when tokens are counted, and from when on, seconds."""
@@ -282,7 +281,7 @@ def chooser_us(make: Maker) -> float:
     pair = SimulatedPair(0.022, 2e-4, 8e-4, constant(0.8), 16)
     chooser = make(pair)
     Simulation(pair, None, chooser=chooser).tokens_per_s(FIXED_S)
-    session, draws = lengths_of(chooser), random.Random(0)
+    session, draws = PredictedSession(chooser), random.Random(0)
     arm, num_rows = Arm(DraftSource.DRAFTER, 8), 16 * 9
     rounds = [
         round_times(

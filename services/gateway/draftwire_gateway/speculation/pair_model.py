@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes
@@ -30,6 +31,17 @@ class Load:
     arm: Arm | None = None
     """The chosen one; None before there was any."""
     chosen_at: float = 0.0
+
+
+class RoundParts(NamedTuple):
+    """Parts of a round's time, seconds."""
+
+    verify_s: float
+    """The verifier's step."""
+    draft_s: float
+    """The drafter's passes."""
+    between_s: float
+    """What lies between: messages, and waiting for each other; below 0 where steps overlap."""
 
 
 class PairModel:
@@ -107,9 +119,14 @@ class PairModel:
             rates[arm] = tokens / max(steps_s / 2.0, steps_s + self._between_s(arm, load, source_s, now))
         return rates
 
-    def pass_s(self, source: DraftSource, sessions: float) -> float:
-        """Returns the time of drafting one token, for so many sessions together, seconds."""
-        return self.passes[_drafter(source)].predict(self._passes(1, sessions))
+    def parts(self, arm: Arm, num_sessions: int, now: float) -> RoundParts:
+        """Returns what the time of a round consists of. A step of the verifier must be known."""
+        load, draft_s = self.load(num_sessions), 0.0
+        steps_s = self._steps_s(arm, load, num_sessions)
+        if arm.source is not None:
+            sessions = max(1.0, num_sessions * (load.sharing[arm.source].value or 1.0))
+            draft_s = self.passes[_drafter(arm.source)].predict(self._passes(arm.length, sessions))
+        return RoundParts(steps_s - draft_s, draft_s, self.round_s(arm, num_sessions, now) - steps_s)
 
     def _steps_s(self, arm: Arm, load: Load, num_sessions: int) -> float:
         sessions = max(1.0, num_sessions * (load.sharing[arm.source].value or 1.0))

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes
 from draftwire_gateway.speculation.accepted_counts import PRIOR, RECENT, ROUNDS, AcceptedCounts
-from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
-from draftwire_gateway.speculation.pair_model import TRUSTED_S, Load, PairModel, load_of
+from draftwire_gateway.speculation.pair_model import TRUSTED_S, PairModel, load_of
 from draftwire_gateway.speculation.step_prices import NOISE, REMEMBERED_S
 
 LONGEST = 8
@@ -174,38 +173,10 @@ class PredictingChooser:
         """What is expected of each session; None if nothing is known."""
         return max(self.rates(self._n).values()) if self.model.verifier.is_known else None
 
-    def explain(self, source: DraftSource) -> Explanation:
-        """Returns what the lengths of a source's drafts are chosen by."""
-        counts = self.acceptance[source]
-        loads = tuple(self._explained(source, load, known) for load, known in sorted(self.model.loads.items()))
-        return Explanation(source, self.num_sessions, counts.survival(self._longest)[1:], counts.num_drafts, loads)
-
-    def _explained(self, source: DraftSource, load: int, known: Load) -> LoadExplanation:
-        n, chosen = 2**load, known.arm or PLAIN
-        arms = [arm for arm in self.arms if arm.source in (None, source)] if self.model.verifier.is_known else []
-        rates, when = self.rates(n) if arms else {}, (self._longest, n, self._now)
-        predicted = self.model.rates(None, *when) | self.model.rates(source, *when) if arms else {}
-        estimates = [
-            ArmEstimate(
-                arm.length,
-                1.0 if arm.source is None else sum(self.acceptance[source].survival(arm.length)),
-                self.model.round_s(arm, n, self._now),
-                int(known.between_s[arm].weight(self._now)) if arm in known.between_s else 0,
-                rates[arm] / predicted[arm],
-            )
-            for arm in arms
-        ]
-        best = max(arms, key=lambda arm: rates[arm], default=PLAIN)
-        return LoadExplanation(
-            min_sessions=math.floor(2 ** (load - 1.0 / 2.0)) + 1,
-            max_sessions=math.floor(2 ** (load + 1.0 / 2.0)),
-            length=chosen.length if chosen.source in (source, None) else best.length,
-            num_nodes=0,
-            chosen=chosen.source,
-            estimates=estimates,
-            row_s=max(0.0, n * self.model.verifier.prices[1]),
-            draft_token_s=self.model.pass_s(source, n),
-        )
+    @property
+    def now(self) -> float:
+        """When the latest round ended."""
+        return self._now
 
     @property
     def _n(self) -> int:
