@@ -424,8 +424,7 @@ class GenerateRequest(_message.Message):
     num_draft_nodes: _builtins.int
     """Most tokens of a token tree to draft in each round, in the place of a chain; its paths have at most
     num_speculative_tokens. 0 to 64; 0 drafts chains, and so do drafters and verifiers that know no trees. Refused under a
-    rule that takes none. Absent: the server's default, where the rule takes trees; if that is 0 and the server chooses
-    lengths, it chooses between chains and trees too.
+    rule that takes none. Absent: the server's default, where the rule takes trees.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
