@@ -3,8 +3,7 @@
     python -m benchmarks.simulated_pair --output benchmarks/results/simulated_pair.json
 
 A verifier and a drafter batch what is ready into steps; the verifier may draft by itself too, which costs its rows
-alone; of its guesses few are right here. A drafter may draft token trees (`--trees`): each depth is a pass, each node a
-row. Each pair of a grid of speeds, acceptance and sessions is run with fixed
+alone; of its guesses few are right here. Each pair of a grid of speeds, acceptance and sessions is run with fixed
 lengths twice: the best length by one run is measured in the other. A drop is a pair whose acceptance falls from 0.9 to
 0.1. Waves are sixteen texts that begin together, again and again, so that the number of sessions changes all the time.
 Bursts are texts that begin and end together, of which a drafter reads for most of the time. Unsteady pairs are on
@@ -138,7 +137,7 @@ def figures_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for policy in POLICIES:
         for part in results[0][policy]:
             ratios = [result[policy][part] for result in results]
-            tenth = quantiles(ratios, n=10)[0] if len(ratios) > 1 else ratios[0]
+            tenth = quantiles(ratios, n=10, method="inclusive")[0] if len(ratios) > 1 else ratios[0]
             row = {"median": median(ratios), "mean": mean(ratios), "tenth": tenth, "least": min(ratios)}
             figures.setdefault(policy, {})[part] = row
     return figures
