@@ -282,12 +282,12 @@ def measure_cell(cell: Cell, large: Path | None, schedule: Schedule) -> CellResu
 
 def expected_of(explanation: ExplainSpeculationResponse, sessions: int) -> dict[str, float]:
     """Returns the tokens/s that a server expects of so many sessions with each fixed length."""
-    (choice,) = (choice for choice in explanation.choices if not choice.is_local)
+    (choice,) = (choice for choice in explanation.choices if choice.drafter)
     load = next(load for load in choice.loads if load.min_sessions <= sessions <= load.max_sessions)
     return {
-        str(each.num_draft_tokens): sessions * each.tokens_per_round / each.round_s
-        for each in load.estimates
-        if each.num_draft_tokens in FIXED
+        str(way.num_draft_tokens): sessions * way.tokens_per_round / way.round_s
+        for way in load.estimates
+        if way.drafter in ("", choice.drafter) and way.num_draft_tokens in FIXED
     }
 
 

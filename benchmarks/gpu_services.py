@@ -6,7 +6,7 @@
 
 Drafter and verifier are a process each, on the same device, and stay for all parts; gateways come and go.
 `benchmarks.gpu` measures the same models without services. Each cell is a rule at a number of sessions: chosen drafts
-against the best fixed chain or tree, as in `benchmarks.chosen_trees`. Before them, one session drafts ahead, as in
+against the best fixed chain or tree, which is found first. Before them, one session drafts ahead, as in
 `benchmarks.draft_ahead`. The report is written after each cell.
 """
 
@@ -15,20 +15,103 @@ import asyncio
 import contextlib
 import io
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks import chosen_trees, draft_ahead
-from benchmarks.adaptive import Cell, Schedule
+from benchmarks import draft_ahead
+from benchmarks.adaptive import Cell, Schedule, run_turn
+from benchmarks.paired import ratio_of
 from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.client import AsyncClient
+from draftwire.client import AsyncClient, Options
 
 RULES = ("block", "coupled")
 LENGTHS = (1, 2, 4, 8)
 """Of drafts, where one drafts ahead."""
+CHAINS = ((0, 0), (1, 0), (2, 0), (4, 0), (8, 0))
+SHAPES = (*CHAINS, (4, 8), (4, 16), (8, 16), (8, 32))
+"""Draft tokens on a path, and of a token tree; 0 of a chain."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeResult:
+    """What a cell showed."""
+
+    name: str
+    best: str
+    """The best fixed shape."""
+    best_chain: str
+    tokens_per_second: dict[str, float]
+    """Of fixed shapes while the best one was sought, median, of all sessions."""
+    over_best: dict[str, float]
+    """Chosen drafts over the best shape."""
+    over_chain: dict[str, float]
+    """Chosen drafts over the best chain."""
+    a_over_a: dict[str, float]
+    """The best shape over itself."""
+    chosen_turns: list[float]
+
+
+def named(shape: tuple[int, int]) -> str:
+    """Returns what a shape is called."""
+    length, num_nodes = shape
+    return f"{num_nodes} in {length}" if num_nodes else str(length)
+
+
+async def compare(client: AsyncClient, cell: Cell, schedule: Schedule, rule: str) -> ShapeResult:
+    """Runs the turns of a cell, after the server has served chosen drafts for a while.
+
+    Args:
+        client: of services whose drafter and verifier have token trees.
+        cell: says what requests are like, and how many there are at once.
+        schedule: of the turns.
+        rule: by which drafts are judged.
+    """
+    picking: dict[tuple[int, int], list[float]] = {shape: [] for shape in SHAPES}
+    turns: dict[str, list[float]] = {name: [] for name in ("chosen", "best", "chain", "best again")}
+
+    async def turn(shape: tuple[int, int] | None, settle_s: float, seconds: float) -> float:
+        length, num_nodes = (None, None) if shape is None else shape
+        more: Options = {"rejection_sample_method": rule, "num_draft_nodes": num_nodes}
+        return await run_turn(client, cell, length, settle_s, seconds, **more)
+
+    await turn(None, 0.0, schedule.warm_up_s)
+    for number in range(schedule.picking_turns):
+        for shape in SHAPES if number % 2 == 0 else SHAPES[::-1]:
+            picking[shape].append(await turn(shape, schedule.settle_s, schedule.seconds))
+    best, chain = (max(among, key=lambda shape: sum(picking[shape])) for among in (SHAPES, CHAINS))
+    shapes: dict[str, tuple[int, int] | None] = {"chosen": None, "best": best, "chain": chain, "best again": best}
+    for number in range(schedule.turns):
+        for name in turns if number % 2 == 0 else reversed(turns):
+            turns[name].append(await turn(shapes[name], schedule.settle_s, schedule.seconds))
+    both = [(first + second) / 2 for first, second in zip(turns["best"], turns["best again"], strict=True)]
+    return ShapeResult(
+        name=cell.name,
+        best=named(best),
+        best_chain=named(chain),
+        tokens_per_second={named(shape): median(rates) for shape, rates in picking.items()},
+        over_best=asdict(ratio_of(turns["chosen"], both)),
+        over_chain=asdict(ratio_of(turns["chosen"], turns["chain"])),
+        a_over_a=asdict(ratio_of(turns["best again"], turns["best"])),
+        chosen_turns=turns["chosen"],
+    )
+
+
+def told(result: ShapeResult) -> str:
+    """Returns a line about a cell."""
+    compared = ", ".join(
+        f"{name} {ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+        for name, ratio in (
+            (f"chosen / {result.best}", result.over_best),
+            (f"chosen / chain of {result.best_chain}", result.over_chain),
+            ("A/A", result.a_over_a),
+        )
+    )
+    rates = ", ".join(f"{name}: {rate:.0f}" for name, rate in result.tokens_per_second.items())
+    return f"{result.name}: {rates}; {compared}"
 
 
 def models_of(arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
@@ -37,16 +120,16 @@ def models_of(arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
         "device": arguments.device,
         "threads": 1,
         "kv_cache_tokens": arguments.cache,
-        "max_tree_nodes": chosen_trees.MAX_NODES,
+        "max_tree_nodes": SHAPES[-1][1],
     }
     names = {"verifier": "target", "drafter": "drafter"}
     return {service: {"model": arguments.pair / name, **own} for service, name in names.items()}
 
 
-async def measure_rule(address: str, cell: Cell, schedule: Schedule, rule: str) -> chosen_trees.TreeResult:
+async def measure_rule(address: str, cell: Cell, schedule: Schedule, rule: str) -> ShapeResult:
     """Returns the figures of a cell under a rule."""
     async with AsyncClient(address) as client:
-        return await chosen_trees.measure(client, cell, schedule, rule)
+        return await compare(client, cell, schedule, rule)
 
 
 def measure_ahead(arguments: argparse.Namespace, peers: dict[str, str]) -> dict[str, object]:
@@ -88,7 +171,7 @@ def main() -> None:
                 cell = Cell(f"{rule}; {sessions} sessions", "", sessions, arguments.temperature, arguments.max_tokens)
                 result = asyncio.run(measure_rule(gateway.address, cell, Schedule.of(arguments), rule))
                 found["rules"][rule].append(asdict(result))
-                print(chosen_trees.told(result), flush=True)
+                print(told(result), flush=True)
                 with contextlib.redirect_stdout(io.StringIO()):  # the lines have a shorter form
                     write_report(arguments, found)
     write_report(arguments, found)

@@ -9,23 +9,19 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import accumulate, count
+from functools import partial
+from itertools import count
 from typing import Any
 
-from draftwire.method.round_parts import GuessPart, StepSize, TreePart
+from draftwire.method.round_parts import GuessPart, StepSize
 from draftwire.method.rounds import DraftTimings, Fence, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.models.description import WarmUpStep
-from draftwire.options.trees.token_tree import ROOT, TokenTree
-from draftwire.options.trees.tree_shapes import shape_by_rank
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
-from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.pair_model import WarmUp
 from draftwire_gateway.speculation.predicted_session import PredictedSession
 from draftwire_gateway.speculation.predicting_chooser import PredictingChooser
-from draftwire_gateway.speculation.session_length import SessionLength
 
 ARRIVAL_S = 0.003
 """Between texts of a burst."""
@@ -33,14 +29,6 @@ PADDED_ROWS, KNEE_ROWS = 8, 32
 """Of a verifier whose times are uneven."""
 PLAIN_RUN = 32
 """Rounds without a drafter that a session with a fixed arm requests at once."""
-
-
-Chooser = PairChooser | PredictingChooser
-
-
-def lengths_of(chooser: Chooser) -> SessionLength | PredictedSession:
-    """Returns the lengths of a new session."""
-    return SessionLength(chooser) if isinstance(chooser, PairChooser) else PredictedSession(chooser)
 
 
 @dataclass(frozen=True)
@@ -66,9 +54,6 @@ class SimulatedPair:
     """What drafting ahead adds to a step of the verifier, which shares its cores with the drafter."""
     slowness: Callable[[float], float] = lambda _: 1.0
     """Of all steps, by time in seconds: those of long texts take longer."""
-    siblings: tuple[float, ...] | None = None
-    """Of drafts whose first token at a place is not right, the share of those where the second one is, the third, ...;
-    None if no trees are drafted."""
     text_tokens: tuple[int, int] | None = None
     """Least and most tokens of a text. All sessions begin one at the same time, and again when the last has ended; None
     if texts have no end."""
@@ -97,7 +82,6 @@ class SimulatedPair:
             DraftSource.DRAFTER: 1.0,
             DraftSource.VERIFIER: self.own_acceptance,
             DraftSource.AHEAD: self.ahead,
-            DraftSource.TREES: self.siblings,
         }
         return [source for source, value in possible.items() if value is not None]
 
@@ -128,33 +112,14 @@ class SimulatedPair:
             draw: returns uniform numbers.
         """
         rate = self.acceptance_of(arm, now)
-        tree = planned_tree(rate, self.siblings or (), arm) if arm.num_nodes else TokenTree.chain(arm.length)
-        node, accepted = ROOT, 0
-        while children := tree.children(node):
-            number, up_to = draw(), accumulate(chances_of(rate, self.siblings or ()))
-            right = next((child for child, bound in zip(children, up_to, strict=False) if number < bound), None)
-            if right is None:
-                break
-            node, accepted = right, accepted + 1
-        return accepted
-
-
-def chances_of(rate: float, siblings: tuple[float, ...]) -> list[float]:
-    """Returns how often the child of each rank is accepted."""
-    return [rate, *((1.0 - rate) * share for share in siblings)]
-
-
-@cache
-def planned_tree(rate: float, siblings: tuple[float, ...], arm: Arm) -> TokenTree:
-    """Returns the tree of an arm's size that accepts most."""
-    return shape_by_rank(chances_of(rate, siblings), arm.num_nodes, arm.length)
+        return next((accepted for accepted in range(arm.length) if draw() >= rate), arm.length)
 
 
 @dataclass(eq=False)
 class SimulatedSession:
     """Progress of one session."""
 
-    chooser: SessionLength | PredictedSession | None
+    chooser: PredictedSession | None
     """None with a fixed length."""
     round: int = 0
     arm: Arm = PLAIN
@@ -178,7 +143,7 @@ class Simulation:
     pair: SimulatedPair
     fixed: Arm | int | None
     seed: int = 0
-    chooser: Chooser = field(default_factory=lambda: PairChooser(8, 4))
+    chooser: PredictingChooser = field(default_factory=lambda: PredictingChooser(8, 4))
 
     def tokens_per_s(self, seconds: float, since: float = 0.0) -> float:
         """Runs to a time, and returns the tokens per second after another."""
@@ -207,7 +172,7 @@ class Simulation:
             self._at(now + self.pair.burst_s, partial(self._give_up, running))
 
     def _begin_text(self, running: list[SimulatedSession], now: float) -> None:
-        session = SimulatedSession(lengths_of(self.chooser) if self.fixed is None else None)
+        session = SimulatedSession(PredictedSession(self.chooser) if self.fixed is None else None)
         running.append(session)
         if self.pair.text_tokens is not None:
             session.tokens_left = self._random.randint(*self.pair.text_tokens)
@@ -330,7 +295,7 @@ class Simulation:
         if self._verifier_is_busy or not self._verifying:
             return
         batch, self._verifying, self._verifier_is_busy = self._verifying, [], True
-        num_rows = sum(session.arm.num_rows + 1 for session in batch)
+        num_rows = sum(session.arm.length + 1 for session in batch)
         is_ahead = any(session.arm.source is DraftSource.AHEAD for session in batch)
         num_tokens = sum(session.num_tokens for session in batch)
         took = self.pair.verify_s + self.pair.rows_s(num_rows) + self.pair.ahead_s * is_ahead
@@ -352,13 +317,10 @@ class Simulation:
         arrived_at = now + self.pair.hop_s
         if session.chooser is not None:
             is_guess = session.arm.source is DraftSource.VERIFIER
-            arm = session.arm
-            times = (session.asked_at, arrived_at, arm.num_rows, accepted, session.draft_s, verify_s)
+            times = (session.asked_at, arrived_at, session.arm.length, accepted, session.draft_s, verify_s)
             changes: dict[str, Any] = {"step": size, "timings": DraftTimings(num_drafted_sessions=session.num_drafting)}
             if is_guess:
                 changes["guess"] = GuessPart("guesses")
-            if arm.num_nodes:
-                changes["tree"] = TreePart(arm.length)
             if session.is_read is False:
                 changes["why_plain"] = WhyPlain.WARMING_UP
             session.chooser.observe(round_times(session.round, *times, **changes))

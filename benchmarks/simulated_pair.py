@@ -3,8 +3,7 @@
     python -m benchmarks.simulated_pair --output benchmarks/results/simulated_pair.json
 
 A verifier and a drafter batch what is ready into steps; the verifier may draft by itself too, which costs its rows
-alone; of its guesses few are right here. A drafter may draft token trees (`--trees`): each depth is a pass, each node a
-row. Each pair of a grid of speeds, acceptance and sessions is run with fixed
+alone; of its guesses few are right here. Each pair of a grid of speeds, acceptance and sessions is run with fixed
 lengths twice: the best length by one run is measured in the other. A drop is a pair whose acceptance falls from 0.9 to
 0.1. Waves are sixteen texts that begin together, again and again, so that the number of sessions changes all the time.
 Bursts are texts that begin and end together, of which a drafter reads for most of the time. Unsteady pairs are on
@@ -24,11 +23,11 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any, NamedTuple
 
-from benchmarks.pair_simulation import Chooser, SimulatedPair, Simulation, constant, lengths_of, round_times
+from benchmarks.pair_simulation import SimulatedPair, Simulation, constant, round_times
 from benchmarks.report import progress, write_report
 from draftwire.method.round_parts import StepSize
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
-from draftwire_gateway.speculation.pair_chooser import PairChooser
+from draftwire_gateway.speculation.predicted_session import PredictedSession
 from draftwire_gateway.speculation.predicting_chooser import PredictingChooser
 
 FIXED = (PLAIN, *(Arm(DraftSource.DRAFTER, length) for length in (1, 2, 4, 8)))
@@ -59,10 +58,9 @@ DRIFT, DRIFT_S = 0.1, 20.0
 TIMED_ROUNDS = 5000
 
 
-Maker = Callable[[SimulatedPair], Chooser]
+Maker = Callable[[SimulatedPair], PredictingChooser]
 POLICIES: dict[str, Maker] = {
-    "adaptive": lambda pair: PairChooser(8, 4, pair.sources),
-    "predicted": lambda pair: PredictingChooser(8, 4, pair.sources, pair.warm_up),
+    "adaptive": lambda pair: PredictingChooser(8, 4, pair.sources, pair.warm_up),
 }
 Span = tuple[float, float]
 """Until when tokens are counted, and from when on, seconds."""
@@ -139,7 +137,7 @@ def figures_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for policy in POLICIES:
         for part in results[0][policy]:
             ratios = [result[policy][part] for result in results]
-            tenth = quantiles(ratios, n=10)[0] if len(ratios) > 1 else ratios[0]
+            tenth = quantiles(ratios, n=10, method="inclusive")[0] if len(ratios) > 1 else ratios[0]
             row = {"median": median(ratios), "mean": mean(ratios), "tenth": tenth, "least": min(ratios)}
             figures.setdefault(policy, {})[part] = row
     return figures
@@ -282,7 +280,7 @@ def chooser_us(make: Maker) -> float:
     pair = SimulatedPair(0.022, 2e-4, 8e-4, constant(0.8), 16)
     chooser = make(pair)
     Simulation(pair, None, chooser=chooser).tokens_per_s(FIXED_S)
-    session, draws = lengths_of(chooser), random.Random(0)
+    session, draws = PredictedSession(chooser), random.Random(0)
     arm, num_rows = Arm(DraftSource.DRAFTER, 8), 16 * 9
     rounds = [
         round_times(

@@ -114,7 +114,7 @@ def bench(
         bool, typer.Option(help="Decode the same prompts plainly too, after each run, and compare.")
     ] = True,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Print what the server chooses the lengths of drafts by, and why.")
+        bool, typer.Option("--explain", help="Print what each way to draft would make, and why the chosen one is best.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:

@@ -1,10 +1,9 @@
-"""`draftwire bench --explain`: what a gateway chooses the lengths of drafts by, and what would change the choice.
+"""`draftwire bench --explain`: what each way to draft would make, and why the chosen one is best.
 
 Explanations are messages of `draftwire/v1/gateway.proto`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from draftwire.cli.colors import visible
@@ -12,11 +11,22 @@ from draftwire.cli.colors import visible
 if TYPE_CHECKING:
     from rich.console import Console
 
-AFTER = ", each after the one before"
-LEAST_SHOWN = 0.005
-"""Smaller shares would be shown as 0 %."""
-STEPS = 40
-"""Halvings in the search for a break-even point."""
+COLUMNS = (
+    "way",
+    "tokens/\nround",
+    "\naccepted",
+    "ms/\nround",
+    "\nverify",
+    "\ndraft",
+    "\nbetween",
+    "\ntokens/s",
+    "\nmade",
+    "\nrounds",
+)
+LEGEND = (
+    "ms/round: the verifier's step, drafting, and what lies between; tokens/s: of each session, with waits; made: what "
+    "sessions made of what rounds promise, where some were measured lately"
+)
 
 
 def explanation_fields(explanation: Any) -> dict[str, Any]:
@@ -39,6 +49,8 @@ def print_explanation(console: "Console", explanation: Any, concurrency: int) ->
         )
     for choice, load in _at_load(explanation, concurrency):
         _print_choice(console, choice, load)
+        console.print(LEGEND, soft_wrap=True)
+        console.print(reason(choice, load, explanation.least_gain), soft_wrap=True, markup=False)
 
 
 def why_slower(options: Mapping[str, Any], explanation: Any, concurrency: int) -> str:
@@ -58,15 +70,39 @@ def why_slower(options: Mapping[str, Any], explanation: Any, concurrency: int) -
     chosen = [load for _, load in _at_load(explanation, concurrency)]
     if chosen and not any(load.num_draft_tokens for load in chosen):
         return (
-            "the server found that drafts do not pay here, and tries them now and then: --explain says what would pay"
+            "the server found that drafts do not pay here, and tries them now and then: --explain says what each way "
+            "would make"
         )
     return "the server may still have been finding out what pays: try --runs 10, or --explain"
+
+
+def reason(choice: Any, load: Any, least_gain: float) -> str:
+    """Returns one sentence on why a way is chosen at a load, and on what may take its place."""
+    plain, *_ = load.estimates
+    chosen = next((way for way in load.estimates if _is_chosen(load, way)), plain)
+    other = max((way for way in load.estimates if way is not chosen), key=rate_of)
+    text = f"{_name(choice, chosen)}: {rate_of(chosen):.3g} tokens/s expected"
+    if chosen is not plain:
+        text += f", {_compared(chosen, plain)} than plain decoding"
+    if rate_of(other) > (1.0 + least_gain) * rate_of(chosen):
+        then = "and may be chosen next" if other.num_rounds else "which has to be tried first"
+        text += f"; {_name(choice, other)} would make {_compared(other, chosen)}, {then}"
+    elif chosen is plain:
+        text += f"; {_name(choice, other)} would make {_compared(other, plain)}, and must be better by {least_gain:.0%}"
+    else:
+        text += f"; another way must be better by {least_gain:.0%}"
+    return text.replace("%", " %")
+
+
+def rate_of(way: Any) -> float:
+    """Returns what is expected of each session, tokens per second."""
+    return float(way.session_share * way.tokens_per_round / way.round_s)
 
 
 def _at_load(explanation: Any, concurrency: int) -> Iterator[tuple[Any, Any]]:
     """Yields each choice with the load nearest to so many sessions, of those at which something was measured."""
     for choice in explanation.choices:
-        measured = [load for load in choice.loads if load.estimates and not _has_no_trees(choice, load)]
+        measured = [load for load in choice.loads if load.estimates]
         if measured:
             yield (
                 choice,
@@ -74,129 +110,47 @@ def _at_load(explanation: Any, concurrency: int) -> Iterator[tuple[Any, Any]]:
             )
 
 
-def _has_no_trees(choice: Any, load: Any) -> bool:
-    """Whether a drafter of token trees has none that was measured: of others nothing is predicted."""
-    return not choice.survival and len(load.estimates) == 1
-
-
 def _print_choice(console: "Console", choice: Any, load: Any) -> None:
     from draftwire.cli.console import make_table
 
-    pair = visible(f"{choice.drafter} {'at' if choice.is_local else 'for'} {choice.verifier}")
-    if choice.beside:
-        pair += visible(f", beside {choice.beside}")
+    drafters = " or ".join(name for name in (choice.drafter, choice.beside) if name)
     sessions = "one session" if load.max_sessions == 1 else f"{load.min_sessions} to {load.max_sessions} sessions"
-    console.print(f"lengths of drafts by {pair}, {sessions} at a time", soft_wrap=True, markup=False)
-    table = make_table(("length", "tokens/round", "ms/round", "tokens/s of a session", "accepted", "known from"))
-    survival, is_chosen = [1.0, *choice.survival], load.chosen in ("", choice.drafter)
-    for estimate in load.estimates:
-        windows = estimate.num_windows
-        length = estimate.num_draft_tokens
-        is_best = (length, estimate.num_draft_nodes) == (load.num_draft_tokens, load.num_draft_nodes)
+    title = visible(f"drafts by {drafters} for {choice.verifier}")
+    console.print(f"{title}, {sessions} at a time", soft_wrap=True, markup=False)
+    table = make_table(COLUMNS, texts=COLUMNS[:1])
+    table.collapse_padding = True  # so that a terminal of eighty columns has room
+    for way in load.estimates:
+        drafted, between_s = way.num_draft_tokens, way.round_s - way.verify_s - way.draft_s
+        name = f"{drafted} {_drafter(choice, way, 'by ')}" if drafted else "plain"
         table.add_row(
-            f"{'* ' if is_chosen and is_best else ''}{_size(estimate)}",
-            f"{estimate.tokens_per_round:.2f}",
-            f"{1e3 * estimate.round_s:.2f}",
-            f"{rate_of(estimate):.1f}",
-            f"{survival[length]:.3f}" if length and choice.survival else "-",
-            f"{windows} windows" if windows else "the others",
+            f"{'*' if _is_chosen(load, way) else ' '} {name}",
+            f"{way.tokens_per_round:.2f}",
+            f"{(way.tokens_per_round - 1.0) / drafted:.0%}".replace("%", " %") if drafted else "-",
+            *(f"{1e3 * seconds:.1f}" for seconds in (way.round_s, way.verify_s, way.draft_s, between_s)),
+            f"{rate_of(way):.1f}",
+            f"{way.session_share:.2f}" if way.num_rounds else "-",
+            str(way.num_rounds) if way.num_rounds else "-",
         )
     console.print(table)
-    for line in reasons(choice, load):
-        console.print(line, soft_wrap=True, markup=False)
 
 
-def reasons(choice: Any, load: Any) -> Iterator[str]:
-    """Yields sentences on prices, on whether drafting pays, and on what would change that."""
-    plain, *drafts = load.estimates
-    yield (
-        f"prices: a plain round {_ms(plain.round_s)}, a draft token {_ms(load.draft_token_s)}, "
-        f"a row of the verifier {_ms(load.row_s)}; acceptance from {choice.num_drafts} drafts"
-    )
-    if not drafts:
-        return
-    fastest, best = max(drafts, key=rate_of), load.num_draft_tokens
-    if not choice.survival:  # trees, of which nothing more is predicted
-        yield _verdict(choice, load, fastest, pays=bool(load.chosen))
-        return
-    if load.chosen not in ("", choice.drafter):
-        yield _verdict(choice, load, load.estimates[best], pays=True)
-        return
-    yield _verdict(choice, load, load.estimates[best] if best else fastest, pays=best > 0)
-    edge, drafting = break_even_acceptance(load), fastest.num_draft_tokens
-    if edge is not None and (edge >= LEAST_SHOWN or not best):
-        wanted = f"it would not if less than {edge:.0%}" if best else f"it would if {edge:.0%}"
-        acceptance = mean_acceptance(choice.survival[:drafting])
-        yield f"{wanted} of the tokens were accepted{AFTER}; now {acceptance:.0%}"
-    token_s = None if best else break_even_token_s(load, drafting)
-    if token_s is not None:
-        yield f"or if a draft token took {_ms(token_s)}; now {_ms(load.draft_token_s)}"
+def _is_chosen(load: Any, way: Any) -> bool:
+    return (way.drafter, way.num_draft_tokens) == (load.chosen, load.num_draft_tokens)
 
 
-def _verdict(choice: Any, load: Any, estimate: Any, pays: bool) -> str:
-    """Returns whether drafts of the estimate's size pay, or who drafts in the place of their drafter."""
-    size, ratio = _size(estimate), f"{rate_of(estimate) / rate_of(load.estimates[0]):.2f}"
-    if load.chosen not in ("", choice.drafter):
-        return (
-            f"{load.chosen} drafts: it is faster than {size} tokens of {choice.drafter}, {ratio} times plain decoding"
-        )
-    verdict = "drafting pays" if pays else "drafting does not pay"
-    return f"{verdict}: {size} tokens make {ratio} times the tokens/s of plain decoding"
+def _drafter(choice: Any, way: Any, by: str) -> str:
+    """Returns who drafts, in words that are short whatever models are called; `by` is before all but "ahead"."""
+    if way.drafter == choice.beside:
+        return f"{by}verifier"
+    return f"{by}drafter" if way.drafter == choice.drafter else "ahead"
 
 
-def _size(estimate: Any) -> str:
-    """Returns the length of a chain, or how many nodes a tree has, and how deep it is."""
-    length = estimate.num_draft_tokens
-    return f"{estimate.num_draft_nodes} in {length}" if estimate.num_draft_nodes else str(length)
+def _name(choice: Any, way: Any) -> str:
+    if not way.num_draft_tokens:
+        return "plain decoding"
+    return f"{way.num_draft_tokens} token{'s' * (way.num_draft_tokens > 1)} {_drafter(choice, way, 'by the ')}"
 
 
-def rate_of(estimate: Any) -> float:
-    """Returns what is expected of each session, tokens per second."""
-    return float(estimate.tokens_per_round) / session_s(estimate)
-
-
-def session_s(estimate: Any) -> float:
-    """Returns what a session takes for a round, with its share of prompts and waits, seconds."""
-    return float(estimate.round_s) / (estimate.session_share or 1.0)
-
-
-def mean_acceptance(survival: Sequence[float]) -> float:
-    """Returns the geometric mean of the shares of tokens that are accepted, each after the one before."""
-    return float(max(0.0, survival[-1]) ** (1.0 / len(survival))) if survival else 0.0
-
-
-def break_even_acceptance(load: Any) -> float | None:
-    """Returns the share of tokens, equal at all positions, with which the best draft is as fast as plain decoding; None
-    if even 1 is too little.
-    """
-    plain_s, *drafting_s = [session_s(estimate) for estimate in load.estimates]
-
-    def gain(rate: float) -> float:
-        tokens = list(accumulate(rate**length for length in range(len(load.estimates))))[1:]
-        return max(count / round_s for count, round_s in zip(tokens, drafting_s, strict=True)) - 1.0 / plain_s
-
-    return _root(gain, 0.0, 1.0)
-
-
-def break_even_token_s(load: Any, length: int) -> float | None:
-    """Returns the time of a draft token with which drafts of a length are as fast as plain decoding, seconds; None if
-    even 0 is too much.
-    """
-    estimate = load.estimates[length]
-    allowed_s = estimate.tokens_per_round * session_s(load.estimates[0]) * (estimate.session_share or 1.0)
-    spare_s: float = allowed_s - (estimate.round_s - length * load.draft_token_s)
-    return spare_s / length if spare_s > 0.0 else None
-
-
-def _root(gain: Callable[[float], float], low: float, high: float) -> float | None:
-    """Returns where an increasing function becomes positive; None if it does not."""
-    if gain(high) <= 0.0:
-        return None
-    for _ in range(STEPS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if gain(middle) > 0.0 else (middle, high)
-    return high
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f} ms"
+def _compared(way: Any, other: Any) -> str:
+    gain = rate_of(way) / rate_of(other) - 1.0
+    return f"{abs(gain):.0%} {'more' if gain > 0.0 else 'less'}"

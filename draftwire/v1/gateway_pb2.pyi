@@ -424,8 +424,7 @@ class GenerateRequest(_message.Message):
     num_draft_nodes: _builtins.int
     """Most tokens of a token tree to draft in each round, in the place of a chain; its paths have at most
     num_speculative_tokens. 0 to 64; 0 drafts chains, and so do drafters and verifiers that know no trees. Refused under a
-    rule that takes none. Absent: the server's default, where the rule takes trees; if that is 0 and the server chooses
-    lengths, it chooses between chains and trees too.
+    rule that takes none. Absent: the server's default, where the rule takes trees.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -1032,43 +1031,55 @@ Global___ExplainSpeculationRequest: _TypeAlias = ExplainSpeculationRequest  # no
 
 @_typing.final
 class DraftLengthEstimate(_message.Message):
-    """What is expected of drafts of one length, or of token trees of one size, at one load."""
+    """What is expected of one way to draft, at one load."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     TOKENS_PER_ROUND_FIELD_NUMBER: _builtins.int
     ROUND_S_FIELD_NUMBER: _builtins.int
-    NUM_WINDOWS_FIELD_NUMBER: _builtins.int
     SESSION_SHARE_FIELD_NUMBER: _builtins.int
-    NUM_DRAFT_NODES_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    VERIFY_S_FIELD_NUMBER: _builtins.int
+    DRAFT_S_FIELD_NUMBER: _builtins.int
+    NUM_ROUNDS_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
-    """Draft tokens per round, of a token tree on each path; 0 is plain decoding."""
+    """Draft tokens per round; 0 is plain decoding."""
     tokens_per_round: _builtins.float
     """Mean number of tokens that a round commits."""
     round_s: _builtins.float
     """Mean time of a round, seconds."""
-    num_windows: _builtins.int
-    """Stretches of time in which that was measured; 0 if it is inferred from other lengths."""
     session_share: _builtins.float
-    """What sessions make of it: each has session_share x tokens_per_round / round_s tokens per second, with prompts and
-    waits, which are in no round. Above 0; 0 from gateways that do not report it, whose round_s contains it.
+    """What sessions make of it: each has session_share x tokens_per_round / round_s tokens per second. Sessions wait, and
+    drafters read their texts, which is in no round. Above 0.
     """
-    num_draft_nodes: _builtins.int
-    """Draft tokens of a token tree, at most 64. 0: a chain, or plain decoding."""
+    drafter: _builtins.str
+    """Who drafts: a draft model, with ", ahead" where it drafts ahead of the verdict, or a strategy of the verifier. Empty
+    for plain decoding.
+    """
+    verify_s: _builtins.float
+    """Part of round_s that is a step of the verifier, seconds."""
+    draft_s: _builtins.float
+    """Part of round_s that is drafting, seconds. The rest of round_s is messages, and waiting for other sessions; it is
+    below 0 where steps overlap.
+    """
+    num_rounds: _builtins.int
+    """Rounds of all sessions in which the time was measured lately; 0 if it is inferred from other ways."""
     def __init__(
         self,
         *,
         num_draft_tokens: _builtins.int = ...,
         tokens_per_round: _builtins.float = ...,
         round_s: _builtins.float = ...,
-        num_windows: _builtins.int = ...,
         session_share: _builtins.float = ...,
-        num_draft_nodes: _builtins.int = ...,
+        drafter: _builtins.str = ...,
+        verify_s: _builtins.float = ...,
+        draft_s: _builtins.float = ...,
+        num_rounds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_draft_nodes", b"num_draft_nodes", "num_draft_tokens", b"num_draft_tokens", "num_windows", b"num_windows", "round_s", b"round_s", "session_share", b"session_share", "tokens_per_round", b"tokens_per_round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_s", b"draft_s", "drafter", b"drafter", "num_draft_tokens", b"num_draft_tokens", "num_rounds", b"num_rounds", "round_s", b"round_s", "session_share", b"session_share", "tokens_per_round", b"tokens_per_round", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1076,7 +1087,7 @@ Global___DraftLengthEstimate: _TypeAlias = DraftLengthEstimate  # noqa: Y015
 
 @_typing.final
 class LoadChoice(_message.Message):
-    """What the lengths of drafts of one pair are chosen by, at one load."""
+    """What the sessions of one pair draft, at one load."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1084,29 +1095,18 @@ class LoadChoice(_message.Message):
     MAX_SESSIONS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ESTIMATES_FIELD_NUMBER: _builtins.int
-    ROW_S_FIELD_NUMBER: _builtins.int
-    DRAFT_TOKEN_S_FIELD_NUMBER: _builtins.int
     CHOSEN_FIELD_NUMBER: _builtins.int
-    NUM_DRAFT_NODES_FIELD_NUMBER: _builtins.int
     min_sessions: _builtins.int
     """Fewest sessions at once of this load."""
     max_sessions: _builtins.int
     """Most sessions at once of this load."""
     num_draft_tokens: _builtins.int
-    """The best length of this drafter; 0 if plain decoding is better."""
-    row_s: _builtins.float
-    """Time by which one more row of each session lengthens a step of the verifier, seconds; 0 if not known."""
-    draft_token_s: _builtins.float
-    """Time that drafting takes for a token, seconds; 0 if not known."""
+    """Draft tokens per round of the chosen way; 0 for plain decoding."""
     chosen: _builtins.str
-    """Who drafts at that load, this drafter or the one beside it; empty if plain decoding is best."""
-    num_draft_nodes: _builtins.int
-    """Draft tokens of the best token tree, at most 64. 0: a chain, or plain decoding."""
+    """Drafter of the chosen way, as in the estimates; empty for plain decoding."""
     @_builtins.property
     def estimates(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftLengthEstimate]:
-        """Lengths from 0 to the largest; where the drafter drafts token trees, plain decoding and the trees that were measured.
-        Empty before anything was measured.
-        """
+        """Plain decoding first, and each length of each drafter. Empty before anything was measured."""
 
     def __init__(
         self,
@@ -1115,14 +1115,11 @@ class LoadChoice(_message.Message):
         max_sessions: _builtins.int = ...,
         num_draft_tokens: _builtins.int = ...,
         estimates: _abc.Iterable[Global___DraftLengthEstimate] | None = ...,
-        row_s: _builtins.float = ...,
-        draft_token_s: _builtins.float = ...,
         chosen: _builtins.str = ...,
-        num_draft_nodes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "draft_token_s", b"draft_token_s", "estimates", b"estimates", "max_sessions", b"max_sessions", "min_sessions", b"min_sessions", "num_draft_nodes", b"num_draft_nodes", "num_draft_tokens", b"num_draft_tokens", "row_s", b"row_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "estimates", b"estimates", "max_sessions", b"max_sessions", "min_sessions", b"min_sessions", "num_draft_tokens", b"num_draft_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1130,36 +1127,23 @@ Global___LoadChoice: _TypeAlias = LoadChoice  # noqa: Y015
 
 @_typing.final
 class SpeculationChoice(_message.Message):
-    """What the lengths of drafts of one drafter are chosen by."""
+    """What the sessions of one verifier draft, where the same could draft for them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VERIFIER_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     NUM_SESSIONS_FIELD_NUMBER: _builtins.int
-    SURVIVAL_FIELD_NUMBER: _builtins.int
-    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
-    IS_LOCAL_FIELD_NUMBER: _builtins.int
     BESIDE_FIELD_NUMBER: _builtins.int
     verifier: _builtins.str
     """Address of the verifier."""
     drafter: _builtins.str
-    """Draft model, or strategy of the verifier."""
+    """Draft model; empty if only the verifier drafts."""
     num_sessions: _builtins.int
-    """Sessions whose lengths are chosen now, whoever of the two drafts for them."""
-    num_drafts: _builtins.int
-    """Drafts that this is known from."""
-    is_local: _builtins.bool
-    """Whether the verifier drafts by itself."""
+    """Sessions whose lengths are chosen now."""
     beside: _builtins.str
-    """Who else could draft for the same sessions: a draft model, or a strategy of the verifier; empty if nobody."""
-    @_builtins.property
-    def survival(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Probability that at least 1, 2, ... tokens of a draft are accepted. Empty of token trees, where it depends on their
-        size.
-        """
-
+    """Strategy by which the verifier drafts by itself; empty if it does not."""
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadChoice]:
         """Each load that there was."""
@@ -1170,15 +1154,12 @@ class SpeculationChoice(_message.Message):
         verifier: _builtins.str = ...,
         drafter: _builtins.str = ...,
         num_sessions: _builtins.int = ...,
-        survival: _abc.Iterable[_builtins.float] | None = ...,
-        num_drafts: _builtins.int = ...,
         loads: _abc.Iterable[Global___LoadChoice] | None = ...,
-        is_local: _builtins.bool = ...,
         beside: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside", b"beside", "drafter", b"drafter", "is_local", b"is_local", "loads", b"loads", "num_drafts", b"num_drafts", "num_sessions", b"num_sessions", "survival", b"survival", "verifier", b"verifier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside", b"beside", "drafter", b"drafter", "loads", b"loads", "num_sessions", b"num_sessions", "verifier", b"verifier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1192,8 +1173,13 @@ class ExplainSpeculationResponse(_message.Message):
 
     IS_ADAPTIVE_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    LEAST_GAIN_FIELD_NUMBER: _builtins.int
     is_adaptive: _builtins.bool
     """Whether lengths are chosen: otherwise they are fixed where a request does not say."""
+    least_gain: _builtins.float
+    """Share by which other drafts must be better than what is chosen, to take its place. Plain decoding need only be
+    better.
+    """
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpeculationChoice]:
         """Each pair that has had sessions since the gateway started."""
@@ -1203,10 +1189,11 @@ class ExplainSpeculationResponse(_message.Message):
         *,
         is_adaptive: _builtins.bool = ...,
         choices: _abc.Iterable[Global___SpeculationChoice] | None = ...,
+        least_gain: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "is_adaptive", b"is_adaptive"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "is_adaptive", b"is_adaptive", "least_gain", b"least_gain"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

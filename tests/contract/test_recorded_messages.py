@@ -57,9 +57,9 @@ from draftwire_gateway.server import _event_to_proto as user_event
 from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
 from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
 from draftwire_gateway.session.generation import Generation
-from draftwire_gateway.session.policy import DraftSource
+from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.statistics import Statistics
-from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
+from draftwire_gateway.speculation.explanation import Explanation, LoadExplanation, RoundParts, WayEstimate
 from draftwire_gateway.speculation.pairs import PairName
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
 from draftwire_verifier.core import BlockRefused
@@ -311,13 +311,15 @@ EVENTS: dict[str, Any] = {
 }
 PAIR = PairName("v:1", "small", "suffix")
 EXPLAINED = Explanation(
-    DraftSource.DRAFTER,
     3,
-    (0.5, 0.25),
-    40,
     (
-        LoadExplanation(1, 2, 4, 12, DraftSource.VERIFIER, (ArmEstimate(3, 1.5, 0.25, 6, 0.75, 12),), 0.125, 0.0625),
-        LoadExplanation(3, 4, 0, 0, None, (), 0.0, 0.0),
+        LoadExplanation(
+            1,
+            2,
+            Arm(DraftSource.VERIFIER, 4),
+            (WayEstimate(Arm(DraftSource.DRAFTER, 3), 1.5, RoundParts(0.125, 0.0625, 0.0625), 0.75, 6),),
+        ),
+        LoadExplanation(3, 4, PLAIN, ()),
     ),
 )
 REQUESTS = {
@@ -425,8 +427,7 @@ WRITTEN: dict[str, Message] = {
     "event, prompt": target_event(PromptRead(2**64 - 2, 1, PromptPart(1, TOKENS))),
     "event, refusal": target_event(BlockRefused(2**64 - 1, 2, 3, "why", 300, DRAFTER_ID)),
     "event, refusal of nobody": target_event(BlockRefused(2**64 - 1, 2, 3, "why", 300, None)),
-    "choice of lengths": _choice_to_proto(PAIR, EXPLAINED),
-    "choice of lengths of the verifier": _choice_to_proto(PAIR, replace(EXPLAINED, source=DraftSource.VERIFIER)),
+    "what a pair drafts": _choice_to_proto(PAIR, EXPLAINED),
 }
 """Messages whose readers take more than the message, or are the users' stubs."""
 

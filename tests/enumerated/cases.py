@@ -157,9 +157,9 @@ def guessed(name: str, seeds: tuple[int | None, int | None], *happens: str) -> S
     )
 
 
-def taught(num_rounds: int, seconds: dict[DraftSource | None, float], *, predicts: bool = False) -> Pairs:
+def taught(num_rounds: int, seconds: dict[DraftSource | None, float]) -> Pairs:
     """Returns the shipped choosers after rounds of another session, which took as long as given, by who drafted."""
-    pairs, now = Pairs(2, 2, predicts=predicts), -20.0
+    pairs, now = Pairs(2, 2), -20.0
     other = pairs.session_length(PairName("verifier0:1", "drafter", can_go_ahead=True))
     for number in range(num_rounds):
         arm = other.next_draft(number, 4, now)
@@ -370,17 +370,29 @@ CASES: list[Scene] = [
     guessed("a text of a seed beside others", (None, 7), "plain: no_guess"),
     guessed("a request sent again with its seed", (7, 7), "plain: no_guess"),
     Scene(
-        name="the shipped chooser, which turns to another length",
+        name="the shipped chooser, which ends a trial of drafts ahead",
         **tables(8, 9),
         length=12,
         num_draft_tokens=2,
         rounds_ahead=1,
         max_branches=2,
         network={"times": slow_after(8)},
-        chooser=partial(taught, 4, {None: 4.0, DraftSource.DRAFTER: 4.0, DraftSource.AHEAD: 3.5}),
+        chooser=partial(taught, 29, {None: 3.2, DraftSource.DRAFTER: 6.0, DraftSource.AHEAD: 5.0}),
         happens=frozenset({"asked as begun", "hit", "late ahead"}),
     ),
-    # Drafts were slow, and good; here they are not.
+    # It tries to draft ahead.
+    Scene(
+        name="the shipped chooser, which tries another way",
+        **tables(8, 9),
+        length=12,
+        num_draft_tokens=2,
+        rounds_ahead=1,
+        max_branches=2,
+        network={"times": slow_after(8)},
+        chooser=partial(taught, 22, dict.fromkeys((None, DraftSource.DRAFTER, DraftSource.AHEAD), 4.0)),
+        happens=frozenset({"hit", "late ahead", "miss", "rejection"}),
+    ),
+    # The trial of plain rounds is over, and they are better.
     Scene(
         name="the shipped chooser, which turns to plain",
         **tables(5, wrong=(2, 4)),
@@ -389,35 +401,11 @@ CASES: list[Scene] = [
         rounds_ahead=1,
         max_branches=1,
         network={"times": replace(slow_after(5), to_gateway_s=0.003)},
-        chooser=partial(taught, 5, {None: 3.2, DraftSource.DRAFTER: 6.0, DraftSource.AHEAD: 5.0}),
-        happens=frozenset({"asked as begun", "plain: does_not_pay", "rejection"}),
-    ),
-    # It tries to draft ahead.
-    Scene(
-        name="the predicting chooser, which tries another way",
-        **tables(8, 9),
-        length=12,
-        num_draft_tokens=2,
-        rounds_ahead=1,
-        max_branches=2,
-        network={"times": slow_after(8)},
-        chooser=partial(taught, 7, dict.fromkeys((None, DraftSource.DRAFTER, DraftSource.AHEAD), 4.0), predicts=True),
-        happens=frozenset({"hit", "miss", "rejection"}),
-    ),
-    # The trial of plain rounds is over, and they are better.
-    Scene(
-        name="the predicting chooser, which turns to plain",
-        **tables(5, wrong=(2, 4)),
-        length=7,
-        num_draft_tokens=2,
-        rounds_ahead=1,
-        max_branches=1,
-        network={"times": replace(slow_after(5), to_gateway_s=0.003)},
-        chooser=partial(taught, 29, {None: 3.2, DraftSource.DRAFTER: 6.0, DraftSource.AHEAD: 5.0}, predicts=True),
+        chooser=partial(taught, 29, {None: 3.2, DraftSource.DRAFTER: 6.0, DraftSource.AHEAD: 5.0}),
         happens=frozenset({"asked as begun", "plain: does_not_pay", "rejection"}),
     ),
     Scene(
-        name="the predicting chooser, two choices at once",
+        name="the shipped chooser, two choices at once",
         **tables(3),
         length=5,
         num_texts=2,
@@ -425,17 +413,17 @@ CASES: list[Scene] = [
         rounds_ahead=1,
         max_branches=1,
         network={"times": replace(slow_after(5), to_gateway_s=0.003)},
-        chooser=partial(taught, 29, {None: 3.2, DraftSource.DRAFTER: 6.0, DraftSource.AHEAD: 5.0}, predicts=True),
+        chooser=partial(taught, 29, {None: 3.2, DraftSource.DRAFTER: 6.0, DraftSource.AHEAD: 5.0}),
         work=both,
         happens=frozenset({"asked as begun", "plain: does_not_pay", "miss", "rejection"}),
     ),
     Scene(
-        name="the predicting chooser, a request beside two of one seed",
+        name="the shipped chooser, a request beside two of one seed",
         **tables(3),
         length=5,
         num_draft_tokens=2,
         network={"times": slow_after(5)},
-        chooser=partial(taught, 7, dict.fromkeys((None, DraftSource.DRAFTER, DraftSource.AHEAD), 4.0), predicts=True),
+        chooser=partial(taught, 7, dict.fromkeys((None, DraftSource.DRAFTER, DraftSource.AHEAD), 4.0)),
         work=beside_equal_seeds,
         happens=frozenset({"rejection", "whole block"}),
     ),

@@ -146,9 +146,4 @@ MISTAKES = (
         "the shipped chooser, which turns to plain",
         ((BegunRounds.arm, "if not self.num_from(round_number):", "if True:"),),
     ),
-    Mistake(
-        "the predicting chooser has a round that may have begun asked for as plain",
-        "the predicting chooser, which turns to plain",
-        ((BegunRounds.arm, "if not self.num_from(round_number):", "if True:"),),
-    ),
 )

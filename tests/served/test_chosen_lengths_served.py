@@ -18,8 +18,7 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire_gateway.metrics import GatewayMetrics
 from draftwire_gateway.session.policy import PLAIN, Arm
 from draftwire_gateway.session.round_times import RoundTimes
-from draftwire_gateway.speculation.pair_chooser import PairChooser
-from draftwire_gateway.speculation.windows import Window
+from draftwire_gateway.speculation.predicting_chooser import PredictingChooser
 from tests.in_process import InProcessStack
 
 ALPHA = 1e-6
@@ -30,10 +29,8 @@ CONCURRENCY = 8
 
 @pytest.fixture(scope="module")
 def adaptive_stack(pair: tuple[Path, Path]) -> Iterator[InProcessStack]:
-    """The tiny pair, on a gateway that chooses lengths and trees. So small models are faster without drafts, and choose
-    none.
-    """
-    options = stack_options(*pair, max_tree_nodes=8)
+    """The tiny pair, on a gateway that chooses lengths. So small models are faster without drafts, and choose none."""
+    options = stack_options(*pair)
     options["gateway"]["speculation"] = "adaptive"
     with InProcessStack(options) as running:
         yield running
@@ -44,17 +41,15 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the chooser change its mind with every round, by all that has been accepted so far."""
     turns = count()
 
-    def window(chooser: PairChooser, now: float) -> Window:
-        accepted = sum(sum(known.survival(4)) for known in chooser.acceptance.chains.values())
+    def arm_of(chooser: PredictingChooser, session: object) -> Arm:
+        accepted = sum(sum(known.survival(4)) for known in chooser.acceptance.values())
         choices = random.Random(f"{next(turns)} {accepted}")
-        length, source = choices.choice((0, 1, 2, 3, 4, 8)), choices.choice(list(chooser.acceptance.chains))
-        arm = Arm(source, length) if length else PLAIN
-        arm = choices.choice([arm, *chooser.acceptance.trees])  # after a chain it is none: a chain may have begun
-        return Window(arm=arm, load=0, began_at=now, is_probe=True, settled_at=now)
+        length, source = choices.choice((0, 1, 2, 3, 4, 8)), choices.choice(list(chooser.acceptance))
+        return Arm(source, length) if length else PLAIN
 
-    monkeypatch.setattr(PairChooser, "window", window)
-    monkeypatch.setattr(PairChooser, "num_plain_rounds", lambda chooser, most, now: 1)
-    monkeypatch.setattr(PairChooser, "observe", lambda *_, **__: None)
+    monkeypatch.setattr(PredictingChooser, "arm_of", arm_of)
+    monkeypatch.setattr(PredictingChooser, "num_plain_rounds", lambda chooser, most, now: 1)
+    monkeypatch.setattr(PredictingChooser, "observe", lambda *_, **__: None)
 
 
 def draw(client: Client, number: int, **options: Any) -> list[Completion]:
@@ -73,8 +68,6 @@ def test_law_of_the_target_holds_whatever_lengths_past_rounds_choose(
         drawn = draw(client, SAMPLES, rejection_sample_method=rule)
     lengths = [sum(counts) for counts in zip(*(padded(one.draft_length_histogram) for one in drawn), strict=True)]
     assert min(lengths[length] for length in (0, 1, 2, 3)) > 0, f"all were chosen: {lengths}"
-    num_trees = sum(one.statistics.num_trees for one in drawn)
-    assert (num_trees > SAMPLES / 2) == (rule != "token"), "which takes none"
     law = exact_law(pair[0], SamplingParams())
     assert min(compare(rule, drawn, law, judged=judged).p_value for judged in COMPARED) > ALPHA / len(COMPARED)
 
@@ -145,16 +138,17 @@ def test_command_explains_what_is_chosen(adaptive_stack: InProcessStack) -> None
     arguments += ["--max-tokens", "50", "--ignore-eos", "--explain"]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
-    assert "prices: a plain round" in shown.output
-    assert "drafting does not pay" in shown.output or "drafting pays" in shown.output
+    assert shown.output.count("drafts by drafter for ") == 1, "one table"
+    assert len([line for line in shown.output.splitlines() if line.startswith("* ")]) == 1
+    assert "must be better by 5 %" in shown.output or "would make" in shown.output
     printed = CliRunner().invoke(app, [*arguments, "--json"])
     explanation = json.loads(printed.output)["explanation"]
-    drafters = [choice for choice in explanation["choices"] if not choice["is_local"]]
-    (trees,) = (choice for choice in drafters if choice["drafter"].endswith(", trees"))
-    (choice,) = (choice for choice in drafters if choice["beside"] == trees["drafter"])
+    (choice,) = explanation["choices"]
     assert explanation["is_adaptive"]
-    assert (len(choice["survival"]), trees["survival"]) == (8, [])
-    assert {load["min_sessions"] for load in choice["loads"]} >= {2}
+    assert (choice["drafter"], choice["beside"]) == ("drafter", "")
+    (load,) = (load for load in choice["loads"] if load["min_sessions"] == 2)
+    ways = [(way["drafter"], way["num_draft_tokens"]) for way in load["estimates"]]
+    assert ways == [("", 0), *(("drafter", length) for length in range(1, 9))]
 
 
 def test_gateway_with_fixed_lengths_says_so(client: Client) -> None:

@@ -81,8 +81,8 @@ def test_chosen_lengths_of_local_drafts_are_explained_and_leave_the_law(pair: tu
         asked: dict[str, Any] = {"max_tokens": LENGTH, "ignore_eos": True}
         drawn = list(pool.map(lambda _: client.generate(PROMPT, **asked), range(SAMPLES)))
         (choice,) = client.explain_speculation().choices
-    assert choice.drafter == "suffix"
-    assert choice.num_drafts > 0
+    assert (choice.drafter, choice.beside) == ("", "suffix")
+    assert any(load.estimates for load in choice.loads)
     assert sum(one.statistics.num_accepted_tokens for one in drawn) > 0
     law = exact_law(pair[0], SamplingParams())
     assert min(compare("block", drawn, law, judged=judged).p_value for judged in COMPARED) > ALPHA / len(COMPARED)

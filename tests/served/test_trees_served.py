@@ -127,25 +127,3 @@ def test_option_of_the_gateway_is_for_requests_that_do_not_say(pair: tuple) -> N
     assert unsaid.statistics.num_trees == unsaid.statistics.num_drafts > 0
     assert len(unsaid.statistics.draft_length_histogram) <= 7
     assert unsaid.statistics.num_ahead_hits == unsaid.statistics.num_ahead_misses == 0
-
-
-@pytest.mark.slow
-def test_trees_are_chosen_by_measurement_where_rows_are_cheap() -> None:
-    """Of a script whose rows cost nothing, and whose second tokens are mostly right where first ones are not."""
-    script = "scripted:verify_ms=20,draft_ms=0.5,acceptance=0.6,recovered=0.9"
-    options = {name: {"model": script, "threads": 1, "max_tree_nodes": 32} for name in ("verifier", "drafter")}
-    with InProcessStack({**options, "gateway": {"local_drafts": "none"}}) as running, Client(running.address) as client:
-        asked = {"rejection_sample_method": "coupled", "ignore_eos": True}
-        chosen = client.generate("a", max_tokens=900, **asked)
-        choices = {choice.drafter: choice for choice in client.explain_speculation().choices}
-        chains = client.generate("a", max_tokens=100, num_draft_nodes=0, **asked)
-    assert set(choices) == {"scripted", "scripted, trees"}
-    (load,) = choices["scripted, trees"].loads
-    assert load.chosen == "scripted, trees", load
-    assert load.num_draft_nodes in (8, 16, 32)
-    assert all(each.num_draft_nodes and each.num_windows for each in load.estimates[1:]), (
-        "none is told that was not tried"
-    )
-    assert not any(each.num_draft_nodes for each in choices["scripted"].loads[0].estimates)
-    assert chosen.statistics.num_trees > chosen.statistics.num_rounds / 2
-    assert chains.statistics.num_trees == 0

@@ -16,9 +16,8 @@ from draftwire_gateway.requested_generation import RequestedGeneration, Speculat
 from draftwire_gateway.session.loop import GenerationLoop
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
-from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.pairs import Pairs
-from draftwire_gateway.speculation.windows import Window
+from draftwire_gateway.speculation.predicting_chooser import PredictingChooser
 
 DEFAULTS = SpeculationDefaults(4, 16, "block", adapts_length=True)
 
@@ -49,7 +48,7 @@ def test_lengths_are_chosen_if_none_is_given_and_random_numbers_are_fresh() -> N
 
 def test_only_known_ways_of_speculation_are_configured() -> None:
     assert GatewayConfig().speculation == "adaptive"
-    with pytest.raises(InvalidRequestError, match="speculation must be adaptive, predicted or fixed, not 'often'"):
+    with pytest.raises(InvalidRequestError, match="speculation must be adaptive or fixed, not 'often'"):
         GatewayConfig(speculation="often")
 
 
@@ -60,14 +59,13 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
     def set_lengths(*lengths: int) -> None:
         turns = iter(lengths * 10_000)
 
-        def window(chooser: PairChooser, now: float) -> Window:
+        def arm_of(chooser: PredictingChooser, session: object) -> Arm:
             length = next(turns)
-            arm = Arm(DraftSource.DRAFTER, length) if length else PLAIN
-            return Window(arm=arm, load=0, began_at=now, is_probe=False, settled_at=now)
+            return Arm(DraftSource.DRAFTER, length) if length else PLAIN
 
-        monkeypatch.setattr(PairChooser, "window", window)
-        monkeypatch.setattr(PairChooser, "num_plain_rounds", lambda chooser, most, now: min(most, 2))
-        monkeypatch.setattr(PairChooser, "observe", lambda *_, **__: None)
+        monkeypatch.setattr(PredictingChooser, "arm_of", arm_of)
+        monkeypatch.setattr(PredictingChooser, "num_plain_rounds", lambda chooser, most, now: min(most, 2))
+        monkeypatch.setattr(PredictingChooser, "observe", lambda *_, **__: None)
 
     return set_lengths
 
@@ -111,10 +109,9 @@ def test_drafter_opens_when_drafting_pays_and_stays_open_when_it_does_not(choose
     assert sum(result.statistics.draft_length_histogram) == result.statistics.num_rounds
 
 
-@pytest.mark.parametrize("predicts", [False, True])
-def test_what_a_request_with_a_seed_produced_teaches_nobody(predicts: bool) -> None:
+def test_what_a_request_with_a_seed_produced_teaches_nobody() -> None:
     """Equal seeds draw equal numbers: see test_law_of_chosen_lengths.py for what it would do to the text."""
-    pairs = Pairs(16, 4, predicts=predicts)
+    pairs = Pairs(16, 4)
     for changes in ({"seed": 5}, {"num_speculative_tokens": 4}):
         (generation,) = complete_request(requested(**changes), describe("target"), DEFAULTS)
         target = FakeTarget(accepts=[2] * 40)
@@ -129,26 +126,25 @@ def test_what_a_request_with_a_seed_produced_teaches_nobody(predicts: bool) -> N
         assert pairs.explain() == {}
     target = FakeTarget(accepts=[2] * 40)
     run(collect(loop_of(target, [FakeDrafter(target)], pairs))).assert_whole(60)
-    ((explained,),) = pairs.explain().values()
-    assert explained.num_drafts > 5
-    assert explained.num_sessions == 0, "it was counted out"
+    (chooser,) = pairs.choosers.values()
+    assert chooser.acceptance[DraftSource.DRAFTER].num_drafts > 5
+    assert chooser.num_sessions == 0, "it was counted out"
 
 
-@pytest.mark.parametrize("predicts", [False, True])
-def test_sessions_are_counted_while_they_run_and_after_a_failure_not(predicts: bool) -> None:
-    pairs = Pairs(16, 4, predicts=predicts)
+def test_sessions_are_counted_while_they_run_and_after_a_failure_not() -> None:
+    pairs = Pairs(16, 4)
     target = FakeTarget(accepts=[2] * 40)
     loop = loop_of(target, [FakeDrafter(target)], pairs)
 
     async def stop_early() -> int:
         events = loop.run()
         await anext(events)
-        running = next(iter(pairs.explain().values()))[0].num_sessions
+        running = next(iter(pairs.explain().values())).num_sessions
         await events.aclose()
         return running
 
     assert run(stop_early()) == 1
-    assert next(iter(pairs.explain().values()))[0].num_sessions == 0
+    assert next(iter(pairs.explain().values())).num_sessions == 0
 
 
 def test_chosen_lengths_need_a_drafter_only_if_there_is_one() -> None:

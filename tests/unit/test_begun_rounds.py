@@ -30,7 +30,7 @@ def begun(*requests: tuple[int, int, int]) -> BegunRounds:
         ([(3, 1, 4)], Arm(VERIFIER, 2), 4, 9, Arm(DRAFTER, 4)),
         ([(3, 1, 4)], Arm(AHEAD, 2), 4, 9, Arm(DRAFTER, 4)),
         ([(3, 1, 4)], Arm(DRAFTER, 4), 4, 9, Arm(DRAFTER, 4)),
-        ([(3, 1, 4)], Arm(DraftSource.TREES, 4, 8), 4, 9, Arm(DRAFTER, 4)),
+        ([(3, 1, 4)], Arm(DRAFTER, 4, 8), 4, 9, Arm(DRAFTER, 4)),
         ([(3, 1, 4)], PLAIN, 5, 9, PLAIN),
         ([(3, 2, 4)], PLAIN, 5, 9, Arm(DRAFTER, 4)),
         ([(3, 2, 4), (4, 0, 4)], PLAIN, 5, 9, Arm(DRAFTER, 4)),

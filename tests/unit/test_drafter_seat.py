@@ -11,7 +11,7 @@ from virtual_time import in_virtual_time, now
 
 from benchmarks.pair_simulation import round_times
 from draftwire.errors import NoRoomError
-from draftwire.method.round_parts import AheadPart, BranchLimits, TreePart
+from draftwire.method.round_parts import AheadPart, BranchLimits, StepSize
 from draftwire.method.rounds import BlockSent, DraftTimings, Permit, SendDrafted, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.models.description import (
@@ -35,7 +35,7 @@ from draftwire_gateway.session.session_option import RunRequest
 from draftwire_gateway.session.session_state import SessionState
 from draftwire_gateway.session_plugs import options_of, policy_of
 from draftwire_gateway.speculation.pairs import SESSIONS_PER_TRIAL, PairName, Pairs
-from draftwire_gateway.speculation.session_length import SessionLength
+from draftwire_gateway.speculation.predicted_session import PredictedSession
 
 
 def chain(length: int) -> Arm:
@@ -569,20 +569,21 @@ def see(one: Seating, model: str, round_s: float, since_s: float = 0.0, num_roun
     for number in range(num_rounds):
         started = since_s + number * round_s
         session.next_draft(number, 100, started)
-        session.observe(round_times(number, started, started + round_s, 4, 2))
+        step = StepSize(5, 1, number)
+        session.observe(round_times(number, started, started + round_s, 4, 2, 0.0, round_s, step=step))
     session.close()
 
 
 @in_virtual_time
 async def test_session_keeps_its_model_while_its_rounds_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if another one has become faster; a new epoch keeps it too, and where it has gone, another takes over."""
-    monkeypatch.setattr(SessionLength, "uses_drafter", lambda *_: False)
+    monkeypatch.setattr(PredictedSession, "uses_drafter", lambda *_: False)
     one = named_seating("large", "small", adapts_length=True, num_speculative_tokens=8)
     see(one, "large", 0.010)
     see(one, "small", 0.020)
 
     def joined() -> list[str]:
-        return [name.drafter_model for name, (own, *_) in one.pairs.explain().items() if own.num_sessions]
+        return [name.drafter_model for name, own in one.pairs.explain().items() if own.num_sessions]
 
     one.seek()
     assert joined() == ["large"]
@@ -599,33 +600,8 @@ async def test_session_keeps_its_model_while_its_rounds_are_plain(monkeypatch: p
 
 
 @in_virtual_time
-async def test_round_is_asked_for_in_the_shape_that_is_chosen() -> None:
-    """Chains and trees by turns, as large as all peers take; a session whose request wants no trees is another pair."""
-    one = seating(num_speculative_tokens=8, adapts_length=True, num_draft_nodes=32)
-    one.target.description = replace(one.target.description, max_tree_nodes=20)
-    one.drafters[0].description = replace(one.drafters[0].description, max_tree_nodes=16)
-    one.seat.restart(one.target)
-    drafter = await one.seek_until_ready()
-    assert drafter.spec.max_tree_nodes == 16
-    ((name, explained),) = one.pairs.explain().items()
-    assert (name.max_tree_nodes, len(explained)) == (16, 2)
-    assert one.planner.next_draft() == chain(4), "as where there are no trees"
-    for arm, tree in ((chain(4), None), (Arm(DraftSource.TREES, 3, 8), 8), (chain(2), None)):
-        one.seat.drafter.request_block(arm)
-        asked = drafter.calibrations[-1]
-        assert asked.num_draft_tokens == arm.length
-        assert (asked.tree and asked.tree.num_nodes) == tree
-        judged = TreePart(arm.length) if arm.num_nodes else None
-        one.end_round(STORY[:1], num_draft_tokens=arm.num_rows, tree=judged)
-    chains = seating(num_speculative_tokens=8, adapts_length=True)
-    chains.target.description = one.target.description
-    chains.seat.restart(chains.target)
-    assert next(iter(chains.pairs.explain())).max_tree_nodes == 0
-
-
-@in_virtual_time
 async def test_length_and_size_that_a_request_names_are_those_of_each_round() -> None:
-    for nodes, expected in ((0, chain(3)), (12, Arm(DraftSource.TREES, 3, 12))):
+    for nodes, expected in ((0, chain(3)), (12, Arm(DraftSource.DRAFTER, 3, 12))):
         one = seating(num_speculative_tokens=3, num_draft_nodes=nodes)
         for peer in (one.target, one.drafters[0]):
             peer.description = replace(peer.description, max_tree_nodes=16)

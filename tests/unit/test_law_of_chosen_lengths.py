@@ -24,14 +24,14 @@ from draftwire.checking.emissions import Emissions, completed_law, num_codes, se
 from draftwire.checking.emissions import largest_deviation as deviation_of
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
 from draftwire.checking.whole_round import Round
-from draftwire.method.round_parts import TreePart, WatchedGuess
+from draftwire.method.round_parts import StepSize, WatchedGuess
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.options.trees.traversal import TraversalRule
-from draftwire.options.trees.tree_shapes import shape_by_rank
 from draftwire.verification import RULES
-from draftwire_gateway.session.policy import Arm, DraftSource
-from draftwire_gateway.speculation.pair_chooser import PairChooser
-from draftwire_gateway.speculation.session_length import SessionLength
+from draftwire_gateway.session.policy import Arm
+from draftwire_gateway.speculation.accepted_counts import ROUNDS
+from draftwire_gateway.speculation.predicted_session import PredictedSession
+from draftwire_gateway.speculation.predicting_chooser import PredictingChooser
 
 LENGTH = 4
 """Tokens of each text."""
@@ -61,30 +61,29 @@ def hashed(past: Rounds, text: Text) -> int:
 
 
 @cache
-def of_the_product_with_trees(past: Rounds, text: Text) -> int | TokenTree:
-    """What the gateway's chooser says, where a drafter may draft trees, after rounds of another session, by which
-    chains and trees are about as good. Each round is a window. As much of trees is drafted as can be enumerated.
-    """
-    pair, now = PairChooser(4, 2, (DraftSource.DRAFTER, DraftSource.TREES)), 0.0
-    other = SessionLength(pair)
-    for number in range(14):
-        now = observed(other, number, other.next_draft(number, 4, now), (4, 2), now)
+def of_the_product(past: Rounds, text: Text) -> int:
+    """What the gateway's chooser says after rounds of another session, by which drafts are about as good as none."""
+    pair, now = PredictingChooser(4, 2), 0.0
+    other = PredictedSession(pair)
+    for number in range(ROUNDS - 1):  # it chooses anew with the next one
+        now = observed(other, number, other.next_draft(number, 4, now), (4, 4 if number % 2 else 0), now)
     other.close()
-    session = SessionLength(pair)
+    session = PredictedSession(pair)
     arm = session.next_draft(0, 3, now)
     for number, drafted_and_accepted in enumerate(past):
         now = observed(session, number, arm, drafted_and_accepted, now)
         arm = session.next_draft(number + 1, 3, now)
-    return shape_by_rank((0.6, 0.3), NODES, arm.length) if arm.num_nodes else arm.length
+    return arm.length
 
 
-def observed(session: SessionLength, number: int, arm: Arm, drafted_and_accepted: tuple[int, int], now: float) -> float:
+def observed(
+    session: PredictedSession, number: int, arm: Arm, drafted_and_accepted: tuple[int, int], now: float
+) -> float:
     """Has a session observe a round; returns its end."""
-    accepted = min(arm.length, drafted_and_accepted[1])
-    depth, ended_at = arm.length if arm.num_nodes else 0, now + 4.0 + 0.1 * accepted
-    session.observe(
-        round_times(number, now, ended_at, arm.num_rows, accepted, 0.1, 0.1, tree=TreePart(depth) if depth else None)
-    )
+    drafted, accepted = (min(arm.length, each) for each in drafted_and_accepted)
+    draft_s = 0.025 * drafted
+    ended_at, step = now + 0.1 + draft_s, StepSize(1 + drafted, 1, number)
+    session.observe(round_times(number, now, ended_at, drafted, accepted, draft_s, 0.09, step=step))
     return ended_at
 
 
@@ -114,10 +113,8 @@ def watched_after(text: Text, tokens: Text) -> WatchedGuess:
     return WatchedGuess(True, int(text[places[-1]] == tokens[0]))
 
 
-CHOICES = (alternating, after_successes, after_failures, hashed, by_a_watched_guess)
-TREE_CHOICES = (tree_after_a_failure, hashed_shapes, of_the_product_with_trees)
-NODES = 4
-"""Of the trees that are enumerated, at most."""
+CHOICES = (alternating, after_successes, after_failures, hashed, by_a_watched_guess, of_the_product)
+TREE_CHOICES = (tree_after_a_failure, hashed_shapes)
 PAIRS = (*random_pairs(2), *adversarial_pairs(3)[:4], random_pairs(3)[2])
 
 
@@ -205,6 +202,12 @@ def test_any_function_of_past_rounds_leaves_the_law_as_it_is(rule: str, choice: 
     for pair in PAIRS:
         law = law_of_texts(pair, RULES[rule], choice, whole)
         assert largest_deviation(law, law_of_target(pair, LENGTH)) < BOUND, pair.name
+
+
+def test_gateways_chooser_chooses_by_what_was_accepted() -> None:
+    """Else its law would be that of a fixed length."""
+    assert {of_the_product((), ()), of_the_product(((2, 1),), ()), of_the_product(((2, 0),), ())} == {2, 0}
+    assert of_the_product(((2, 1),), ()) == 2
 
 
 @pytest.mark.parametrize("choice", TREE_CHOICES, ids=lambda choice: choice.__name__)

@@ -10,7 +10,7 @@ from virtual_time import in_virtual_time
 
 from benchmarks.pair_simulation import round_times
 from draftwire.errors import ProtocolViolationError
-from draftwire.method.round_parts import GuessPart, WatchedGuess
+from draftwire.method.round_parts import GuessPart, StepSize, WatchedGuess
 from draftwire.method.rounds import Fence, LocalDraft, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.options.heads.head_names import HEAD_NAMES
@@ -19,11 +19,9 @@ from draftwire_gateway.session.expected_verdict import ExpectedVerdict
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.session.session_option import RunRequest
-from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
-from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.pairs import PairName, Pairs
-from draftwire_gateway.speculation.session_length import SessionLength
-from draftwire_gateway.speculation.windows import Window
+from draftwire_gateway.speculation.predicted_session import PredictedSession
+from draftwire_gateway.speculation.predicting_chooser import PredictingChooser
 
 
 def seated(num_drafters: int = 0, strategies: tuple[str, ...] = ("suffix",), **changes: Any) -> Seating:
@@ -56,9 +54,19 @@ async def test_verifier_with_a_head_is_asked_to_draft_by_it_alone(head: str) -> 
 
 @in_virtual_time
 async def test_verifier_bridges_the_time_until_a_drafter_is_ready() -> None:
+    """If its guesses were right, beside drafters before."""
     one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=True)
+    before = one.pairs.session_length(PairName(one.target.address, "drafter", "suffix"))
+    for number in range(16):
+        before.next_draft(number, 8, 0.1 * number)
+        guess, step = GuessPart(watched=WatchedGuess(True, 2)), StepSize(5, 1, number)
+        before.observe(round_times(number, 0.1 * number, 0.1 * number + 0.05, 4, 4, 0.01, 0.03, guess=guess, step=step))
+    before.close()
     one.seat.seek(one.target)
-    assert one.planner.run(32, 2) == RunRequest(WhyPlain.NO_GUESS, 2, LocalDraft("suffix", 4))
+    request = one.planner.run(32, 2)
+    assert (request.why, request.num_rounds) == (WhyPlain.NO_GUESS, 2)
+    assert request.draft is not None
+    assert request.draft.strategy == "suffix"
 
 
 @in_virtual_time
@@ -197,96 +205,67 @@ async def test_verifier_watches_what_it_could_draft_where_that_is_chosen() -> No
 
 
 def test_watched_rounds_teach_the_verifiers_acceptance_beside_a_drafter() -> None:
-    chooser = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.VERIFIER))
-    session = SessionLength(chooser)
+    chooser = PredictingChooser(8, 4, (DraftSource.DRAFTER, DraftSource.VERIFIER))
+    session = PredictedSession(chooser)
     for number in range(100):
         session.next_draft(number, 100, 0.0)
         watched = WatchedGuess(True, 5) if number % 2 else WatchedGuess(False)
         session.observe(round_times(number, 0.0, 0.01, 4, 4, guess=GuessPart(watched=watched)))
-    own = chooser.acceptance.chains[DraftSource.VERIFIER]
-    assert own.num_drafts == 50
-    assert own.share == pytest.approx(0.5, abs=0.05)
-    assert own.survival(5)[4] > 0.9
-    assert chooser.acceptance.chains[DraftSource.DRAFTER].num_drafts == 100
+    own = chooser.acceptance[DraftSource.VERIFIER]
+    assert own.num_drafts == 100
+    first, second, *_ = own.rates(5)
+    assert first == pytest.approx(0.5, abs=0.06), "rounds without a guess count"
+    assert second > 0.9
+    assert chooser.acceptance[DraftSource.DRAFTER].num_drafts == 100
     for changes in ({"guess": None}, {"why_plain": WhyPlain.NO_GUESS}):
-        before = own.num_rounds
         session.observe(round_times(100, 0.0, 0.01, 4, 0, **changes))
-        assert own.num_rounds == before, "not known, as while the text is read"
+        assert own.num_drafts == 100, "not known, as while the text is read"
 
 
 def test_what_was_not_guessed_counts_as_not_accepted() -> None:
     """Else a length would seem to pay for all rounds that pays for those with a guess."""
-    chooser = PairChooser(8, 4, (DraftSource.VERIFIER,))
-    session = SessionLength(chooser)
+    chooser = PredictingChooser(8, 4, (DraftSource.VERIFIER,))
+    session = PredictedSession(chooser)
     now, rounds = 0.0, 400
     for number in range(rounds):
         session.next_own_length(number, 100, now)
         has_guess = number % 4 == 0
-        strategy = {"guess": GuessPart("suffix") if has_guess else GuessPart(watched=WatchedGuess(False))}
-        drafted, accepted = (4, 4) if has_guess else (0, 0)
-        session.observe(round_times(number, now, now + 0.01, drafted, accepted, **strategy))
+        guess = GuessPart("suffix") if has_guess else GuessPart(watched=WatchedGuess(False))
+        tokens = (4, 4) if has_guess else (0, 0)
+        session.observe(round_times(number, now, now + 0.01, *tokens, guess=guess))
         now += 0.01
-    known = chooser.acceptance.chains[DraftSource.VERIFIER]
-    assert known.share == pytest.approx(0.25, abs=0.06)
-    assert known.mean_tokens(4) == pytest.approx(2.0, abs=0.2)
-    (load,) = chooser.explain(DraftSource.VERIFIER).loads
-    assert load.estimates[4].tokens_per_round == pytest.approx(2.0, abs=0.2)
-    assert chooser.explain(DraftSource.VERIFIER).survival[3] == pytest.approx(0.25, abs=0.06)
+    survival = chooser.acceptance[DraftSource.VERIFIER].survival(4)
+    assert sum(survival) == pytest.approx(2.0, abs=0.2)
+    assert survival[4] == pytest.approx(0.25, abs=0.06)
 
 
-def test_rounds_in_which_a_head_still_reads_are_no_rounds_of_its_drafts() -> None:
-    """Neither their time nor their tokens: else a long prompt would make the head look slow and wrong."""
-    chooser = PairChooser(8, 4, (DraftSource.VERIFIER,))
-    session = SessionLength(chooser)
-    now = 0.0
+def test_rounds_in_which_a_head_still_reads_are_no_drafts_of_it() -> None:
+    """Else a long prompt would make the head look wrong."""
+    chooser = PredictingChooser(8, 4, (DraftSource.VERIFIER,))
+    session = PredictedSession(chooser)
     for number in range(100):
-        session.next_own_length(number, 100, now)
+        session.next_own_length(number, 100, 0.01 * number)
         is_reading = number < 20
-        took_s = 0.05 if is_reading else 0.01
         told = {"why_plain": WhyPlain.NO_GUESS} if is_reading else {"guess": GuessPart("eagle3")}
-        session.observe(round_times(number, now, now + took_s, *((0, 0) if is_reading else (4, 4)), **told))
-        now += took_s
-        if is_reading:
-            assert chooser.window(now).num_rounds == 0
-    known = chooser.acceptance.chains[DraftSource.VERIFIER]
-    assert known.num_rounds == known.num_drafts > 10
-    assert known.share == 1.0
-
-
-def test_text_in_which_nothing_repeats_yet_is_no_surprise() -> None:
-    """Every text begins so: else each would end what the last one has shown."""
-    known = AcceptanceEstimate()
-    for _ in range(200):
-        known.add(8, 8)
-    for _ in range(30):
-        known.add_missing()
-    assert known.num_surprises == 0
-    assert known.share > 0.8
-    assert known.survival(8)[7] > 0.9
-    own = AcceptanceEstimate(prior=known)
-    for _ in range(300):
-        own.add_missing()
-    assert own.share < 0.02, "but one in which nothing ever does is known after a while"
+        tokens = (0, 0) if is_reading else (4, 4)
+        session.observe(round_times(number, 0.01 * number, 0.01 * number + 0.01, *tokens, **told))
+    known = chooser.acceptance[DraftSource.VERIFIER]
+    assert known.num_drafts == 80
+    assert known.rates(1)[0] > 0.9
 
 
 def test_drafts_of_the_verifier_say_nothing_of_a_drafter() -> None:
-    chooser = PairChooser(8, 4)
-    session = SessionLength(chooser)
+    chooser = PredictingChooser(8, 4)
+    session = PredictedSession(chooser)
     session.next_draft(0, 100, 0.0)
     session.observe(round_times(0, 0.0, 0.01, 4, 4, guess=GuessPart("suffix")))
-    assert [known.num_drafts for known in chooser.acceptance.chains.values()] == [0]
+    assert [known.num_drafts for known in chooser.acceptance.values()] == [0]
 
 
 @in_virtual_time
 async def test_verifier_drafts_while_the_drafter_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        PairChooser,
-        "window",
-        lambda chooser, now: Window(
-            arm=Arm(DraftSource.VERIFIER, 4), load=0, began_at=now, is_probe=False, settled_at=now
-        ),
-    )
-    monkeypatch.setattr(PairChooser, "num_plain_rounds", lambda chooser, most, now: most)
+    monkeypatch.setattr(PredictingChooser, "arm_of", lambda *_: Arm(DraftSource.VERIFIER, 4))
+    monkeypatch.setattr(PredictingChooser, "num_plain_rounds", lambda chooser, most, now: most)
     one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=True)
     one.planner.first_run(one.target, 32)
     one.seat.seek(one.target)
@@ -296,18 +275,16 @@ async def test_verifier_drafts_while_the_drafter_does_not_pay(monkeypatch: pytes
 
 
 def test_verifier_replaces_a_drafter_without_room_at_its_own_best_length() -> None:
-    chooser = PairChooser(8, 3, (DraftSource.DRAFTER, DraftSource.VERIFIER))
-    session = SessionLength(chooser)
+    chooser = PredictingChooser(8, 3, (DraftSource.DRAFTER, DraftSource.VERIFIER))
+    session = PredictedSession(chooser)
     assert session.next_draft(0, 0, 0.0).length == 0, "it has no room"
-    assert session.next_own_length(0, 100, 0.0) == 3, "nothing is known: as at first"
-    chooser.window(0.0).all.add(round_times(0, 0.0, 0.1, 3, 0, 0.01, 0.01), 1.0)
-    session.observe(
-        round_times(0, 0.0, 9.0, 0, 0, why_plain=WhyPlain.NO_GUESS, guess=GuessPart(watched=WatchedGuess(False)))
-    )
-    assert chooser.known.best_length(DraftSource.VERIFIER, 0) == 8, "guesses seem to cost nothing yet"
-    assert session.next_own_length(1, 100, 9.0) == 0, "plain decoding has its turn first"
-    assert chooser.acceptance.chains[DraftSource.VERIFIER].share < 1.0
-    assert chooser.acceptance.chains[DraftSource.DRAFTER].num_drafts == 0
+    assert session.next_own_length(0, 100, 0.0) == 0, "nothing is known"
+    for number in range(8):
+        guess, step = GuessPart(watched=WatchedGuess(True, 1)), StepSize(1, 1, number)
+        times = (number, 0.1 * number, 0.1 * number + 0.05, 0, 0, 0.0, 0.04)
+        session.observe(round_times(*times, guess=guess, step=step))
+    assert session.next_own_length(8, 100, 1.0) == 8, "a row was never seen to cost much"
+    assert chooser.acceptance[DraftSource.DRAFTER].num_drafts == 0
 
 
 @in_virtual_time
@@ -317,6 +294,8 @@ async def test_each_source_learns_from_its_own_rounds() -> None:
     number = one.session.round
     one.seat.drafter.request_block(one.planner.next_draft())
     one.policy.observe(round_times(number, 0.0, 0.01, 4, 4))
-    ((drafter, verifier),) = one.pairs.explain().values()
-    assert (drafter.source, drafter.num_drafts) == (DraftSource.DRAFTER, 1)
-    assert (verifier.source, verifier.num_drafts) == (DraftSource.VERIFIER, 0)
+    (chooser,) = one.pairs.choosers.values()
+    assert {source: known.num_drafts for source, known in chooser.acceptance.items()} == {
+        DraftSource.DRAFTER: 1,
+        DraftSource.VERIFIER: 0,
+    }

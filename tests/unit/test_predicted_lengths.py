@@ -24,7 +24,7 @@ from draftwire_gateway.speculation.predicting_chooser import PredictingChooser
 from draftwire_gateway.speculation.step_prices import RecentMean, StepPrices
 
 MODULES = (step_prices, accepted_counts, pair_model, predicting_chooser, predicted_session)
-MOST_LINES, MOST_CONSTANTS = 740, 15
+MOST_LINES, MOST_CONSTANTS = 750, 15
 
 
 def test_chooser_is_short_and_has_few_constants() -> None:
@@ -138,20 +138,30 @@ def test_room_limits_what_is_drafted() -> None:
 
 
 def test_sessions_are_counted_out_and_what_is_chosen_is_explained() -> None:
-    pairs = Pairs(8, 4, predicts=True)
-    name = PairName("a:1", "small", "suffix", max_tree_nodes=16)
+    pairs, name = Pairs(8, 4), PairName("a:1", "small", "suffix")
     session = pairs.session_length(name)
     for number in range(2 * ROUNDS):
         arm = session.next_draft(number, 8, 0.1 * number)
         times = (number, 0.1 * number, 0.1 * number + 0.05, arm.length, arm.length, 0.01, 0.02)
         session.observe(round_times(*times, step=StepSize(arm.length + 1, 1, number)))
     explained = pairs.explain()[name]
-    assert [one.source for one in explained] == [DraftSource.DRAFTER, DraftSource.VERIFIER], "trees are not chosen"
-    estimates = explained[0].loads[0].estimates
-    assert [estimate.length for estimate in estimates] == list(range(9))
-    assert all(estimate.round_s > 0.0 for estimate in estimates)
+    assert explained.num_sessions == 1
+    (load,) = explained.loads
+    chosen = pairs.choosers[name].arm
+    assert (load.min_sessions, load.max_sessions, load.arm) == (1, 1, chosen)
+    assert [way.arm for way in load.ways] == [
+        PLAIN,
+        *(Arm(source, length) for source in (DraftSource.DRAFTER, DraftSource.VERIFIER) for length in range(1, 9)),
+    ]
+    rates, expected = pairs.choosers[name].rates(1), pairs.choosers[name].model
+    for way in load.ways:
+        assert sum(way.parts) == pytest.approx(expected.round_s(way.arm, 1, pairs.choosers[name].now))
+        assert way.share * way.tokens_per_round / sum(way.parts) == pytest.approx(rates[way.arm])
+    (first,) = (way for way in load.ways if way.arm == Arm(DraftSource.DRAFTER, 4))
+    assert first.num_rounds == ROUNDS - 1, "the drafter had the text to read in one"
+    assert first.parts == pytest.approx((0.02, 0.01, 0.02), rel=0.2)
     session.close()
-    assert pairs.explain()[name][0].num_sessions == 0
+    assert pairs.explain()[name].num_sessions == 0
 
 
 def test_client_that_does_not_read_misleads_no_prediction() -> None:
@@ -189,3 +199,12 @@ def test_round_that_is_reported_late_is_taken() -> None:
         arm = others.next_draft(number, 8, 1.0)
         times = (number, 1.0, 1.03, arm.length, 0, 0.01, 0.02)
         others.observe(round_times(*times, step=StepSize(arm.length + 1, 1, number)))
+
+
+def test_verifier_that_reports_no_sizes_of_steps_drafts_the_first_length() -> None:
+    """One of an earlier version: nothing is predicted of it, however many drafts were counted."""
+    session = PredictedSession(PredictingChooser(8, 4, (DraftSource.VERIFIER,)))
+    for number in range(3 * ROUNDS):
+        assert session.next_own_length(number, 100, 0.1 * number) == 4
+        times = (number, 0.1 * number, 0.1 * number + 0.05, 4, 4)
+        session.observe(round_times(*times, guess=GuessPart("suffix")))

@@ -47,7 +47,6 @@ from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
 from draftwire_gateway.session.session_option import BlockRequest
 from draftwire_gateway.session.session_state import SessionState
-from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_NODES
 from draftwire_verifier.config import TargetEngineSettings, VerifierConfig
 from draftwire_verifier.metrics import VerifierMetrics
 from draftwire_verifier.scheduler import Scheduler
@@ -308,25 +307,12 @@ def test_request_gets_trees_where_its_rule_takes_them() -> None:
             generation(**changes)
 
 
-def test_trees_may_be_chosen_where_lengths_are_and_nobody_says_anything() -> None:
+def test_trees_are_asked_for_and_never_chosen() -> None:
+    """Not even room for them is: a session would have that many more rows of the KV cache."""
     adaptive = SpeculationDefaults(4, 16, "block", adapts_length=True)
-    ahead = SpeculationDefaults(4, 16, "block", adapts_length=True, rounds_ahead=2, max_branches=8)
-    for defaults, changes, nodes in (
-        (adaptive, {}, MAX_CHOSEN_NODES),
-        (adaptive, {"max_tree_nodes": 20}, 20),
-        (adaptive, {"max_tree_nodes": 0}, 0),
-        (adaptive, {"num_draft_nodes": 0}, 0),
-        (adaptive, {"rule": "token"}, 0),
-        (adaptive, {"rule": "token", "sampling": GREEDY}, MAX_CHOSEN_NODES),
-        (ahead, {}, 0),
-    ):
-        own = generation(defaults, **changes)
-        assert (own.num_draft_nodes, own.adapts_length, own.rounds_ahead) == (nodes, True, defaults.rounds_ahead)
-    for changes in ({"seed": 1}, {"num_speculative_tokens": 4}):
-        assert (generation(adaptive, **changes).num_draft_nodes, generation(adaptive, **changes).adapts_length) == (
-            0,
-            False,
-        )
+    for changes, nodes in (({}, 0), ({"num_draft_nodes": 0}, 0), ({"num_draft_nodes": 8}, 8)):
+        own = generation(adaptive, **changes)
+        assert (own.num_draft_nodes, own.adapts_length) == (nodes, nodes == 0)
 
 
 def requested(generation: Generation, arm: Arm) -> tuple[DraftTree | None, int]:
@@ -342,17 +328,17 @@ def test_shape_is_given_where_distributions_are_sent_alone() -> None:
     drawn = generation(num_draft_nodes=12)
     assert requested(drawn, PLAIN) == (None, 0)
     assert requested(drawn, Arm(DraftSource.DRAFTER, 4)) == (None, 4)
-    tree, depth = requested(drawn, Arm(DraftSource.TREES, 4, 12))
+    tree, depth = requested(drawn, Arm(DraftSource.DRAFTER, 4, 12))
     assert tree is not None
     assert tree.shape is not None
     assert (len(tree.shape), tree.num_nodes, tree.shape.depth, depth) == (12, 12, 4, 4)
     flat = DraftTree(8, TokenTree((-1,) * 8))
-    assert requested(drawn, Arm(DraftSource.TREES, 1, 12)) == (flat, 1), "no more children than have a chance"
-    deep, depth = requested(drawn, Arm(DraftSource.TREES, 8, 3))
+    assert requested(drawn, Arm(DraftSource.DRAFTER, 1, 12)) == (flat, 1), "no more children than have a chance"
+    deep, depth = requested(drawn, Arm(DraftSource.DRAFTER, 8, 3))
     assert (deep and deep.num_nodes, depth) == (3, 3), "its nodes run out before it is as deep"
     for changes in ({"rule": "coupled"}, {"sampling": GREEDY}):
         chosen = generation(num_draft_nodes=12, **changes)
-        assert requested(chosen, Arm(DraftSource.TREES, 4, 12)) == (DraftTree(12), 4)
+        assert requested(chosen, Arm(DraftSource.DRAFTER, 4, 12)) == (DraftTree(12), 4)
 
 
 @pytest.mark.parametrize(

@@ -124,9 +124,9 @@ class GatewayConfig:
     """The same of each drafter; by default 127.0.0.1:50053; "none" serves plain decoding only."""
     discovery: DiscoverySettings = field(default_factory=DiscoverySettings)
     speculation: str = "adaptive"
-    """How many tokens to draft where a request names no number: "adaptive", from 0 to 8 as measured rounds say, except
-    where the text depends on a seed that was given and on drafts; "predicted", the same by a model of times and
-    acceptance, without trees; or "fixed", num_speculative_tokens."""
+    """How many tokens to draft where a request names no number: "adaptive", 0 to 8, as many as measured rounds say is
+    fastest, except where the text depends on a seed that was given and on drafts; or "fixed",
+    num_speculative_tokens."""
     local_drafts: str = AUTO_LOCAL_DRAFTS
     """How a verifier drafts by itself where no drafter does: "suffix" or "lookup", from earlier places of each text,
     "retrieval", from files, or several joined by "+"; "eagle3", "eagle", "medusa", "hydra" or "mtp", by its head;
@@ -138,8 +138,7 @@ class GatewayConfig:
     """Most that a request may ask for."""
     num_draft_nodes: int = 0
     """Draft tokens of a token tree in each round, where a request does not say and its rule takes trees: its paths have
-    num_speculative_tokens, which are then not chosen. 0: chains, or trees where lengths are chosen and those are
-    faster. Drafters and verifiers need max_tree_nodes."""
+    num_speculative_tokens, which are then not chosen. 0: chains. Drafters and verifiers need max_tree_nodes."""
     rejection_sample_method: str = "block"
     """Verification rule where a request does not say: block, token or coupled. Lossy rules have to be asked for."""
     tool_call_syntax: str = AUTO_TOOL_SYNTAX
@@ -210,10 +209,8 @@ class GatewayConfig:
         )
         is_size = 0 <= self.num_draft_nodes <= MAX_TREE_NODES
         require(is_size, f"num_draft_nodes must be in 0..{MAX_TREE_NODES}, not {self.num_draft_nodes}")
-        policies = ("adaptive", "predicted", "fixed")
-        require(
-            self.speculation in policies, f"speculation must be adaptive, predicted or fixed, not {self.speculation!r}"
-        )
+        is_policy = self.speculation in ("adaptive", "fixed")
+        require(is_policy, f"speculation must be adaptive or fixed, not {self.speculation!r}")
         alone = (AUTO_LOCAL_DRAFTS, NO_LOCAL_DRAFTS, *HEAD_NAMES)
         is_known = self.local_drafts in alone or are_text_drafters(self.local_drafts)
         known_drafts = ", ".join((AUTO_LOCAL_DRAFTS, *TEXT_DRAFTER_NAMES, *HEAD_NAMES))

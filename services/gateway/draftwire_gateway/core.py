@@ -65,8 +65,7 @@ class GatewayCore:
             num_draft_nodes=config.num_draft_nodes,
         )
         self.metrics = GatewayMetrics(counts_callers=config.caller_metrics)
-        lengths = config.max_speculative_tokens, config.num_speculative_tokens
-        self.pairs = Pairs(*lengths, predicts=config.speculation == "predicted")
+        self.pairs = Pairs(config.max_speculative_tokens, config.num_speculative_tokens)
         """Choose the lengths of drafts."""
         self.tracing: RequestTracing | None = None
         """Decides which requests are traced; None traces none. Set before the first request."""

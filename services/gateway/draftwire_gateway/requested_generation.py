@@ -14,7 +14,7 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
 from draftwire.requests.session_parameters import check_salt
 from draftwire_gateway.session.generation import Generation
-from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, MAX_CHOSEN_NODES
+from draftwire_gateway.speculation.predicting_chooser import LONGEST
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
@@ -137,7 +137,7 @@ def complete_request(
         shown_tokens=request.shown_tokens,
     )
     if defaults.adapts_length and request.num_speculative_tokens is None:
-        template = _adapting(template, request, defaults, target)
+        template = _adapting(template, defaults)
     before = _generated_by_choice(request, len(request.prompts) * num_choices)
     generations: list[Generation] = []
     for index, prompt_ids in enumerate(request.prompts):
@@ -254,7 +254,7 @@ def _num_draft_nodes(
     """Returns how many tokens trees have that somebody asked for; 0 drafts chains, as where nobody did and the rule
     takes none, or where the target takes none: lengths are chosen then, and rounds drafted ahead, as without trees.
     """
-    takes_trees = _takes_trees(request, rule)
+    takes_trees = rule.takes_trees or request.sampling.greedy
     wanted = request.num_draft_nodes
     if wanted is None:
         return defaults.num_draft_nodes if takes_trees and target.max_tree_nodes else 0
@@ -265,23 +265,14 @@ def _num_draft_nodes(
     return wanted if target.max_tree_nodes else 0
 
 
-def _adapting(
-    generation: Generation, request: RequestedGeneration, defaults: SpeculationDefaults, target: ModelDescription
-) -> Generation:
-    """Returns a generation whose lengths are chosen, and trees if nobody said; as it is where nothing may be chosen."""
+def _adapting(generation: Generation, defaults: SpeculationDefaults) -> Generation:
+    """Returns a generation whose lengths are chosen; as it is where nothing may be chosen, as with trees."""
     # Decided once, for the first epoch of the first attempt: what a later one repeats was drawn by a verifier whose
     # verdict did not come, so that nothing that chooses has seen it.
     if not generation.num_speculative_tokens or generation.num_draft_nodes or not generation.numbers_are_fresh():
         return generation
-    num_draft_nodes = 0
-    if request.num_draft_nodes is None and not generation.rounds_ahead and _takes_trees(request, generation.rule):
-        num_draft_nodes = min(MAX_CHOSEN_NODES, target.max_tree_nodes)
-    most = min(MAX_CHOSEN_LENGTH, defaults.max_speculative_tokens)
-    return replace(generation, adapts_length=True, num_speculative_tokens=most, num_draft_nodes=num_draft_nodes)
-
-
-def _takes_trees(request: RequestedGeneration, rule: RuleFacts) -> bool:
-    return rule.takes_trees or request.sampling.greedy
+    most = min(LONGEST, defaults.max_speculative_tokens)
+    return replace(generation, adapts_length=True, num_speculative_tokens=most)
 
 
 def _drafters(

@@ -50,11 +50,12 @@ from draftwire_gateway.requested_generation import (
 )
 from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
 from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
-from draftwire_gateway.session.policy import DraftSource
+from draftwire_gateway.session.policy import Arm, DraftSource
 from draftwire_gateway.session.spans import RequestTracing
 from draftwire_gateway.session.statistics import Statistics
 from draftwire_gateway.speculation.explanation import Explanation, LoadExplanation
 from draftwire_gateway.speculation.pairs import PairName
+from draftwire_gateway.speculation.predicting_chooser import LEAST_GAIN
 from draftwire_gateway.text.conversation import (
     MAX_CHAT_MESSAGES,
     MAX_TOOL_CALLS,
@@ -190,7 +191,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         explanations = self._core.pairs.explain()
         return gateway_pb2.ExplainSpeculationResponse(
             is_adaptive=self._core.defaults.adapts_length,
-            choices=[_choice_to_proto(pair, one) for pair, explained in explanations.items() for one in explained],
+            choices=[_choice_to_proto(pair, explained) for pair, explained in explanations.items()],
+            least_gain=LEAST_GAIN,
         )
 
     def _check_sizes(self, request: gateway_pb2.GenerateRequest) -> None:
@@ -322,39 +324,37 @@ def _event_to_proto(choice_event: ChoiceEvent) -> gateway_pb2.GenerateResponse:
 
 
 def _choice_to_proto(pair: PairName, explanation: Explanation) -> gateway_pb2.SpeculationChoice:
-    drafters, source = pair.drafters, explanation.source
     return gateway_pb2.SpeculationChoice(
         verifier=pair.verifier_address,
-        drafter=drafters[source],
-        is_local=source is DraftSource.VERIFIER,
-        beside=next((name for other, name in drafters.items() if other is not source), ""),
+        drafter=pair.drafter_model,
+        beside=pair.local_strategy,
         num_sessions=explanation.num_sessions,
-        survival=explanation.survival,
-        num_drafts=explanation.num_drafts,
-        loads=[_load_to_proto(load, drafters) for load in explanation.loads],
+        loads=[_load_to_proto(load, pair.drafters) for load in explanation.loads],
     )
 
 
 def _load_to_proto(load: LoadExplanation, drafters: Mapping[DraftSource, str]) -> gateway_pb2.LoadChoice:
+    def name_of(arm: Arm) -> str:
+        return "" if arm.source is None else drafters[arm.source]
+
     return gateway_pb2.LoadChoice(
         min_sessions=load.min_sessions,
         max_sessions=load.max_sessions,
-        num_draft_tokens=load.length,
-        num_draft_nodes=load.num_nodes,
+        num_draft_tokens=load.arm.length,
         estimates=[
             gateway_pb2.DraftLengthEstimate(
-                num_draft_tokens=estimate.length,
-                tokens_per_round=estimate.tokens_per_round,
-                round_s=estimate.round_s,
-                session_share=estimate.share,
-                num_windows=estimate.num_windows,
-                num_draft_nodes=estimate.num_nodes,
+                num_draft_tokens=way.arm.length,
+                drafter=name_of(way.arm),
+                tokens_per_round=way.tokens_per_round,
+                round_s=sum(way.parts),
+                verify_s=way.parts.verify_s,
+                draft_s=way.parts.draft_s,
+                session_share=way.share,
+                num_rounds=way.num_rounds,
             )
-            for estimate in load.estimates
+            for way in load.ways
         ],
-        row_s=load.row_s,
-        draft_token_s=load.draft_token_s,
-        chosen="" if load.chosen is None else drafters[load.chosen],
+        chosen=name_of(load.arm),
     )
 
 

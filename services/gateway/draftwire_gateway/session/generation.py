@@ -40,7 +40,7 @@ class Generation:
     form_caller: str = ""
     """Caller whose budget pays for its masks, if they take long; see `payer`."""
     adapts_length: bool = False
-    """Whether the length of each draft is chosen from what is measured."""
+    """Whether the length of each draft is chosen from what is measured; never of token trees."""
     draft_models: frozenset[str] | None = None
     """Names of the models whose drafters may draft; None for all."""
     local_strategies: tuple[str, ...] = ()
@@ -50,8 +50,7 @@ class Generation:
     max_branches: int = 0
     """Texts for which it may do so at once."""
     num_draft_nodes: int = 0
-    """Draft tokens of a token tree, in the place of a chain, where drafter and verifier know trees; with
-    `adapts_length`, the most of them. 0 drafts chains."""
+    """Draft tokens of a token tree, in the place of a chain, where drafter and verifier know trees. 0 drafts chains."""
     has_own_seed: bool = False
     """Whether the request named the seed, and so may be one of several with equal numbers. See `numbers_are_fresh`."""
     shown_tokens: frozenset[str] = frozenset()

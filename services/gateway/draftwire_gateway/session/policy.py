@@ -18,8 +18,6 @@ class DraftSource(Enum):
     """A drafter of the pair's model."""
     AHEAD = "ahead"
     """The same, which uses the time of a verdict to draft for the rounds after."""
-    TREES = "trees"
-    """The same, which drafts token trees."""
     VERIFIER = "verifier"
     """The verifier by itself: without a model, or by its head."""
 
@@ -39,15 +37,13 @@ class Arm(NamedTuple):
     @property
     def uses_drafter(self) -> bool:
         """Whether a drafter drafts."""
-        return self.source in _OF_DRAFTERS
+        return self.source in (DraftSource.DRAFTER, DraftSource.AHEAD)
 
     @property
     def num_rows(self) -> int:
         """Draft tokens that the verifier reads at most."""
         return self.num_nodes or self.length
 
-
-_OF_DRAFTERS = (DraftSource.DRAFTER, DraftSource.AHEAD, DraftSource.TREES)
 
 PLAIN = Arm(None, 0)
 

@@ -7,7 +7,6 @@ from typing_extensions import override
 
 from draftwire_gateway.options.drafts_ahead import can_go_ahead
 from draftwire_gateway.options.local_drafting import local_strategy
-from draftwire_gateway.options.tree_drafts import max_tree_nodes
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.policy import PLAIN, Arm, Policy
 from draftwire_gateway.session.ports import DrafterPort, TargetPort
@@ -15,7 +14,6 @@ from draftwire_gateway.session.round_times import RoundTimes
 from draftwire_gateway.speculation.pair_model import NOTHING_KNOWN, WarmUp
 from draftwire_gateway.speculation.pairs import PairName, Pairs
 from draftwire_gateway.speculation.predicted_session import PredictedSession
-from draftwire_gateway.speculation.session_length import SessionLength
 
 
 class AdaptivePolicy(Policy):
@@ -31,7 +29,7 @@ class AdaptivePolicy(Policy):
         self._generation = generation
         self._pairs = pairs
         self._name: PairName | None = None
-        self._length: SessionLength | PredictedSession | None = None
+        self._length: PredictedSession | None = None
         """Chooses the session's lengths; None in no pair, as where nobody could draft."""
 
     @property
@@ -92,7 +90,5 @@ class AdaptivePolicy(Policy):
         strategy = local_strategy(self._generation, target.description)
         if drafter is None:
             return PairName(target.address, "", strategy)
-        peers = (self._generation, drafter.description, target.description)
-        return PairName(
-            target.address, drafter.description.name, strategy, can_go_ahead(*peers), max_tree_nodes(*peers)
-        )
+        is_ahead = can_go_ahead(self._generation, drafter.description, target.description)
+        return PairName(target.address, drafter.description.name, strategy, is_ahead)

@@ -1,63 +1,85 @@
-"""What is expected of arms, and what is chosen by that: read-only views for users."""
+"""What is expected of each way to draft, and which is chosen by that: a read-only view for users."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from draftwire_gateway.session.policy import DraftSource
+from draftwire_gateway.session.policy import PLAIN, Arm
+from draftwire_gateway.speculation.pair_model import Load, load_of
+from draftwire_gateway.speculation.predicting_chooser import PredictingChooser
+
+
+class RoundParts(NamedTuple):
+    """Parts of a round's time, seconds."""
+
+    verify_s: float
+    """The verifier's step."""
+    draft_s: float
+    """The drafter's passes."""
+    between_s: float
+    """What lies between: messages, and waiting for each other; below 0 where steps overlap."""
 
 
 @dataclass(frozen=True, slots=True)
-class ArmEstimate:
-    """What is expected of one arm."""
+class WayEstimate:
+    """What is expected of one way."""
 
-    length: int
+    arm: Arm
     tokens_per_round: float
-    round_s: float
-    num_windows: int
-    """In which it was measured; 0 if its time is inferred from other arms."""
+    parts: RoundParts
+    """Of a round's time."""
     share: float
-    """What sessions make of that, with prompts and waits, which are in no round."""
-    num_nodes: int = 0
-    """Draft tokens of a token tree; 0 for a chain."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of each session."""
-        return self.share * self.tokens_per_round / self.round_s
+    """What sessions make of that, as far as it was measured: they wait, and drafters read their texts."""
+    num_rounds: int
+    """Rounds of all sessions in which it was measured lately; 0 if its time is inferred from other ways."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadExplanation:
-    """What the length is chosen by at one load."""
+    """What is chosen at one load, and by what."""
 
     min_sessions: int
     max_sessions: int
-    length: int
-    """The best one of the source; 0 if plain decoding is better. Another may be probed."""
-    num_nodes: int
-    """Draft tokens of the best token tree; 0 for a chain."""
-    chosen: DraftSource | None
-    """Who drafts at that load; None if nobody does."""
-    estimates: Sequence[ArmEstimate]
-    """Of lengths 0 to the largest; of plain decoding and the trees that were measured, if the source drafts trees.
-    Empty before anything was measured."""
-    row_s: float
-    """Time by which one more row of each session lengthens the verifier's step, seconds; 0 if not known."""
-    draft_token_s: float
-    """Time that drafting takes for a token, seconds; 0 if not known."""
+    arm: Arm
+    """The chosen one."""
+    ways: Sequence[WayEstimate]
+    """Plain decoding, and each length of each source; empty before a step of the verifier was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What the length of a source's drafts is chosen by."""
+    """What the sessions of a pair draft, and why."""
 
-    source: DraftSource
     num_sessions: int
     """Of the pair."""
-    survival: Sequence[float]
-    """P(at least k tokens are accepted), k = 1 to the largest length; empty of trees, where it depends on their size.
-    """
-    num_drafts: int
-    """That this is known from."""
     loads: Sequence[LoadExplanation]
     """Each load that there was."""
+
+
+def explain(chooser: PredictingChooser) -> Explanation:
+    """Returns what a chooser chooses by."""
+    loads = sorted(chooser.model.loads.items())
+    return Explanation(chooser.num_sessions, tuple(_explained(chooser, load, known) for load, known in loads))
+
+
+def _explained(chooser: PredictingChooser, load: int, known: Load) -> LoadExplanation:
+    is_now = load == load_of(chooser.num_sessions)
+    return LoadExplanation(
+        min_sessions=math.floor(2 ** (load - 1.0 / 2.0)) + 1,
+        max_sessions=math.floor(2 ** (load + 1.0 / 2.0)),
+        arm=chooser.arm if is_now else known.arm or PLAIN,
+        ways=_ways(chooser, 2**load, known) if chooser.model.verifier.is_known else (),
+    )
+
+
+def _ways(chooser: PredictingChooser, num_sessions: int, known: Load) -> Sequence[WayEstimate]:
+    expected, ways = chooser.rates(num_sessions), []
+    for arm in chooser.arms:
+        steps_s = chooser.model.steps_s(arm, known, num_sessions)
+        parts = RoundParts(*steps_s, chooser.model.round_s(arm, num_sessions, chooser.now) - sum(steps_s))
+        accepted = 1.0 if arm.source is None else sum(chooser.acceptance[arm.source].survival(arm.length))
+        measured = known.between_s.get(arm)
+        num_rounds = 0 if measured is None else round(measured.weight(chooser.now))
+        ways.append(WayEstimate(arm, accepted, parts, expected[arm] * sum(parts) / accepted, num_rounds))
+    return ways

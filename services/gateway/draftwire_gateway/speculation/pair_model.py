@@ -63,18 +63,14 @@ class PairModel:
                 size = (1.0, float(step.num_rows), float(prices is self.verifier), step.num_rows / TOKENS)
                 prices.add(size, step.duration_us / 1e6, 0.0)
         self.acceptance = acceptance
-        self.loads: dict[int, Load] = {}
-        self._load_of: dict[int, Load] = {}
-        """By number of sessions."""
+        self.loads = defaultdict[int, Load](Load)
+        """By the logarithm of the number of sessions."""
         self._text = RecentMean()
         """Length of a text."""
 
     def load(self, num_sessions: int) -> Load:
         """Returns what is known of the nearest power of two of a number of sessions."""
-        known = self._load_of.get(num_sessions)
-        if known is None:
-            known = self._load_of[num_sessions] = self.loads.setdefault(load_of(num_sessions), Load())
-        return known
+        return self.loads[load_of(num_sessions)]
 
     def learn_step(self, times: RoundTimes, num_sessions: int) -> None:
         """Adds the verifier's step of a round, if it says its size."""
@@ -99,12 +95,12 @@ class PairModel:
         load, now = self.load(num_sessions), times.ended_at
         if times.verdict.step is not None:
             load.sharing[arm.source].add(times.verdict.step.num_step_sessions / num_sessions, weight, now, RECENT)
-        load.between_s[arm].add(times.duration_s - self._steps_s(arm, load, num_sessions), weight, now, RECENT)
+        load.between_s[arm].add(times.duration_s - sum(self.steps_s(arm, load, num_sessions)), weight, now, RECENT)
 
     def round_s(self, arm: Arm, num_sessions: int, now: float) -> float:
         """Returns the time of a round, seconds. A step of the verifier must be known."""
         load = self.load(num_sessions)
-        steps_s = self._steps_s(arm, load, num_sessions)
+        steps_s = sum(self.steps_s(arm, load, num_sessions))
         return max(steps_s / 2.0, steps_s + self._between_s(arm, load, self._source_s(arm.source, load, now), now))
 
     def rates(
@@ -123,23 +119,20 @@ class PairModel:
         source_s = self._source_s(source, load, now)
         if source is None:
             return {PLAIN: 1.0 / self.round_s(PLAIN, num_sessions, now)}
-        first, tokens, rates = self._steps_s(Arm(source, 1), load, num_sessions), 1.0, {}
-        further_s = (self._steps_s(Arm(source, longest), load, num_sessions) - first) / max(1, longest - 1)
+        first, tokens, rates = sum(self.steps_s(Arm(source, 1), load, num_sessions)), 1.0, {}
+        further_s = (sum(self.steps_s(Arm(source, longest), load, num_sessions)) - first) / max(1, longest - 1)
         for length, survival in enumerate((own or self.acceptance[source]).survival(longest)[1:], 1):
             arm, steps_s, tokens = Arm(source, length), first + further_s * (length - 1), tokens + survival
             rates[arm] = tokens / max(steps_s / 2.0, steps_s + self._between_s(arm, load, source_s, now))
         return rates
 
-    def pass_s(self, source: DraftSource, sessions: float) -> float:
-        """Returns the time of drafting one token, for so many sessions together, seconds."""
-        return self.passes[_drafter(source)].predict(self._passes(1, sessions))
-
-    def _steps_s(self, arm: Arm, load: Load, num_sessions: int) -> float:
+    def steps_s(self, arm: Arm, load: Load, num_sessions: int) -> tuple[float, float]:
+        """Returns the time of the verifier's step of a round, and of the drafter's passes, seconds."""
         sessions = max(1.0, num_sessions * (load.sharing[arm.source].value or 1.0))
-        seconds = self.verifier.predict((1.0, sessions * (arm.num_rows + 1), sessions, sessions * self._text.value))
-        if arm.source is not None:
-            seconds += self.passes[_drafter(arm.source)].predict(self._passes(arm.length, sessions))
-        return seconds
+        verify_s = self.verifier.predict((1.0, sessions * (arm.num_rows + 1), sessions, sessions * self._text.value))
+        if arm.source is None:
+            return verify_s, 0.0
+        return verify_s, self.passes[_drafter(arm.source)].predict(self._passes(arm.length, sessions))
 
     def _passes(self, length: int, sessions: float) -> tuple[float, float, float, float]:
         return float(length), length * sessions, 0.0, length * sessions * self._text.value

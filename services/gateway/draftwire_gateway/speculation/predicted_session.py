@@ -91,7 +91,8 @@ class PredictedSession:
     def _best_for(self, arm: Arm, now: float) -> Arm:
         """Returns another length than the pair's, if that is better for this session by more than predictions err."""
         own = None if arm.source is None else self._own[arm.source]
-        if own is None or own.num_drafts < ROUNDS or arm != self._pair.arm:
+        is_known = self._pair.model.verifier.is_known
+        if own is None or own.num_drafts < ROUNDS or arm != self._pair.arm or not is_known:
             return arm
         at = arm, own.num_drafts // ROUNDS
         if self._best[0] != at:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes
 from draftwire_gateway.speculation.accepted_counts import PRIOR, RECENT, ROUNDS, AcceptedCounts
-from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
-from draftwire_gateway.speculation.pair_model import NOTHING_KNOWN, Load, PairModel, WarmUp, load_of
+from draftwire_gateway.speculation.pair_model import NOTHING_KNOWN, PairModel, WarmUp, load_of
 from draftwire_gateway.speculation.step_prices import NOISE, REMEMBERED_S
 
 LONGEST = 8
@@ -55,6 +54,7 @@ class PredictingChooser:
             max_length: longest draft.
             first_length: of one session's drafts before anything is known; several begin with plain rounds.
             sources: who could draft chains, at least one; the first one begins.
+            warm_up: what steps took before the first request.
         """
         self.sources = sources
         self.acceptance = {source: AcceptedCounts() for source in sources}
@@ -72,7 +72,8 @@ class PredictingChooser:
         self._tried: dict[DraftSource | None, tuple[float, float]] = {}
         """When a source was tried or chosen last, and how long its latest trial took; 0 if there was none."""
         self._num_opening = self._num_rounds = 0
-        self._now, self._settled_at = -math.inf, 0.0
+        self.now, self._settled_at = -math.inf, 0.0
+        """When the latest round ended, and from when on all are in rounds of what they draft."""
         self._rate = self._made = self._took_s = 0.0
         """Tokens/s that are predicted of a session with what all draft, seconds that what sessions made since the last
         choice should have taken, and those that it took."""
@@ -116,7 +117,7 @@ class PredictingChooser:
 
     def rates_of(self, source: DraftSource | None, own: AcceptedCounts | None = None) -> dict[Arm, float]:
         """Returns the tokens/s that rounds of a session make with a source, by arm; of its own acceptance if given."""
-        return self.model.rates(source, self._longest, self._n, self._now, own)
+        return self.model.rates(source, self._longest, self._n, self.now, own)
 
     def num_plain_rounds(self, most: int, now: float) -> int:
         """Returns how many rounds without a drafter to request at once, at most `most`."""
@@ -136,7 +137,7 @@ class PredictingChooser:
             is_whole: whether it had that, and its times are typical of it.
         """
         trial, n, running = self._trial, self._n, self._running
-        self._now = max(self._now, times.ended_at)  # who waits for a client reports late
+        self.now = max(self.now, times.ended_at)  # who waits for a client reports late
         if trial is not None and trial.began_at == math.inf:
             trial.began_at = times.started_at
         if not times.is_first:
@@ -149,7 +150,7 @@ class PredictingChooser:
             is_tried = arm == trial.arm and (times.verdict.num_draft_tokens > 0 or not arm.uses_drafter)
             trial.num_left -= 1.0 if is_tried else 1.0 / ROUNDS  # its drafter may never come
             if trial.num_left <= 0.0:
-                self._tried[trial.arm.source] = self._now, self._now - trial.began_at
+                self._tried[trial.arm.source] = self.now, self.now - trial.began_at
                 self._trial, self._num_rounds = None, n
                 self._run(self.arm)
         self._num_rounds += 1
@@ -167,58 +168,25 @@ class PredictingChooser:
         """Returns the tokens/s that each of so many sessions is predicted to make, by arm."""
         rates: dict[Arm, float] = {}
         for source in (None, *self.acceptance):
-            rates |= self.model.rates(source, self._longest, n, self._now)
+            rates |= self.model.rates(source, self._longest, n, self.now)
         return rates
 
     def rates(self, n: int) -> dict[Arm, float]:
         """Returns the same by what was made of such predictions."""
         load = self.model.load(n)
-        return {arm: rate * load.share(arm, self._now) for arm, rate in self.predicted(n).items()}
+        return {arm: rate * load.share(arm, self.now) for arm, rate in self.predicted(n).items()}
 
     @property
     def tokens_per_second(self) -> float | None:
         """What is expected of each session; None if nothing is known."""
         return max(self.rates(self._n).values()) if self.model.verifier.is_known else None
 
-    def explain(self, source: DraftSource) -> Explanation:
-        """Returns what the lengths of a source's drafts are chosen by."""
-        counts = self.acceptance[source]
-        loads = tuple(self._explained(source, load, known) for load, known in sorted(self.model.loads.items()))
-        return Explanation(source, self.num_sessions, counts.survival(self._longest)[1:], counts.num_drafts, loads)
-
-    def _explained(self, source: DraftSource, load: int, known: Load) -> LoadExplanation:
-        n, chosen = 2**load, known.arm or PLAIN
-        arms = [arm for arm in self.arms if arm.source in (None, source)] if self.model.verifier.is_known else []
-        rates, when = self.rates(n) if arms else {}, (self._longest, n, self._now)
-        predicted = self.model.rates(None, *when) | self.model.rates(source, *when) if arms else {}
-        estimates = [
-            ArmEstimate(
-                arm.length,
-                1.0 if arm.source is None else sum(self.acceptance[source].survival(arm.length)),
-                self.model.round_s(arm, n, self._now),
-                int(known.between_s[arm].weight(self._now)) if arm in known.between_s else 0,
-                rates[arm] / predicted[arm],
-            )
-            for arm in arms
-        ]
-        best = max(arms, key=lambda arm: rates[arm], default=PLAIN)
-        return LoadExplanation(
-            min_sessions=math.floor(2 ** (load - 1.0 / 2.0)) + 1,
-            max_sessions=math.floor(2 ** (load + 1.0 / 2.0)),
-            length=chosen.length if chosen.source in (source, None) else best.length,
-            num_nodes=0,
-            chosen=chosen.source,
-            estimates=estimates,
-            row_s=max(0.0, n * self.model.verifier.prices[1]),
-            draft_token_s=self.model.pass_s(source, n),
-        )
-
     @property
     def _n(self) -> int:
         return max(1, self.num_sessions)
 
     def _decide(self, n: int) -> None:
-        load, now = self.model.load(n), self._now
+        load, now = self.model.load(n), self.now
         if load.arm is None:
             load.arm, load.chosen_at = self.arm, now
         self._note_made()
@@ -251,14 +219,14 @@ class PredictingChooser:
         if self._took_s:
             seconds = self._took_s / self._n
             for key in (self._running, self._running.source):
-                self._load.made[key].add(self._made / self._took_s, seconds, self._now, RECENT)
+                self._load.made[key].add(self._made / self._took_s, seconds, self.now, RECENT)
         self._made = self._took_s = 0.0
 
     def _rate_of(self, arm: Arm) -> float:
         """Returns the tokens/s that rounds of an arm make; 0 before anything is known."""
         if not self.model.verifier.is_known:
             return 0.0
-        return self.model.rates(arm.source, max(1, arm.length), self._n, self._now)[arm]
+        return self.model.rates(arm.source, max(1, arm.length), self._n, self.now)[arm]
 
     def _is_known(self, arm: Arm) -> bool:
         if arm.source is DraftSource.AHEAD:
@@ -287,7 +255,7 @@ class PredictingChooser:
         self._note_made()
         self._running, self._rate = arm, self._rate_of(arm)
         several = 2.0 if self.num_sessions > 1 else 0.0  # others are still in rounds of the arm before
-        self._settled_at = self._now + several * self.model.round_s(arm, self._n, self._now)
+        self._settled_at = self.now + several * self.model.round_s(arm, self._n, self.now)
 
     def _begin_trial(self, rates: dict[Arm, float], n: int) -> None:
         """Tries a source of which nothing is known, if it may win, or one whose trials have cost less than they may.
@@ -296,23 +264,23 @@ class PredictingChooser:
         most, found = 1.0, None
         for source in (None, *self.acceptance):
             arm = max((arm for arm in self.arms if arm.source is source), key=lambda arm: rates[arm])
-            at, took_s = self._tried.setdefault(source, (self._now, 0.0))
+            at, took_s = self._tried.setdefault(source, (self.now, 0.0))
             if source is self.arm.source:
-                self._tried[source] = self._now, took_s
+                self._tried[source] = self.now, took_s
                 continue
             is_known = self._is_known(arm) and (arm.length > 0 or arm in self.model.load(n).between_s)
-            error = NOISE * math.sqrt(1.0 + (self._now - at) / REMEMBERED_S)
+            error = NOISE * math.sqrt(1.0 + (self.now - at) / REMEMBERED_S)
             if (source is None or not is_known) and rates[arm] * (1.0 + error) < rates[self.arm]:
                 continue
             is_new = not is_known and not took_s
-            took_s = took_s or ROUNDS * self.model.round_s(arm, n, self._now)
+            took_s = took_s or ROUNDS * self.model.round_s(arm, n, self.now)
             cost_s = took_s * max(LEAST_GAIN, 1.0 - rates[arm] / rates[self.arm])
-            turn = math.inf if is_new else TRIAL_SHARE * (self._now - at) / cost_s
+            turn = math.inf if is_new else TRIAL_SHARE * (self.now - at) / cost_s
             if turn > most:
                 most, found = turn, arm if source is None or self.acceptance[source].num_drafts else Arm(source, 1)
                 is_of_few = source in (DraftSource.DRAFTER, DraftSource.VERIFIER)
         if found is not None:
             of_all = ROUNDS * n if found.source in (None, DraftSource.AHEAD) else max(ROUNDS, 2 * n)  # times, or drafts
-            self._trial = Trial(found, set() if is_of_few else None, self._now, ROUNDS if is_of_few else of_all)
+            self._trial = Trial(found, set() if is_of_few else None, self.now, ROUNDS if is_of_few else of_all)
             if not is_of_few:
                 self._run(found)
