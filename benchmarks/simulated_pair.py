@@ -7,9 +7,9 @@ alone; of its guesses few are right here. Each pair of a grid of speeds, accepta
 lengths twice: the best length by one run is measured in the other. A drop is a pair whose acceptance falls from 0.9 to
 0.1. Waves are sixteen texts that begin together, again and again, so that the number of sessions changes all the time.
 Bursts are texts that begin and end together, of which a drafter reads for most of the time. Unsteady pairs are on
-machines that others use too, and whose texts grow. Short texts begin on a pair that nobody has used. All are run with
-each policy and the same seeds, and in the end it says what choosing takes the gateway for a round. With `--uneven`, the
-times of steps are none that a policy's model has: see `SimulatedPair.is_uneven`.
+machines that others use too, and whose texts grow. Short texts begin on a pair that nobody has used. In the end it
+says what choosing takes the gateway for a round. With `--uneven`, the times of steps are none that the chooser's model
+has: see `SimulatedPair.is_uneven`.
 """
 
 import argparse
@@ -58,10 +58,6 @@ DRIFT, DRIFT_S = 0.1, 20.0
 TIMED_ROUNDS = 5000
 
 
-Maker = Callable[[SimulatedPair], PredictingChooser]
-POLICIES: dict[str, Maker] = {
-    "adaptive": lambda pair: PredictingChooser(8, 4, pair.sources, pair.warm_up),
-}
 Span = tuple[float, float]
 """Until when tokens are counted, and from when on, seconds."""
 Measure = Callable[[SimulatedPair, int], dict[str, Any]]
@@ -71,17 +67,19 @@ Run = tuple[int, SimulatedPair]
 """A seed, and the pair that is run with it."""
 
 
-def rate_of(runs: Sequence[Run], span: Span, arm: Arm | None, make: Maker = POLICIES["adaptive"]) -> float:
-    """Returns mean tokens/s of runs, with a fixed arm, or (None) with what a policy chooses."""
-    return mean(Simulation(pair, arm, seed, make(pair)).tokens_per_s(*span) for seed, pair in runs)
+def chooser_of(pair: SimulatedPair) -> PredictingChooser:
+    """Returns a chooser of a pair that knows what its warm-up took."""
+    return PredictingChooser(8, 4, pair.sources, pair.warm_up)
+
+
+def rate_of(runs: Sequence[Run], span: Span, arm: Arm | None) -> float:
+    """Returns mean tokens/s of runs, with a fixed arm, or (None) with what is chosen."""
+    return mean(Simulation(pair, arm, seed, chooser_of(pair)).tokens_per_s(*span) for seed, pair in runs)
 
 
 def chosen_rates(runs: Sequence[Run], spans: Mapping[str, Span], reference: Callable[[Span], float]) -> dict[str, Any]:
-    """Returns what each policy makes of a reference's tokens/s, by part of the time."""
-    return {
-        policy: {part: rate_of(runs, span, None, make) / reference(span) for part, span in spans.items()}
-        for policy, make in POLICIES.items()
-    }
+    """Returns what chosen lengths make of a reference's tokens/s, by part of the time."""
+    return {"chosen": {part: rate_of(runs, span, None) / reference(span) for part, span in spans.items()}}
 
 
 def measure_pair(
@@ -132,14 +130,12 @@ class GridPair(NamedTuple):
 
 
 def figures_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the figures over all pairs, by policy and part of the time."""
+    """Returns the figures over all pairs, by part of the time."""
     figures: dict[str, Any] = {}
-    for policy in POLICIES:
-        for part in results[0][policy]:
-            ratios = [result[policy][part] for result in results]
-            tenth = quantiles(ratios, n=10, method="inclusive")[0] if len(ratios) > 1 else ratios[0]
-            row = {"median": median(ratios), "mean": mean(ratios), "tenth": tenth, "least": min(ratios)}
-            figures.setdefault(policy, {})[part] = row
+    for part in results[0]["chosen"]:
+        ratios = [result["chosen"][part] for result in results]
+        tenth = quantiles(ratios, n=10, method="inclusive")[0] if len(ratios) > 1 else ratios[0]
+        figures[part] = {"median": median(ratios), "mean": mean(ratios), "tenth": tenth, "least": min(ratios)}
     return figures
 
 
@@ -275,10 +271,10 @@ def measure_short(pair: SimulatedPair, seed: int) -> dict[str, Any]:
     return measure_pair(pair, {"first": span}, span, seeds_of(pair, seed, seed + 50, seed + 50))
 
 
-def chooser_us(make: Maker) -> float:
+def chooser_us() -> float:
     """Returns what choosing takes for a round, microseconds: all sessions of a step wait for that."""
     pair = SimulatedPair(0.022, 2e-4, 8e-4, constant(0.8), 16)
-    chooser = make(pair)
+    chooser = chooser_of(pair)
     Simulation(pair, None, chooser=chooser).tokens_per_s(FIXED_S)
     session, draws = PredictedSession(chooser), random.Random(0)
     arm, num_rows = Arm(DraftSource.DRAFTER, 8), 16 * 9
@@ -304,7 +300,7 @@ def chooser_us(make: Maker) -> float:
 
 
 def main() -> None:
-    """Runs all scenes with both policies, prints the figures over each, and writes JSON."""
+    """Runs all scenes, prints the figures over each, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--every", type=int, default=1, help="takes each so many'th pair of the grid")
     parser.add_argument("--first", type=int, default=0, help="the first pair of the grid that is taken")
@@ -339,7 +335,7 @@ def main() -> None:
         }
     found = {
         "figures": {scene: figures_of(list(results.values())) for scene, results in measured.items()},
-        "chooser_us_per_round": {policy: chooser_us(make) for policy, make in POLICIES.items()},
+        "chooser_us_per_round": chooser_us(),
         "seconds": time.perf_counter() - began,
     }
     write_report(arguments, {**found, "results": measured})

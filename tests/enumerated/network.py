@@ -306,7 +306,7 @@ class VirtualVerifier(_VirtualService, VerifierCore):
             "local_strategies": self._local.names,
             "max_tree_nodes": SETTINGS.max_tree_nodes,
         }
-        engine.warm_up = list  # type: ignore[method-assign,assignment]  # real time is no part of an enumeration
+        engine.warm_up = lambda: list(network.warm_up)  # type: ignore[method-assign]
         card = ModelCard(replace(described, **facts), [], None)  # type: ignore[arg-type]
         self._loaded = LoadedEngine(card, engine, CACHE_TOKENS, drafts_by=tuple(drafters))
         return card, engine
@@ -423,7 +423,7 @@ class VirtualDrafter(_VirtualService, DrafterCore):
         capabilities = self._options.add(engine, max_tree_nodes)
         description = replace(describe("drafter", model.vocab_size, network.draft_context), capabilities=capabilities)
         description = replace(description, max_tree_nodes=max_tree_nodes)
-        engine.warm_up = list  # type: ignore[method-assign,assignment]
+        engine.warm_up = lambda: list(network.warm_up)  # type: ignore[method-assign]
         return ModelCard(description, [], None), engine  # type: ignore[arg-type]
 
     async def begin(self) -> None:
@@ -556,6 +556,8 @@ class Network:
     drafts: Sequence[Tensor]
     """Tables of the drafters, one each."""
     times: Times = field(default_factory=Times)
+    warm_up: Sequence[tuple[int, float]] = ()
+    """Rows and seconds that the services report."""
     num_verifiers: int = 1
     settings: LoopSettings = field(default_factory=LoopSettings)
     bad_targets: frozenset[tuple[int, int]] = frozenset()

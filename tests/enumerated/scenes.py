@@ -193,7 +193,7 @@ class Chosen:
         self._arms = {0: first} | arms
         self._arm = next(iter(arms.values()))
 
-    def session_length(self, pair: Any) -> "Chosen":
+    def session_length(self, pair: Any, warm_up: Any) -> "Chosen":
         return self
 
     def preferred(self, pairs: Any, session_id: int) -> Any:
