@@ -36,15 +36,18 @@ class AcceptedCounts:
         self.num_drafts += 1
         self._weight /= 1.0 - 1.0 / RECENT
         weight, reached, accepted = self._weight, self._reached, self._accepted
+        reached_lately, accepted_lately = self._reached_lately, self._accepted_lately
         num_reached = min(num_tokens, num_accepted + 1)
-        for counts in (reached, accepted, self._reached_lately, self._accepted_lately):
-            counts.extend([0.0] * (num_reached - len(counts)))
+        if num_reached > min(len(reached), len(reached_lately)):
+            for counts in (reached, accepted, reached_lately, accepted_lately):
+                counts.extend([0.0] * (num_reached - len(counts)))
         for at in range(num_reached):
             reached[at] += 1.0 - reached[at] / MEMORY
-            accepted[at] += (at < num_accepted) - accepted[at] / MEMORY
-            self._reached_lately[at] += weight
-        for at in range(min(num_reached, num_accepted)):
-            self._accepted_lately[at] += weight
+            reached_lately[at] += weight
+            accepted[at] -= accepted[at] / MEMORY
+            if at < num_accepted:
+                accepted[at] += 1.0
+                accepted_lately[at] += weight
         if self.num_drafts % ROUNDS == 0:
             self._reached_lately = [count / weight for count in self._reached_lately]
             self._accepted_lately = [count / weight for count in self._accepted_lately]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from draftwire.models.description import WarmUpStep
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes
-from draftwire_gateway.speculation.accepted_counts import PRIOR, RECENT, AcceptedCounts
+from draftwire_gateway.speculation.accepted_counts import PRIOR, RECENT, ROUNDS, AcceptedCounts
 from draftwire_gateway.speculation.step_prices import RecentMean, StepPrices
 
 TOKENS = 100.0
@@ -47,8 +47,11 @@ class Load:
 
     def share(self, arm: Arm, now: float) -> float:
         """Returns what an arm makes of its prediction."""
-        of_source = self.made[arm.source].drawn_to(1.0, TRUSTED_S, now)
-        return self.made[arm].drawn_to(of_source, TRUSTED_S, now)
+        share = 1.0
+        for key in (arm.source, arm):
+            if key in self.made:
+                share = self.made[key].drawn_to(share, TRUSTED_S, now)
+        return share
 
 
 class PairModel:
@@ -65,6 +68,9 @@ class PairModel:
         self.acceptance = acceptance
         self.loads = defaultdict[int, Load](Load)
         """By the logarithm of the number of sessions."""
+        self._num_learnt = 0
+        self._latest: tuple[tuple[Arm, int, int] | None, float] = (None, 0.0)
+        """The steps of an arm with some sessions, which are predicted anew for each `ROUNDS` rounds."""
         self._text = RecentMean()
         """Length of a text."""
 
@@ -95,7 +101,11 @@ class PairModel:
         load, now = self.load(num_sessions), times.ended_at
         if times.verdict.step is not None:
             load.sharing[arm.source].add(times.verdict.step.num_step_sessions / num_sessions, weight, now, RECENT)
-        load.between_s[arm].add(times.duration_s - sum(self.steps_s(arm, load, num_sessions)), weight, now, RECENT)
+        self._num_learnt += 1
+        key = arm, num_sessions, self._num_learnt // ROUNDS
+        if self._latest[0] != key:
+            self._latest = key, sum(self.steps_s(arm, load, num_sessions))
+        load.between_s[arm].add(times.duration_s - self._latest[1], weight, now, RECENT)
 
     def round_s(self, arm: Arm, num_sessions: int, now: float) -> float:
         """Returns the time of a round, seconds. A step of the verifier must be known."""

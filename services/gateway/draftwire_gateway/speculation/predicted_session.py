@@ -20,7 +20,7 @@ class PredictedSession:
         self._asked: deque[tuple[int, Arm, Arm]] = deque(maxlen=2)
         """The latest requests: from which round on, what the pair's sessions draft, and what was asked for."""
         self._best: tuple[tuple[Arm, int] | None, Arm] = (None, PLAIN)
-        """The pair's arm and the session's drafts, by `ROUNDS`, and what is best for the session by them."""
+        """The pair's arm and the session's drafts, by twice `ROUNDS`, and what is best for the session by them."""
         self._ended_at: float | None = None
         self._is_fresh, self._is_opening = True, False
         """Whether no drafter's block was judged in the latest round, and whether one was asked for in vain."""
@@ -94,7 +94,7 @@ class PredictedSession:
         is_known = self._pair.model.verifier.is_known
         if own is None or own.num_drafts < ROUNDS or arm != self._pair.arm or not is_known:
             return arm
-        at = arm, own.num_drafts // ROUNDS
+        at = arm, own.num_drafts // (2 * ROUNDS)
         if self._best[0] != at:
             rates = self._pair.rates_of(arm.source, own)
             best = max(rates, key=lambda one: rates[one])

@@ -190,10 +190,10 @@ class PredictingChooser:
         if load.arm is None:
             load.arm, load.chosen_at = self.arm, now
         self._note_made()
-        self._rate = self._rate_of(self._running)
+        predicted = self.predicted(n)
+        self._rate = predicted[self._running]
         if self._trial is not None and self._trial.sessions is None:
             return
-        predicted = self.predicted(n)
         rates = {arm: rate * load.share(arm, now) for arm, rate in predicted.items()}
         leads = dict[DraftSource | None, float]()
         for arm, rate in predicted.items():
@@ -224,9 +224,7 @@ class PredictingChooser:
 
     def _rate_of(self, arm: Arm) -> float:
         """Returns the tokens/s that rounds of an arm make; 0 before anything is known."""
-        if not self.model.verifier.is_known:
-            return 0.0
-        return self.model.rates(arm.source, max(1, arm.length), self._n, self.now)[arm]
+        return self.rates_of(arm.source)[arm] if self.model.verifier.is_known else 0.0
 
     def _is_known(self, arm: Arm) -> bool:
         if arm.source is DraftSource.AHEAD:

@@ -68,7 +68,11 @@ class StepPrices:
 
     def predict(self, size: Sequence[float]) -> float:
         """Returns the seconds that a step of some size takes; 0 before any was measured."""
-        return sum(price * each for price, each in zip(self.prices, size, strict=True) if price > 0.0)
+        seconds = 0.0  # no generator: this is computed for many ways at once
+        for price, each in zip(self.prices, size, strict=True):
+            if price > 0.0:
+                seconds += price * each
+        return seconds
 
 
 class RecentMean:
