@@ -140,7 +140,8 @@ class PredictingChooser:
         self.now = max(self.now, times.ended_at)  # who waits for a client reports late
         if trial is not None and trial.began_at == math.inf:
             trial.began_at = times.started_at
-        if not times.is_first:
+        is_beside = DraftSource.AHEAD is arm.source is not self.arm.source  # what that adds to a step is not by rows
+        if not (times.is_first or is_beside):
             self.model.learn_step(times, n)
         if is_whole and (arm == running or not running.uses_drafter):
             self.model.learn_passes(times, arm, is_quiet=not self._num_opening)
