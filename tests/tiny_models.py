@@ -27,6 +27,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from draftwire.checking.cache_integrity import check_integrity
 from draftwire.models import kv_storage, packing
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import CachedSequence, KvCache
@@ -257,7 +258,7 @@ def ragged_reads(model: CachedModel, fuzzily: bool = False) -> Iterator[tuple[li
             texts[index] += ids
             readings.append(Reading(sequences[index], ids, generator.randint(0, len(ids))))
         logits = model.read(readings, fuzzily).clone()
-        model.cache.check_integrity()
+        check_integrity(model.cache)
         for index, rows in zip(members, logits.split([reading.keep for reading in readings]), strict=True):
             yield list(texts[index]), rows
 

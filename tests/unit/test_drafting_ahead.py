@@ -17,6 +17,7 @@ from scheduler_contract import FixedPacer
 from session_specs import draft_spec
 from test_cut_blocks import TableModel
 
+from draftwire.checking.cache_integrity import check_integrity
 from draftwire.engine.admission import Room
 from draftwire.engine.draft_session import DraftOption, Step
 from draftwire.errors import ProtocolViolationError
@@ -625,7 +626,7 @@ def test_every_requested_round_has_one_block_and_nothing_is_left_over(seed: int)
         if step is not None and chance.random() < 0.6:
             rig.finish(step)
             step = None
-        rig.model.cache.check_integrity()
+        check_integrity(rig.model.cache)
     rig.calibrate(text, base_len, max_rounds_ahead=1)
     if step is not None:
         rig.finish(step)

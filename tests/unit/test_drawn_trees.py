@@ -10,6 +10,7 @@ from session_specs import salted
 from test_tree_drafts import DRAFTER, KEY, PROMPT, SAMPLINGS, SHAPES, STOPS, TARGET, VOCAB_SIZE, drafted, plain_text
 
 from benchmarks.planned_trees import shape_by_acceptance, shape_of_widths
+from draftwire.checking.cache_integrity import check_integrity
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.method.encoding import Claim, Supports, decode_one
 from draftwire.method.keys import DrawKey
@@ -140,7 +141,7 @@ def test_text_with_trees_that_grow_is_the_text_without(name: str, *, is_own: boo
         assert isinstance(outcome, Judgement)
         depths.append((outcome.num_accepted, tree.depth))
         number, new, ids = number + 1, outcome.token_ids, ids + outcome.token_ids
-        drafter.model.cache.check_integrity()
+        check_integrity(drafter.model.cache)
     assert ids[: len(expected)] == expected
     if is_own and not sampling.greedy:
         assert sum(accepted for accepted, _ in depths) > 0.8 * sum(depth for _, depth in depths)

@@ -12,6 +12,7 @@ from session_specs import target_spec
 from tiny_models import tiny_network
 from toy_heads import ToyHead, without_rows
 
+from draftwire.checking.cache_integrity import check_integrity
 from draftwire.engine.admission import Room
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.target_session import NO_DRAFTER, Step, StepResult, TargetSession
@@ -112,7 +113,7 @@ class Verifier:
             for _, event in self.scheduler.complete(step, result):
                 assert isinstance(event, Verdict)
                 verdicts.append(event)
-            self.model.cache.check_integrity()
+            check_integrity(self.model.cache)
 
     def text(self, num_draft_tokens: int, **changes: Any) -> tuple[list[int], list[Verdict]]:
         """Returns a whole completion, and its verdicts."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from draftwire.checking.cache_integrity import check_integrity
 from draftwire.errors import InvalidRequestError
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
@@ -245,7 +246,7 @@ def test_head_speculates_in_one_process_without_changing_the_greedy_text(target:
     assert written == greedy_after(loaded.model, prompt, len(written))
     assert not rounds[0].num_accepted
     assert sum(done.num_accepted for done in rounds) > 2
-    head.cache.check_integrity()
+    check_integrity(head.cache)
 
 
 def greedy_after(model: object, prompt: list[int], count: int) -> list[int]:

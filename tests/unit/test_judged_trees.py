@@ -10,6 +10,7 @@ import torch
 from scipy.stats import chisquare
 from tiny_models import tiny_network
 
+from draftwire.checking.cache_integrity import check_integrity
 from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.keys import DrawKey
@@ -107,7 +108,7 @@ class Session:
         self.round += 1
         assert self.sequence.parents == ()
         assert self.sequence.length == len(self.ids) - 1
-        self.model.cache.check_integrity()
+        check_integrity(self.model.cache)
 
 
 def plain_text(rule: VerificationRule, sampling: SamplingParams, length: int, **options: Any) -> list[Judgement]:

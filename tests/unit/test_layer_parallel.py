@@ -22,6 +22,7 @@ from tiny_models import (
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
+from draftwire.checking.cache_integrity import check_integrity
 from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.errors import InvalidRequestError
@@ -274,7 +275,7 @@ def live(drafter: LanguageModelDrafter, reference: CachedModel, seed: int) -> fl
         if kind == "drafted twice":
             sequence.calibrate(len(committed), [])
             proposed = draft(drafter, sequence, request(4, round)).token_ids
-        drafter.model.cache.check_integrity()
+        check_integrity(drafter.model.cache)
         assert sequence.ids == committed + proposed
         furthest = max(furthest, from_fresh(reference, drafter.model, sequence))
         base_len = len(committed)

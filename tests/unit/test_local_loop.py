@@ -12,6 +12,7 @@ from tiny_models import save_tiny_model, tiny_network, with_exact_norms
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from draftwire.checking.cache_integrity import check_integrity
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.errors import InvalidRequestError
 from draftwire.local_loop import LocalRun, speculate
@@ -168,7 +169,7 @@ def test_finished_and_abandoned_runs_give_their_room_back(pair: Pair) -> None:
     for cache in caches:
         assert cache.sequences == set()
         assert cache.num_free_blocks == cache.num_blocks
-        cache.check_integrity()
+        check_integrity(cache)
 
 
 # The law of texts whose logits depend on the text

@@ -17,6 +17,7 @@ from session_specs import changed, target_spec
 from test_target import KEY, REFERENCE, VOCAB_SIZE, WatchedModel, certain, fresh_model, random_ids
 from torch import Tensor
 
+from draftwire.checking.cache_integrity import check_integrity
 from draftwire.engine.admission import Room
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.target_session import REPORTED_CHUNK
@@ -263,7 +264,7 @@ def test_bad_logits_in_a_prompt_fail_its_session_alone(max_read: int | None, num
     assert one.sequence.length == one.sequence.num_published == 0
     assert isinstance(outcome, Judgement)
     check_all(outcome.logprobs, 20, other.committed + outcome.token_ids, 1, other)
-    model.cache.check_integrity()
+    check_integrity(model.cache)
 
 
 # Sessions

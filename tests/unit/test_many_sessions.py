@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from draftwire.checking.cache_integrity import check_integrity
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.engine.admission import Room
 from draftwire.engine.prefill import PrefillPacer
@@ -230,7 +231,7 @@ class Half:
                 self.sizes[len(self._step.items)] += 1
         elif self._result is None:
             self._result = self.engine.step(self._step)
-            self.cache.check_integrity()
+            check_integrity(self.cache)
             for key in self._posted:
                 self.engine.forget(key)
             self._posted.clear()
@@ -238,7 +239,7 @@ class Half:
             completed = self.scheduler.complete(self._step, self._result)
             self._step = self._result = None
             return completed
-        self.cache.check_integrity()
+        check_integrity(self.cache)
         return []
 
     def close(self, session_id: int, epoch: int) -> None:
@@ -250,7 +251,7 @@ class Half:
             self._posted.append(session.key)
         else:
             self.engine.forget(session.key)
-        self.cache.check_integrity()
+        check_integrity(self.cache)
 
     def check_empty(self) -> None:
         assert not self.scheduler.sessions

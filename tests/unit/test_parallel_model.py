@@ -26,6 +26,7 @@ from tiny_models import (
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
+from draftwire.checking.cache_integrity import check_integrity
 from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
@@ -781,7 +782,7 @@ def lose(group: ProcessGroup, path: str, signs: str) -> tuple[float, str]:
             model.read([Reading(sequence, [4, 5], 1)])
         with pytest.raises(UnavailableError):
             model.heartbeat()
-    model.cache.check_integrity()
+    check_integrity(model.cache)
     return taken, str(caught.value)
 
 

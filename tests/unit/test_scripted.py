@@ -12,6 +12,7 @@ from cases import every
 from scipy.stats import binomtest
 from strategy_loading import load_drafter
 
+from draftwire.checking.cache_integrity import check_integrity
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.engine.model_loading import load_target
 from draftwire.errors import InvalidRequestError, NoRoomError
@@ -49,7 +50,7 @@ def rounds_of(
     target = ScriptedTarget(script, run_tokens + 64)
     run = LocalRun(sampling, run_tokens, block_length, rule, seed=3)
     rounds = list(speculate(target, ScriptedDrafter(script), PROMPT, run))
-    target.cache.check_integrity()
+    check_integrity(target.cache)
     assert target.cache.sequences == set()
     return rounds
 

@@ -14,6 +14,7 @@ from tiny_models import tiny_network
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftwire.checking.cache_integrity import check_integrity
 from draftwire.errors import NoRoomError, UnavailableError
 from draftwire.method.distributions import DenseRows, DraftRows, SparseRows, draw, no_rows, quantize, rows_of
 from draftwire.method.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, decode_one
@@ -190,7 +191,7 @@ def test_blocks_of_a_mixed_step_are_judged_as_if_each_were_alone(seed: int) -> N
         ]
         model.num_calls = 0
         step = judge(model, parts)
-        model.cache.check_integrity()
+        check_integrity(model.cache)
         assert model.num_calls == 1
         assert step.num_tokens == sum(len(reading.token_ids) for reading in model.readings)
         groups = {(part.rule.name, isinstance(part.draft, DenseRows)) for part in parts}
@@ -397,7 +398,7 @@ def test_logits_that_are_not_finite_after_the_text_fail_it_alone(number: float, 
     before = (sick.length, sick.num_published, sick.blocks.copy())
     model.bad = {sick: (3, number)}
     step = judge(model, parts)
-    model.cache.check_integrity()
+    check_integrity(model.cache)
     assert isinstance(step.outcomes[place], UnavailableError)
     assert before == (sick.length, sick.num_published, sick.blocks)
     assert step.outcomes[3] == StillReading()
@@ -467,7 +468,7 @@ def test_step_without_room_changes_no_sequence() -> None:
     parts = [judging(model, generator, random_ids(generator, count), 2) for count in (20, 40)]
     with pytest.raises(NoRoomError):
         judge(model, parts)
-    model.cache.check_integrity()
+    check_integrity(model.cache)
     assert [part.sequence.length for part in parts] == [0, 0]
     model.cache.close(parts[1].sequence)
     assert judge(model, parts[:1]).outcomes == [by_hand(REFERENCE, parts[0])[0]]

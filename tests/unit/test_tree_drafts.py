@@ -11,6 +11,7 @@ from session_specs import salted
 from tiny_models import tiny_network
 
 from benchmarks.planned_trees import shape_by_acceptance, shape_of_widths
+from draftwire.checking.cache_integrity import check_integrity
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.errors import UnavailableError
 from draftwire.method.block_shape import CHAIN
@@ -109,7 +110,7 @@ def test_text_with_drafted_trees_is_the_text_without(name: str, shape: str, is_o
         if is_own:
             assert outcome.num_accepted == own.depth == tree.depth
         number, new, ids = number + 1, outcome.token_ids, ids + outcome.token_ids
-        drafter.model.cache.check_integrity()
+        check_integrity(drafter.model.cache)
     assert ids[: len(expected)] == expected
 
 

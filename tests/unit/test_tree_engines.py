@@ -11,6 +11,7 @@ from session_specs import draft_spec, target_spec
 from test_tree_drafts import DRAFTER, TARGET, VOCAB_SIZE
 
 from draftwire.audit import AuditSums
+from draftwire.checking.cache_integrity import check_integrity
 from draftwire.engine.admission import Room
 from draftwire.method.rounds import Calibration, CommittedTokens, DraftBlock, DraftTree, Fence, Permit, Verdict
 from draftwire.method.token_source import TokenSource
@@ -144,7 +145,7 @@ def test_text_with_trees_is_the_targets_own(rule: str, sampling: SamplingParams,
     assert all(verdict.num_draft_tokens <= NODES and verdict.num_draft_positions <= DEPTH for verdict in verdicts)
     assert sum(verdict.tree is not None for verdict in verdicts) > len(verdicts) / 2
     assert all(audit is None for audit in rounds.audits), "nobody can bias such a text"
-    rounds.target.cache.check_integrity()
+    check_integrity(rounds.target.cache)
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(2.0), SamplingParams(1.0, top_k=5)], ids=["plain", "truncated"])
@@ -156,7 +157,7 @@ def test_drawn_trees_are_judged_and_audited(sampling: SamplingParams) -> None:
     seen = [audit for audit in rounds.audits if audit is not None]
     assert len(seen) == len(verdicts) == len(rounds.audits) - 1, "all but the first round"
     assert sum(audit.num_positions for audit in seen) > 3 * len(seen)
-    rounds.target.cache.check_integrity()
+    check_integrity(rounds.target.cache)
 
 
 def test_tree_that_is_set_aside_is_audited_and_the_round_is_plain() -> None:

@@ -9,6 +9,7 @@ from tiny_models import tiny_network
 
 from benchmarks.planned_trees import shape_of_widths
 from benchmarks.tree_efficiency import Arm, Setting, Text, arms_of, calibrate, opt_tree, spec_exec
+from draftwire.checking.cache_integrity import check_integrity
 from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.method.quantization import Quantization
 from draftwire.method.randomness import exponentials
@@ -49,7 +50,7 @@ def written(own: Setting, arm: Arm, seed: int = 1) -> tuple[list[int], list[int]
         accepted.append(text.round(len(accepted), arm)[0])
     text.close()
     for model in (own.target, own.drafter):
-        model.cache.check_integrity()
+        check_integrity(model.cache)
         assert model.cache.num_free_blocks == free
     return text.ids[len(PROMPT) :][:NUM_TOKENS], accepted
 

@@ -23,8 +23,7 @@ def confidence_of(logits: Tensor) -> Tensor:
     Args:
         logits: `[rows, vocab]`, any float dtype, as the model gives them. NaN for a row that is not finite.
     """
-    rows = logits.float()
-    return (rows.amax(dim=1) - rows.logsumexp(dim=1)).exp()
+    return logits.float().softmax(dim=1).amax(dim=1)
 
 
 class ConfidentChains(Chains):
