@@ -27,11 +27,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.models import kv_storage, packing
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.models.sequence_model import Reading
+from tests.cache_integrity import check_integrity
 
 if TYPE_CHECKING:
     from draftwire.options.structured_output.grammar_automaton import FormCompiler

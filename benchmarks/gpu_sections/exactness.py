@@ -21,7 +21,6 @@ import draftwire
 from benchmarks.gpu_sections.batch import random_ids
 from benchmarks.gpu_sections.plan import Plan
 from benchmarks.gpu_sections.section import Budget, Findings, Row
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.drafting.drawing import Drawer
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
@@ -33,6 +32,7 @@ from draftwire.models.sequence_model import Reading
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
+from tests.cache_integrity import check_integrity
 from tools.synth.synthesis import build_target
 
 LARGEST_ERROR = 1e-4

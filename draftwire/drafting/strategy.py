@@ -103,7 +103,7 @@ class Draft:
     """Whether it ended for another reason than `DraftRequest.is_cut`, so that drafting again would give no more. One
     that is cut where nothing could follow is whole: after its last token, or after a row that is no distribution."""
     confidence_buckets: bytes = b""
-    """As in `DraftBlock`; empty unless `DraftRequest.stop_below` asks for it."""
+    """Sureness of each place, as in `DraftBlock`; empty unless `DraftRequest.stop_below` asks for it."""
 
 
 class DraftSequence(Protocol):

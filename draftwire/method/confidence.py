@@ -8,9 +8,9 @@ sure, whether or not a token would have been drawn there. See docs/confidence.md
 from draftwire.errors import InvalidRequestError
 
 NUM_BUCKETS = 8
-"""Of equal width, from 0 to 1; a probability of 1 is in the last."""
+"""Number of buckets, of equal width from 0 to 1; a probability of 1 is in the last."""
 MEASURED_EVERY = 32
-"""In one of so many rounds no block ends: what would have been cut off is never measured otherwise."""
+"""Rounds of which one ends no block: what would have been cut off is never measured otherwise."""
 _MEASURED = MEASURED_EVERY // 2
 """The first such round: in texts of every length it is about as rare."""
 

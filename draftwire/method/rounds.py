@@ -172,7 +172,7 @@ class ReceivedBlock:
     tree: BlockShape | None = None
     """Its shape, if it is no chain."""
     confidence_buckets: bytes = b""
-    """As in `DraftBlock`."""
+    """Sureness of its places, as in `DraftBlock`."""
 
     @property
     def depth(self) -> int:
@@ -223,7 +223,7 @@ class Verdict:
     step: StepSize | None = None
     """Size of the step that decided the round; None if the verifier does not say."""
     confidence_buckets: bytes = b""
-    """As in `DraftBlock`."""
+    """Sureness of its places, as in `DraftBlock`."""
 
     @property
     def mask_s(self) -> float:

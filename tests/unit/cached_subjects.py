@@ -11,12 +11,12 @@ from tiny_models import ARCHITECTURES, tiny_network, with_exact_norms
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, slots_of
 from draftwire.models.lean_model import FAMILY
 from draftwire.models.sequence_model import Reading
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.engine.admission import ClosedEarly, Room
 from draftwire.errors import NoRoomError, ProtocolViolationError
 from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
+from tests.cache_integrity import check_integrity
 
 
 def test_sessions_are_admitted_up_to_the_limit_and_released_once() -> None:

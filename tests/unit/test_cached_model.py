@@ -14,7 +14,6 @@ from tiny_models import WINDOW, randomize, read_in_place, tiny_shape
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.models import packing
 from draftwire.models.cached_model import CachedModel
@@ -24,6 +23,7 @@ from draftwire.models.kv_storage import KvStorage
 from draftwire.models.packing import pack
 from draftwire.models.paged_attention import AttentionShape, PackedStep
 from draftwire.models.sequence_model import Reading, Segment
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 

@@ -261,7 +261,7 @@ def test_gateway_asks_for_chains_where_both_peers_know_it(
     assert block.stop_below == expected
 
 
-def test_round_that_a_drafter_begins_on_an_outcome_ends_where_the_one_before_would() -> None:
+def test_round_begun_on_an_outcome_ends_where_the_one_before_would() -> None:
     scheduler = Scheduler(context_length=64, max_draft_tokens=8, room=Room(4, 256), pacer=PrefillPacer(1.0))
     session = mock.Mock(spec=DraftSession, latest=calibration(max_rounds_ahead=1), last_asked=16, committed=[0] * 5)
     session.outcome = SimpleNamespace(fence=replace(FENCE, round=17, prefix_len=5))

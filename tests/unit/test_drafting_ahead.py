@@ -17,7 +17,6 @@ from scheduler_contract import FixedPacer
 from session_specs import draft_spec
 from test_cut_blocks import TableModel
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.engine.admission import Room
 from draftwire.engine.draft_session import DraftOption, Step
 from draftwire.errors import ProtocolViolationError
@@ -44,6 +43,7 @@ from draftwire.options.ahead.held_blocks import HeldBlocks, HeldFate, HeldTally
 from draftwire.requests.parameters import SamplingParams
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.scheduler import Scheduler
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 

@@ -10,7 +10,6 @@ from session_specs import salted
 from test_tree_drafts import DRAFTER, KEY, PROMPT, SAMPLINGS, SHAPES, STOPS, TARGET, VOCAB_SIZE, drafted, plain_text
 
 from benchmarks.planned_trees import shape_by_acceptance, shape_of_widths
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.method.encoding import Claim, Supports, decode_one
 from draftwire.method.keys import DrawKey
@@ -27,6 +26,7 @@ from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
 from draftwire.verification.target import judge
+from tests.cache_integrity import check_integrity
 from tests.judged import judging_of
 
 torch.set_num_threads(1)

@@ -14,7 +14,6 @@ from session_specs import changed, draft_spec, target_spec
 from tiny_models import ExtendsByReading
 from torch import Tensor
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.engine.admission import Room
@@ -52,6 +51,7 @@ from draftwire_drafter import scheduler as drafting
 from draftwire_drafter.engine import DraftEngine
 from draftwire_verifier import scheduler as verifying
 from draftwire_verifier.engine import TargetEngine
+from tests.cache_integrity import check_integrity
 
 CACHE_TOKENS = 2048
 CERTAIN = Script(acceptance=(1.0,))

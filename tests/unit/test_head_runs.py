@@ -12,7 +12,6 @@ from session_specs import target_spec
 from tiny_models import tiny_network
 from toy_heads import ToyHead, without_rows
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.engine.admission import Room
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.target_session import NO_DRAFTER, Step, StepResult, TargetSession
@@ -35,6 +34,7 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.local_sources import LocalSources
 from draftwire_verifier.scheduler import Scheduler
+from tests.cache_integrity import check_integrity
 from tests.unit.verdict_parts import strategy_of, watched_of
 
 torch.set_num_threads(1)

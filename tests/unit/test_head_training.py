@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.errors import InvalidRequestError
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
@@ -31,6 +30,7 @@ from draftwire.training.heads.head_training import STATE, head_shape, start_from
 from draftwire.training.heads.mlp_trainee import MlpTrainee
 from draftwire.training.plan import Phase
 from draftwire.training.trainer import Trainer
+from tests.cache_integrity import check_integrity
 from tests.tiny_models import save_tiny_model
 from tools.embedded_pair.head_strategy import HeadStrategy
 

@@ -10,7 +10,6 @@ import torch
 from scipy.stats import chisquare
 from tiny_models import tiny_network
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.keys import DrawKey
@@ -30,6 +29,7 @@ from draftwire.verification.deciding import Judgement
 from draftwire.verification.rule import VerificationRule
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.auditing import audits_of
+from tests.cache_integrity import check_integrity
 from tests.judged import judging_of
 
 torch.set_num_threads(1)

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from typing_extensions import override
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.errors import NoRoomError
 from draftwire.models.kv_cache import (
     BLOCK_SIZE,
@@ -28,6 +27,7 @@ from draftwire.models.kv_cache import (
     slots_between,
     slots_of,
 )
+from tests.cache_integrity import check_integrity
 
 NULL_SLOTS = range(NULL_BLOCK * BLOCK_SIZE, (NULL_BLOCK + 1) * BLOCK_SIZE)
 Key = tuple[str, str]

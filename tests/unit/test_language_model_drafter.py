@@ -13,7 +13,6 @@ from tiny_models import ExtendsByReading, save_tiny_model
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.drafting import drawing
 from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
@@ -33,6 +32,7 @@ from draftwire.options.model_free.continued_chains import ContinuedDrafter
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 

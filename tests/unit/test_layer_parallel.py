@@ -22,7 +22,6 @@ from tiny_models import (
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.errors import InvalidRequestError
@@ -49,6 +48,7 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire_drafter.config import DraftSettings
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 

@@ -12,7 +12,6 @@ from tiny_models import save_tiny_model, tiny_network, with_exact_norms
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.errors import InvalidRequestError
 from draftwire.local_loop import LocalRun, speculate
@@ -26,6 +25,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, LawRule
+from tests.cache_integrity import check_integrity
 
 PROMPT = [1, 3, 0, 2, 2]
 VOCAB_SIZE = 5

@@ -17,7 +17,6 @@ from session_specs import changed, target_spec
 from test_target import KEY, REFERENCE, VOCAB_SIZE, WatchedModel, certain, fresh_model, random_ids
 from torch import Tensor
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.engine.admission import Room
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.target_session import REPORTED_CHUNK
@@ -48,6 +47,7 @@ from draftwire.verification.deciding import Judgement, StillReading
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.scheduler import Scheduler
+from tests.cache_integrity import check_integrity
 from tests.judged import judging_of
 
 RAW, PROCESSED = LogprobsMode.RAW, LogprobsMode.PROCESSED

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.engine.admission import Room
 from draftwire.engine.prefill import PrefillPacer
@@ -55,6 +54,7 @@ from draftwire_drafter.engine import DraftEngine
 from draftwire_verifier import engine as target_engine
 from draftwire_verifier import scheduler as verifying
 from draftwire_verifier.draft_waits import DraftWaits
+from tests.cache_integrity import check_integrity
 from tests.tiny_models import save_tiny_model, with_exact_norms
 
 torch.set_num_threads(1)

@@ -26,7 +26,6 @@ from tiny_models import (
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
@@ -52,6 +51,7 @@ from draftwire.options.heads.taps import FeatureSource
 from draftwire.options.layer_parallel.layer_groups import LayerParallelism
 from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder
 from draftwire.options.layer_parallel.layer_parallel_loading import load_layer_parallel
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 

@@ -12,7 +12,6 @@ from cases import every
 from scipy.stats import binomtest
 from strategy_loading import load_drafter
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.engine.model_loading import load_target
 from draftwire.errors import InvalidRequestError, NoRoomError
@@ -36,6 +35,7 @@ from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
 from draftwire.verification.target import judge
+from tests.cache_integrity import check_integrity
 from tests.judged import judging_of
 
 torch.set_num_threads(1)

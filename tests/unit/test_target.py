@@ -14,7 +14,6 @@ from tiny_models import tiny_network
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.errors import NoRoomError, UnavailableError
 from draftwire.method.distributions import DenseRows, DraftRows, SparseRows, draw, no_rows, quantize, rows_of
 from draftwire.method.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, decode_one
@@ -30,6 +29,7 @@ from draftwire.verification import RULES, BlockBatch, KeyedNoise, TypicalRule, v
 from draftwire.verification.deciding import NEAR_TIE, Decided, Judgement, StillReading
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.auditing import audits_of
+from tests.cache_integrity import check_integrity
 from tests.judged import judging_of
 
 torch.set_num_threads(1)

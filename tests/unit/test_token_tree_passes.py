@@ -12,7 +12,6 @@ from cached_subjects import SUBJECTS, Subject, assert_equal, make, random_ids, s
 from tiny_models import FAMILY_SHAPE, FAMILY_WINDOW, family_network, read_in_place
 from torch import Tensor
 
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.models import static_steps
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
@@ -21,6 +20,7 @@ from draftwire.models.packing import positions_of
 from draftwire.models.sequence_model import Reading, Segment
 from draftwire.models.static_steps import StaticSteps, StepShape
 from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 

@@ -11,7 +11,6 @@ from session_specs import salted
 from tiny_models import tiny_network
 
 from benchmarks.planned_trees import shape_by_acceptance, shape_of_widths
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.errors import UnavailableError
 from draftwire.method.block_shape import CHAIN
@@ -26,6 +25,7 @@ from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
 from draftwire.verification.target import judge
+from tests.cache_integrity import check_integrity
 from tests.judged import judging_of
 
 torch.set_num_threads(1)

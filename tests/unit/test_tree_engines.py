@@ -11,7 +11,6 @@ from session_specs import draft_spec, target_spec
 from test_tree_drafts import DRAFTER, TARGET, VOCAB_SIZE
 
 from draftwire.audit import AuditSums
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.engine.admission import Room
 from draftwire.method.rounds import Calibration, CommittedTokens, DraftBlock, DraftTree, Fence, Permit, Verdict
 from draftwire.method.token_source import TokenSource
@@ -26,6 +25,7 @@ from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.scheduler import Scheduler as DraftScheduler
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.scheduler import Scheduler as TargetScheduler
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 

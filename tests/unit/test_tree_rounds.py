@@ -9,7 +9,6 @@ from tiny_models import tiny_network
 
 from benchmarks.planned_trees import shape_of_widths
 from benchmarks.tree_efficiency import Arm, Setting, Text, arms_of, calibrate, opt_tree, spec_exec
-from draftwire.checking.cache_integrity import check_integrity
 from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.method.quantization import Quantization
 from draftwire.method.randomness import exponentials
@@ -19,6 +18,7 @@ from draftwire.models.decoders import decoder_of
 from draftwire.options.trees.growth_plan import GrowthPlan
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.requests.parameters import SamplingParams
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 

@@ -43,7 +43,7 @@ class Branch:
     num_draft_tokens: int = 0
     """Tokens to be drafted."""
     stop_below: float | None = None
-    """As in `Calibration`."""
+    """Sureness that is wanted of each place, as in `Calibration`."""
     block: list[int] | None = None
     """The tokens that were drafted and sent; None before."""
     guesses: list[list[int]] = field(default_factory=list)

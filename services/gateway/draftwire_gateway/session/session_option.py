@@ -39,7 +39,7 @@ class BlockRequest:
     may_be_ahead: bool = False
     """Whether it may have been drafted before it was requested, or later ones may be."""
     stop_below: float | None = None
-    """As in `Calibration`."""
+    """Sureness that is wanted of each place, as in `Calibration`."""
 
 
 class SessionOption:
