@@ -1,6 +1,6 @@
 """What blocks that end where the drafter is not sure gain, and what its confidence costs.
 
-    python -m benchmarks.confidence [--turns 9] [--texts 6] [--only-cost] [--output FILE]
+    python -m benchmarks.confidence [--turns 6] [--texts 2] [--only-cost] [--output FILE]
 
 One session of the embedded pair, blocks of fixed lengths: each `stop_below` in turns beside none, with the same prompts
 and seeds, in an order that is turned round with every turn. A ratio is tokens/s over those of the same length without,
@@ -31,7 +31,7 @@ TEMPERATURES = (0.0, 0.6, 1.0)
 LENGTHS = (4, 8)
 WAYS = {"none": 0.0, "0.3": 0.3, "0.5": 0.5, "0.7": 0.7, "off": 0.0}
 """`stop_below` by the name of a column; 0 does not even ask."""
-MAX_TOKENS = 96
+MAX_TOKENS = 64
 VOCABULARIES = (4_096, 128_256)
 REPEATS = 400
 
@@ -113,8 +113,8 @@ def cost() -> dict[str, dict[str, float]]:
 def main() -> None:
     """Measures, and writes a report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--texts", type=int, default=6, help="in a turn of each way")
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--texts", type=int, default=2, help="in a turn of each way")
     parser.add_argument("--only-cost", action="store_true")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

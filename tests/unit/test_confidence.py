@@ -38,7 +38,9 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire_drafter.scheduler import Scheduler
 from draftwire_gateway.options.confident_drafts import ConfidentDrafts
 from draftwire_gateway.session.policy import Arm, DraftSource
+from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
 from draftwire_gateway.session.session_option import BlockRequest
+from draftwire_verifier.drafter_peers import DrafterPeers
 
 torch.set_num_threads(1)
 
@@ -123,6 +125,13 @@ def test_buckets_of_other_places_than_the_blocks_are_refused() -> None:
     for buckets in (bytes(1), bytes(4), bytes([0, NUM_BUCKETS])):
         with pytest.raises(InvalidRequestError, match="confidence"):
             check_buckets(buckets, 2)
+
+
+def verdict(num_drafted: int, num_accepted: int, buckets: Sequence[int]) -> Verdict:
+    extra = TokenSource.RECOVERED if num_drafted else TokenSource.PLAIN
+    return Verdict(
+        FENCE, [0] * (num_accepted + 1), num_drafted, num_accepted, extra, 0, confidence_buckets=bytes(buckets)
+    )
 
 
 # What is drafted
@@ -271,14 +280,36 @@ def test_round_begun_on_an_outcome_ends_where_the_one_before_would() -> None:
     assert asked.call_args.args[1].stop_below == 0.5
 
 
+@pytest.mark.parametrize(
+    ("judged", "is_told"), [(verdict(2, 1, []), True), (verdict(0, 0, [3]), True), (verdict(0, 0, []), False)]
+)
+def test_drafter_is_told_how_a_round_ended_that_its_block_had_no_token_in(judged: Verdict, is_told: bool) -> None:
+    """It may begin the next one; of a plain round it hears from the gateway."""
+    stream = SimpleNamespace(takes_outcomes=True, outbox=mock.Mock())
+    session = SimpleNamespace(is_over=False, drafter_id=7, spec=SimpleNamespace(max_held_blocks=0), fence=FENCE)
+    DrafterPeers.tell(SimpleNamespace(streams={7: stream}), session, judged)  # type: ignore[arg-type]
+    assert stream.outbox.put.called == is_told
+
+
+@pytest.mark.parametrize(
+    ("judged", "why"), [(verdict(0, 0, [3]), WhyPlain.UNSURE), (verdict(0, 0, []), WhyPlain.EMPTY_BLOCK)]
+)
+def test_round_of_a_block_that_ended_before_its_first_token_has_a_reason(judged: Verdict, why: WhyPlain) -> None:
+    seen: list[RoundTimes] = []
+    watch = RoundWatch([seen.append], clock=lambda: 0.0)
+    watch.ask(WhyPlain.EMPTY_BLOCK)
+    watch.take(judged, 1.0)
+    watch.end()
+    assert [times.why_plain for times in seen] == [why]
+
+
 # What is counted
 
 
 def test_tokens_are_counted_by_bucket_as_far_as_the_target_reached_them() -> None:
     counts = BucketCounts()
     for drafted, accepted, buckets in ((3, 1, [7, 4, 4, 1]), (2, 2, [7, 4]), (0, 0, [2]), (2, 1, [])):
-        extra = TokenSource.PLAIN if not drafted else TokenSource.RECOVERED
-        counts.add(Verdict(FENCE, [0] * (accepted + 1), drafted, accepted, extra, 0, confidence_buckets=bytes(buckets)))
+        counts.add(verdict(drafted, accepted, buckets))
     assert counts.of_fate[PlaceFate.ACCEPTED] == [0, 0, 0, 0, 1, 0, 0, 2]
     assert counts.of_fate[PlaceFate.REJECTED] == [0, 0, 0, 0, 1, 0, 0, 0]
     assert counts.of_fate[PlaceFate.ENDED] == [0, 1, 1, 0, 0, 0, 0, 0]
