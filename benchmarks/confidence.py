@@ -43,18 +43,20 @@ class Way:
         self.rates: list[float] = []
         self.num_tokens = self.num_rounds = self.num_drafted = self.num_accepted = 0
 
-    async def run(self, client: AsyncClient, prompts: Sequence[str], seed: int, **options: float) -> None:
+    async def run(
+        self, client: AsyncClient, prompts: Sequence[str], seed: int, length: int, stop: float, temperature: float
+    ) -> None:
         """Runs a turn: one text after the other."""
         num_tokens, started = 0, time.perf_counter()
         for place, prompt in enumerate(prompts):
-            more = {"num_speculative_tokens": int(options["length"]), "stop_below": options["stop"]}
             completion = await client.generate(
                 prompt,
                 max_tokens=MAX_TOKENS,
                 ignore_eos=True,
-                temperature=options["temperature"],
+                temperature=temperature,
                 seed=seed + place,
-                **more,
+                num_speculative_tokens=length,
+                stop_below=stop,
             )
             statistics = completion.statistics
             num_tokens += statistics.num_emitted_tokens
@@ -82,12 +84,11 @@ async def measure(address: str, arguments: argparse.Namespace) -> dict[str, dict
     async with AsyncClient(address) as client:
         for temperature in TEMPERATURES:
             cells = {(length, name): Way() for length in LENGTHS for name in WAYS}
-            await Way().run(client, list(islice(prompts, 4)), 0, length=4, stop=0.5, temperature=temperature)
+            await Way().run(client, list(islice(prompts, 4)), 0, 4, 0.5, temperature)
             for turn in progress(range(arguments.turns), f"temperature {temperature}"):
                 own = list(islice(prompts, arguments.texts))
                 for length, name in list(cells)[:: 1 if turn % 2 == 0 else -1]:
-                    options = {"length": length, "stop": WAYS[name], "temperature": temperature}
-                    await cells[length, name].run(client, own, 100 * turn, **options)
+                    await cells[length, name].run(client, own, 100 * turn, length, WAYS[name], temperature)
             for (length, name), way in cells.items():
                 row = way.row(cells[length, "none"])
                 results.setdefault(f"temperature {temperature:g}, length {length}", {})[name] = row

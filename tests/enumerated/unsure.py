@@ -136,6 +136,7 @@ UNSURE_CASES: list[Scene] = [
         plot=lambda network: network.after(0.0305, network.verifiers[0].lose),
         fields={"stop_below": 0.7},
         happens=UNSURE | {"verifier lost"},
+        is_slow=True,
     ),
     Scene(
         name="unsure, a form",
