@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from session_specs import draft_spec, salted
-from test_cut_blocks import TableModel
+from test_cut_blocks import FuzzyTableModel, TableModel
 from torch import Tensor
 
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
@@ -204,6 +204,17 @@ def test_guesses_are_of_the_places_that_were_drawn(drafter: ForkingDrafter) -> N
         (unguessed,) = drafted(drafter, request(0.6, number))
         assert replace(draft, guesses=[]) == unguessed
         assert draft.guesses == whole.guesses[: len(draft.token_ids)]
+
+
+def test_model_that_reads_drafts_approximately_is_as_sure_as_it_is_then(table: Tensor) -> None:
+    """As one whose layers are computed in parallel: its rows too depend on kept tokens alone."""
+    drafter = ForkingDrafter(FuzzyTableModel(table), 64)  # type: ignore[arg-type]
+    for number in range(20):
+        (whole,) = drafted(drafter, request(0.0, number))
+        (draft,) = drafted(drafter, request(0.5, number))
+        length = next((place for place, bucket in enumerate(whole.confidence_buckets) if bucket < 4), 6)
+        assert draft.token_ids == whole.token_ids[:length]
+        assert draft.confidence_buckets == whole.confidence_buckets[: length + 1]
 
 
 def test_row_that_is_no_distribution_ends_a_block_as_it_does_elsewhere(table: Tensor) -> None:
