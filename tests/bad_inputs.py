@@ -986,6 +986,8 @@ def _gateway_rows() -> list[Row]:
         ("`num_speculative_tokens` 2^32 - 1", INVALID, generate(num_speculative_tokens=LARGEST), "num_speculative"),
         ("`num_draft_nodes` 65", INVALID, generate(num_draft_nodes=65), "num_draft_nodes"),
         ("`num_draft_nodes` 2^32 - 1", INVALID, generate(num_draft_nodes=LARGEST), "num_draft_nodes"),
+        ("`stop_below` 2", INVALID, generate(stop_below=2.0), "stop_below must be in 0..1"),
+        ("`stop_below` NaN", INVALID, generate(stop_below=NAN), "stop_below must be in 0..1"),
         ("an unknown rule", INVALID, generate(rejection_sample_method="magic"), "block, token"),
         ("an empty rule", INVALID, generate(rejection_sample_method=""), "block, token"),
         (
@@ -1264,6 +1266,8 @@ def _run_draft_rows() -> list[Row]:
         ("a block of 2^32 - 1 tokens asked for", violation, draft_command(asked(LARGEST)), "limit"),
         ("a token tree asked for where there are none", violation, draft_command(tree(1)), "limit"),
         ("a token tree of 2^32 - 1 tokens asked for", INVALID, draft_command(tree(LARGEST)), "64 tokens"),
+        ("a `stop_below` of NaN asked for", INVALID, draft_command(asked(stop_below=NAN)), "stop_below"),
+        ("a `stop_below` of 2 asked for", INVALID, draft_command(asked(stop_below=2.0)), "stop_below"),
         ("the same calibration twice", DONE, draft_command(asked(), asked())),
         ("`send_drafted` for an unknown session", IGNORED, draft_command(send_drafted(session_id=1))),
         ("`send_drafted` for a block that nobody asked for", IGNORED, draft_command(send_drafted())),

@@ -47,6 +47,7 @@ UNITS = {
     "rounds|passes$|num_drafts$|trees$": "rounds",
     "steps$": "steps",
     "blocks": "blocks",
+    "places$": "places of blocks",
     "branches$": "texts",
     "messages": "messages",
     "peers": "services",

@@ -35,6 +35,11 @@ OPTIONS = {
         "draftwire.method.ahead_limits",
         "draftwire_gateway.options.drafts_ahead",
     ),
+    "blocks that end unsure": (
+        "draftwire.options.confidence*",
+        "draftwire.method.confidence",
+        "draftwire_gateway.options.confident_drafts",
+    ),
     "guesses without a model": ("draftwire.options.model_free*", "draftwire_gateway.options.local_drafting"),
     "forms": (
         "draftwire.options.structured_output*",

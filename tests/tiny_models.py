@@ -31,6 +31,7 @@ from draftwire.models import kv_storage, packing
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.models.sequence_model import Reading
+from tests.cache_integrity import check_integrity
 
 if TYPE_CHECKING:
     from draftwire.options.structured_output.grammar_automaton import FormCompiler
@@ -257,7 +258,7 @@ def ragged_reads(model: CachedModel, fuzzily: bool = False) -> Iterator[tuple[li
             texts[index] += ids
             readings.append(Reading(sequences[index], ids, generator.randint(0, len(ids))))
         logits = model.read(readings, fuzzily).clone()
-        model.cache.check_integrity()
+        check_integrity(model.cache)
         for index, rows in zip(members, logits.split([reading.keep for reading in readings]), strict=True):
             yield list(texts[index]), rows
 

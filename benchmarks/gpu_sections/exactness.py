@@ -32,6 +32,7 @@ from draftwire.models.sequence_model import Reading
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
+from tests.cache_integrity import check_integrity
 from tools.synth.synthesis import build_target
 
 LARGEST_ERROR = 1e-4
@@ -106,7 +107,7 @@ def largest_error(model: LlamaForCausalLM, plan: Plan, is_static: bool) -> dict[
             readings.append(Reading(sequences[index], ids, min(len(ids), 5)))
         rows = cached.read(readings).split([reading.keep for reading in readings])
         pending += [(list(texts[index]), own) for index, own in zip(members, rows, strict=True)]
-    cached.cache.check_integrity()
+    check_integrity(cached.cache)
     errors, deviations = [], []
     for text, own in pending:
         whole = torch.tensor([text], device=plan.device)
@@ -150,7 +151,7 @@ def largest_tree_error(model: LlamaForCausalLM, plan: Plan, is_static: bool) -> 
             kept = tree.path_to(generator.randrange(-1, len(tree)))
             cached.keep_path(sequences[index], kept)
             texts[index] += [reading.token_ids[1 + each] for each in kept]
-    cached.cache.check_integrity()
+    check_integrity(cached.cache)
     errors = []
     for text, own in pending:
         whole = torch.tensor([text], device=plan.device)

@@ -61,6 +61,9 @@ class RequestOptions(SamplingNumbers):
     num_draft_nodes: Annotated[
         int | None, typer.Option(help="Draft tokens of a token tree per round; 0 drafts chains.")
     ] = None
+    stop_below: Annotated[
+        float | None, typer.Option(help="End blocks before a place that the drafter is less sure of; 0 ends none.")
+    ] = None
     drafter: Annotated[
         list[str] | None, typer.Option(help="What may draft, by name; may be given several times. By default all.")
     ] = None

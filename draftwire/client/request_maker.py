@@ -63,6 +63,8 @@ class TextOptions(TypedDict, total=False):
     """Draft tokens per round; 0 is plain decoding."""
     num_draft_nodes: int | None
     """Draft tokens of a token tree per round, whose paths have at most `num_speculative_tokens`; 0 drafts chains."""
+    stop_below: float | None
+    """Blocks end before a place in which the drafter gives no token so much probability; 0 ends none."""
     drafter: str | Sequence[str] | None
     """Names of what may draft: draft models, or strategies of the verifier such as "suffix"; by default all."""
     rejection_sample_method: str | None

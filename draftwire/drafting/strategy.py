@@ -83,6 +83,8 @@ class DraftRequest:
     """Only for a strategy that can fork."""
     tree: TreeRequest | None = None
     """Only for a strategy that drafts trees. Nodes may be left out, and a block that is cut has fewer depths."""
+    stop_below: float | None = None
+    """Only for a strategy that reports its confidence: how sure it has to be of a place; 0 ends no block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class Draft:
     is_whole: bool = True
     """Whether it ended for another reason than `DraftRequest.is_cut`, so that drafting again would give no more. One
     that is cut where nothing could follow is whole: after its last token, or after a row that is no distribution."""
+    confidence_buckets: bytes = b""
+    """Sureness of each place, as in `DraftBlock`; empty unless `DraftRequest.stop_below` asks for it."""
 
 
 class DraftSequence(Protocol):

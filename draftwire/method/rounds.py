@@ -144,6 +144,9 @@ class DraftBlock:
     parents: tuple[int, ...] = CHAIN
     """Parents of the nodes of a token tree, as `TokenTree.parents`; `distributions` then has a row for each token with
     children."""
+    confidence_buckets: bytes = b""
+    """How sure the drafter was of each place, and of the one that the block ended before, if it ended for that; empty
+    unless `Calibration.stop_below` asks for it. See `draftwire.method.confidence`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,8 @@ class ReceivedBlock:
     """Whether its drafter began to draft it before it knew the text, as the drafter says."""
     tree: BlockShape | None = None
     """Its shape, if it is no chain."""
+    confidence_buckets: bytes = b""
+    """Sureness of its places, as in `DraftBlock`."""
 
     @property
     def depth(self) -> int:
@@ -217,6 +222,8 @@ class Verdict:
     """None if no token tree was judged."""
     step: StepSize | None = None
     """Size of the step that decided the round; None if the verifier does not say."""
+    confidence_buckets: bytes = b""
+    """Sureness of its places, as in `DraftBlock`."""
 
     @property
     def mask_s(self) -> float:
@@ -228,6 +235,11 @@ class Verdict:
     def num_draft_positions(self) -> int:
         """Draft tokens that could all have been accepted."""
         return self.num_draft_tokens if self.tree is None else self.tree.draft_depth
+
+    @property
+    def ended_unsure(self) -> bool:
+        """Whether the block ended because the drafter was not sure of the next place."""
+        return len(self.confidence_buckets) > self.num_draft_tokens
 
     @property
     def is_of_verifier(self) -> bool:
@@ -297,6 +309,8 @@ class Calibration:
     """Rounds beyond this one to draft for before their calibrations come."""
     tree: DraftTree | None = None
     """None is a chain."""
+    stop_below: float | None = None
+    """How sure the drafter has to be of a place: the block ends before one of less; 0 ends none. None does not ask."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,10 @@ NEEDS_FEATURES = "needs_features"
 DRAFT_AHEAD = "draft_ahead"
 """Capability of a drafter: drafts for coming rounds while one is being judged, and takes outcomes from verifiers."""
 
+CONFIDENCE = "confidence"
+"""Capability of a drafter: ends blocks where it is not sure, and says how sure it was. Of a verifier: takes blocks that
+ended so before their first token, and repeats in verdicts what the drafter says."""
+
 DRAFTS_ON_OUTCOMES = "drafts_on_outcomes"
 """Capability of a verifier: tells drafters how the rounds of their blocks ended. Of a drafter: begins the next round
 then, if the latest calibration lets it, and does not wait to be asked."""

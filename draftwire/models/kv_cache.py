@@ -211,29 +211,6 @@ class KvCache:
         sequence.length = sequence.num_published = 0
         sequence.parents = ()
 
-    def check_integrity(self) -> None:
-        """Checks that every block is in exactly one state and that no sequence's tokens can be overwritten. For tests.
-
-        Raises:
-            AssertionError: the bookkeeping is inconsistent.
-        """
-        held: dict[int, int] = {}
-        for sequence in self.sequences:
-            assert len(sequence.blocks) == blocks_for(sequence.length), "a sequence has as many blocks as it needs"
-            assert len(set(sequence.blocks)) == len(sequence.blocks), "a sequence holds each of its blocks once"
-            assert sequence.num_published * BLOCK_SIZE <= sequence.base, "published tokens are in the cache, no nodes"
-            for index, block in enumerate(sequence.blocks):
-                held[block] = held.get(block, 0) + 1
-                if index >= sequence.num_published:
-                    assert self._users[block] == 1, "a block that is still written belongs to one sequence"
-                    assert block not in self._hashes, "a block that is still written is not offered to others"
-        assert held == {block: users for block, users in enumerate(self._users) if users}, "holders are counted"
-        everywhere = [*self._free, *self._idle, *held]
-        assert sorted(everywhere) == list(range(1, self.num_blocks + 1)), "a block is free, idle or held"
-        assert {chain: block for block, chain in self._hashes.items()} == self._published, "each hash names its block"
-        assert not self._hashes.keys() & set(self._free), "a free block is not offered"
-        assert set(self._idle) <= self._hashes.keys(), "an idle block is kept for being offered"
-
     def _evict(self, num_missing: int) -> None:
         """Frees so many idle blocks, if the number is positive, and some more; those that are idle for longest."""
         if num_missing <= 0:

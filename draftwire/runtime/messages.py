@@ -9,9 +9,12 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from draftwire.errors import BlockViolationError, InvalidRequestError, Violation
 from draftwire.method.ahead_limits import MAX_BRANCHES, MAX_ROUNDS_AHEAD
-from draftwire.method.encoding import Claim, DraftDistributions, decode
+from draftwire.method.confidence import check_buckets, check_stop
+from draftwire.method.encoding import Claim, DraftDistributions, Supports, decode
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
 from draftwire.method.round_parts import LogprobsPart, WatchedGuess
@@ -186,11 +189,12 @@ def blocks_from_proto(
     """
     read = [_claim_from_proto(message, max_draft_tokens, max_tree_nodes) for message in messages]
     decoded = iter(decode([claim for claim in read if isinstance(claim, Claim)], vocab_size))
+    nothing = Supports(np.zeros((0, 1), np.int64), np.zeros((0, 1), np.int64), vocab_size)
     return [
         ReceivedBlock(
             fence=fence_from_proto(message.fence),
             token_ids=claim.token_ids if isinstance(claim, Claim) else [],
-            draft=next(decoded) if isinstance(claim, Claim) else claim,
+            draft=next(decoded) if isinstance(claim, Claim) else claim or nothing,
             has_distributions=message.distributions.encoding != session_pb2.DISTRIBUTION_ENCODING_NONE,
             drafter_id=drafter_id,
             timings=DraftTimings(
@@ -199,6 +203,7 @@ def blocks_from_proto(
             permit=permit_from_proto(message.permit) if message.HasField("permit") else None,
             is_ahead=message.is_ahead,
             tree=claim.tree if isinstance(claim, Claim) else None,
+            confidence_buckets=message.confidence_buckets,
         )
         for message, claim in zip(messages, read, strict=True)
     ]
@@ -206,7 +211,8 @@ def blocks_from_proto(
 
 def _claim_from_proto(
     message: session_pb2.DraftBlock, max_draft_tokens: int, max_tree_nodes: int
-) -> Claim | BlockViolationError:
+) -> Claim | BlockViolationError | None:
+    """Returns what a block claims; None if it ended before its first token, and declares nothing."""
     stated = message.distributions
     if stated.encoding not in _ENCODINGS:
         return BlockViolationError(Violation.ENCODING, f"distribution encoding {stated.encoding} is not accepted")
@@ -221,6 +227,15 @@ def _claim_from_proto(
     num_sizes = max(len(stated.support_sizes), len(stated.wide_sizes))
     if num_sizes > most:  # in memory a large one takes 18 times what it takes on the wire
         return BlockViolationError(Violation.ENCODING, f"{num_sizes} support sizes, the limit is {most}")
+    if message.confidence_buckets:
+        try:
+            check_buckets(message.confidence_buckets, len(message.token_ids))
+        except InvalidRequestError as error:
+            return BlockViolationError(Violation.ENCODING, str(error))
+        if is_tree:
+            return BlockViolationError(Violation.ENCODING, "confidence of a token tree")
+        if not message.token_ids and not (stated.data or num_sizes):
+            return None
     try:
         tree = _trees().TokenTree.of(message.parent_indices, len(message.token_ids)) if is_tree else None
     except BlockViolationError as violation:
@@ -276,6 +291,12 @@ def _prompt_fields(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 prompt_read_to_proto, prompt_read_from_proto = converters(
     PromptRead, verifier_pb2.PromptRead, tokens=MessagePart(_prompt_fields, tokens_from_proto)
 )
+
+
+def _buckets_from_proto(message: session_pb2.Verdict) -> bytes:
+    return check_buckets(message.confidence_buckets, message.num_draft_tokens)
+
+
 converters(WatchedGuess, session_pb2.WatchedGuess)
 verdict_to_proto, verdict_from_proto = converters(
     Verdict,
@@ -283,6 +304,7 @@ verdict_to_proto, verdict_from_proto = converters(
     {"extra": "extra_token_kind"},
     extra=enumeration(members_of(TokenSource, session_pb2.ExtraTokenKind), "unknown kind of extra token {}"),
     logprobs=MessagePart(_round_logprobs_fields, _round_logprobs_from_proto),
+    confidence_buckets=MessagePart(lambda buckets: {"confidence_buckets": buckets}, _buckets_from_proto),
 )
 
 # Commands of the gateway
@@ -293,7 +315,7 @@ plain_run_to_proto, plain_run_from_proto = converters(PlainRun, verifier_pb2.Pla
 calibration_to_proto, calibration_from_proto = converters(
     Calibration,
     drafter_pb2.Calibration,
-    checks={"permit": _permit, **_at_most(max_rounds_ahead=MAX_ROUNDS_AHEAD)},
+    checks={"permit": _permit, "stop_below": check_stop, **_at_most(max_rounds_ahead=MAX_ROUNDS_AHEAD)},
     tree=Conversion(
         lambda tree: _trees().fields_of(tree), lambda message: _trees().tree_from_proto(message), is_optional=True
     ),

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from draftwire.v1 import session_pb2 as draftwire_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64raftwire/v1/drafter.proto\x12\x0c\x64raftwire.v1\x1a\x1a\x64raftwire/v1/session.proto\"\x86\x04\n\x17OpenDraftSessionRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x12\n\nsession_id\x18\x02 \x01(\x06\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x14\n\x0c\x64rafting_key\x18\x08 \x01(\x0c\x12\x18\n\x10verifier_address\x18\t \x01(\t\x12\x19\n\x11target_vocab_size\x18\n \x01(\r\x12\x0f\n\x07max_len\x18\x0c \x01(\r\x12)\n\x06permit\x18\x10 \x01(\x0b\x32\x19.draftwire.v1.DraftPermit\x12\x33\n\nparameters\x18\x12 \x01(\x0b\x32\x1f.draftwire.v1.SessionParameters\x12\x14\n\x0cmax_branches\x18\x13 \x01(\r\x12\x17\n\x0fmax_held_blocks\x18\x14 \x01(\r\x12\x16\n\x0emax_tree_nodes\x18\x15 \x01(\rJ\x04\x08\x04\x10\x05J\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08J\x04\x08\x0b\x10\x0cJ\x04\x08\r\x10\x0eJ\x04\x08\x0e\x10\x0fJ\x04\x08\x0f\x10\x10J\x04\x08\x11\x10\x12R\x06\x63hoiceR\nprompt_lenR\x08samplingR\x10max_draft_tokensR\ncache_saltR\x17rejection_sample_methodR\x0estop_token_idsR\x0btraceparent\".\n\x18OpenDraftSessionResponse\x12\x12\n\ndrafter_id\x18\x01 \x01(\x06\"6\n\tDraftTree\x12\x11\n\tnum_nodes\x18\x01 \x01(\r\x12\x16\n\x0eparent_indices\x18\x02 \x03(\x11\"\xeb\x01\n\x0b\x43\x61libration\x12\"\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.Fence\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12)\n\x06permit\x18\x06 \x01(\x0b\x32\x19.draftwire.v1.DraftPermit\x12\x18\n\x10max_rounds_ahead\x18\x07 \x01(\r\x12%\n\x04tree\x18\x08 \x01(\x0b\x32\x17.draftwire.v1.DraftTreeJ\x04\x08\x05\x10\x06R\x07\x61ttempt\"N\n\x0bSendDrafted\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\rJ\x04\x08\x04\x10\x05R\x07\x61ttempt\"L\n\tBlockSent\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\rJ\x04\x08\x04\x10\x05R\x07\x61ttempt\"\xb3\x01\n\x0c\x44raftCommand\x12\x30\n\x0b\x63\x61libration\x18\x01 \x01(\x0b\x32\x19.draftwire.v1.CalibrationH\x00\x12\x33\n\rclose_session\x18\x02 \x01(\x0b\x32\x1a.draftwire.v1.CloseSessionH\x00\x12\x31\n\x0csend_drafted\x18\x03 \x01(\x0b\x32\x19.draftwire.v1.SendDraftedH\x00\x42\t\n\x07\x63ommand\"G\n\x17RunDraftSessionsRequest\x12,\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x1a.draftwire.v1.DraftCommand\"\x95\x01\n\nDraftEvent\x12$\n\x05lease\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.LeaseH\x00\x12/\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1c.draftwire.v1.SessionFailureH\x00\x12\'\n\x04sent\x18\x03 \x01(\x0b\x32\x17.draftwire.v1.BlockSentH\x00\x42\x07\n\x05\x65vent\"D\n\x18RunDraftSessionsResponse\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.draftwire.v1.DraftEvent2\xda\x01\n\x0e\x44rafterService\x12\x65\n\x10RunDraftSessions\x12%.draftwire.v1.RunDraftSessionsRequest\x1a&.draftwire.v1.RunDraftSessionsResponse(\x01\x30\x01\x12\x61\n\x10OpenDraftSession\x12%.draftwire.v1.OpenDraftSessionRequest\x1a&.draftwire.v1.OpenDraftSessionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64raftwire/v1/drafter.proto\x12\x0c\x64raftwire.v1\x1a\x1a\x64raftwire/v1/session.proto\"\x86\x04\n\x17OpenDraftSessionRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x12\n\nsession_id\x18\x02 \x01(\x06\x12\r\n\x05\x65poch\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x14\n\x0c\x64rafting_key\x18\x08 \x01(\x0c\x12\x18\n\x10verifier_address\x18\t \x01(\t\x12\x19\n\x11target_vocab_size\x18\n \x01(\r\x12\x0f\n\x07max_len\x18\x0c \x01(\r\x12)\n\x06permit\x18\x10 \x01(\x0b\x32\x19.draftwire.v1.DraftPermit\x12\x33\n\nparameters\x18\x12 \x01(\x0b\x32\x1f.draftwire.v1.SessionParameters\x12\x14\n\x0cmax_branches\x18\x13 \x01(\r\x12\x17\n\x0fmax_held_blocks\x18\x14 \x01(\r\x12\x16\n\x0emax_tree_nodes\x18\x15 \x01(\rJ\x04\x08\x04\x10\x05J\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08J\x04\x08\x0b\x10\x0cJ\x04\x08\r\x10\x0eJ\x04\x08\x0e\x10\x0fJ\x04\x08\x0f\x10\x10J\x04\x08\x11\x10\x12R\x06\x63hoiceR\nprompt_lenR\x08samplingR\x10max_draft_tokensR\ncache_saltR\x17rejection_sample_methodR\x0estop_token_idsR\x0btraceparent\".\n\x18OpenDraftSessionResponse\x12\x12\n\ndrafter_id\x18\x01 \x01(\x06\"6\n\tDraftTree\x12\x11\n\tnum_nodes\x18\x01 \x01(\r\x12\x16\n\x0eparent_indices\x18\x02 \x03(\x11\"\x93\x02\n\x0b\x43\x61libration\x12\"\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.Fence\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\r\x12)\n\x06permit\x18\x06 \x01(\x0b\x32\x19.draftwire.v1.DraftPermit\x12\x18\n\x10max_rounds_ahead\x18\x07 \x01(\r\x12%\n\x04tree\x18\x08 \x01(\x0b\x32\x17.draftwire.v1.DraftTree\x12\x17\n\nstop_below\x18\t \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_stop_belowJ\x04\x08\x05\x10\x06R\x07\x61ttempt\"N\n\x0bSendDrafted\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\rJ\x04\x08\x04\x10\x05R\x07\x61ttempt\"L\n\tBlockSent\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\rJ\x04\x08\x04\x10\x05R\x07\x61ttempt\"\xb3\x01\n\x0c\x44raftCommand\x12\x30\n\x0b\x63\x61libration\x18\x01 \x01(\x0b\x32\x19.draftwire.v1.CalibrationH\x00\x12\x33\n\rclose_session\x18\x02 \x01(\x0b\x32\x1a.draftwire.v1.CloseSessionH\x00\x12\x31\n\x0csend_drafted\x18\x03 \x01(\x0b\x32\x19.draftwire.v1.SendDraftedH\x00\x42\t\n\x07\x63ommand\"G\n\x17RunDraftSessionsRequest\x12,\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x1a.draftwire.v1.DraftCommand\"\x95\x01\n\nDraftEvent\x12$\n\x05lease\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.LeaseH\x00\x12/\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1c.draftwire.v1.SessionFailureH\x00\x12\'\n\x04sent\x18\x03 \x01(\x0b\x32\x17.draftwire.v1.BlockSentH\x00\x42\x07\n\x05\x65vent\"D\n\x18RunDraftSessionsResponse\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.draftwire.v1.DraftEvent2\xda\x01\n\x0e\x44rafterService\x12\x65\n\x10RunDraftSessions\x12%.draftwire.v1.RunDraftSessionsRequest\x1a&.draftwire.v1.RunDraftSessionsResponse(\x01\x30\x01\x12\x61\n\x10OpenDraftSession\x12%.draftwire.v1.OpenDraftSessionRequest\x1a&.draftwire.v1.OpenDraftSessionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,19 +39,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTTREE']._serialized_start=641
   _globals['_DRAFTTREE']._serialized_end=695
   _globals['_CALIBRATION']._serialized_start=698
-  _globals['_CALIBRATION']._serialized_end=933
-  _globals['_SENDDRAFTED']._serialized_start=935
-  _globals['_SENDDRAFTED']._serialized_end=1013
-  _globals['_BLOCKSENT']._serialized_start=1015
-  _globals['_BLOCKSENT']._serialized_end=1091
-  _globals['_DRAFTCOMMAND']._serialized_start=1094
-  _globals['_DRAFTCOMMAND']._serialized_end=1273
-  _globals['_RUNDRAFTSESSIONSREQUEST']._serialized_start=1275
-  _globals['_RUNDRAFTSESSIONSREQUEST']._serialized_end=1346
-  _globals['_DRAFTEVENT']._serialized_start=1349
-  _globals['_DRAFTEVENT']._serialized_end=1498
-  _globals['_RUNDRAFTSESSIONSRESPONSE']._serialized_start=1500
-  _globals['_RUNDRAFTSESSIONSRESPONSE']._serialized_end=1568
-  _globals['_DRAFTERSERVICE']._serialized_start=1571
-  _globals['_DRAFTERSERVICE']._serialized_end=1789
+  _globals['_CALIBRATION']._serialized_end=973
+  _globals['_SENDDRAFTED']._serialized_start=975
+  _globals['_SENDDRAFTED']._serialized_end=1053
+  _globals['_BLOCKSENT']._serialized_start=1055
+  _globals['_BLOCKSENT']._serialized_end=1131
+  _globals['_DRAFTCOMMAND']._serialized_start=1134
+  _globals['_DRAFTCOMMAND']._serialized_end=1313
+  _globals['_RUNDRAFTSESSIONSREQUEST']._serialized_start=1315
+  _globals['_RUNDRAFTSESSIONSREQUEST']._serialized_end=1386
+  _globals['_DRAFTEVENT']._serialized_start=1389
+  _globals['_DRAFTEVENT']._serialized_end=1538
+  _globals['_RUNDRAFTSESSIONSRESPONSE']._serialized_start=1540
+  _globals['_RUNDRAFTSESSIONSRESPONSE']._serialized_end=1608
+  _globals['_DRAFTERSERVICE']._serialized_start=1611
+  _globals['_DRAFTERSERVICE']._serialized_end=1829
 # @@protoc_insertion_point(module_scope)

@@ -174,6 +174,7 @@ class Calibration(_message.Message):
     PERMIT_FIELD_NUMBER: _builtins.int
     MAX_ROUNDS_AHEAD_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
+    STOP_BELOW_FIELD_NUMBER: _builtins.int
     base_len: _builtins.int
     """Committed tokens that the drafter has already received; `token_ids` follow them."""
     num_draft_tokens: _builtins.int
@@ -182,6 +183,11 @@ class Calibration(_message.Message):
     """Rounds beyond this one to draft for before their calibrations come: when the verifier tells how the round before has
     ended (RoundOutcome), and in sessions with max_branches ahead of that, under the prefixes that the drafter predicts.
     0: none. At most 4.
+    """
+    stop_below: _builtins.float
+    """The block ends before a place in which no token has so much probability in the drafter's distribution, at temperature
+    1 and before anything is cut off it or added: 0 to 1, where 0 ends none. Not in every 32nd round. Present: the block
+    has confidence_buckets. Only of drafters with the capability "confidence", and never with `tree`.
     """
     @_builtins.property
     def fence(self) -> _session_pb2.Fence:
@@ -209,12 +215,15 @@ class Calibration(_message.Message):
         permit: _session_pb2.DraftPermit | None = ...,
         max_rounds_ahead: _builtins.int = ...,
         tree: Global___DraftTree | None = ...,
+        stop_below: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "permit", b"permit", "tree", b"tree"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_below", b"_stop_below", "fence", b"fence", "permit", b"permit", "stop_below", b"stop_below", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "fence", b"fence", "max_rounds_ahead", b"max_rounds_ahead", "num_draft_tokens", b"num_draft_tokens", "permit", b"permit", "token_ids", b"token_ids", "tree", b"tree"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_below", b"_stop_below", "base_len", b"base_len", "fence", b"fence", "max_rounds_ahead", b"max_rounds_ahead", "num_draft_tokens", b"num_draft_tokens", "permit", b"permit", "stop_below", b"stop_below", "token_ids", b"token_ids", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__stop_below: _TypeAlias = _typing.Literal["stop_below"]  # noqa: Y015
+    _WhichOneofArgType__stop_below: _TypeAlias = _typing.Literal["_stop_below", b"_stop_below"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_below) -> _WhichOneofReturnType__stop_below | None: ...
 
 Global___Calibration: _TypeAlias = Calibration  # noqa: Y015
 

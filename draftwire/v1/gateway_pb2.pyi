@@ -370,6 +370,7 @@ class GenerateRequest(_message.Message):
     HAS_RANDOM_SEED_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_NODES_FIELD_NUMBER: _builtins.int
+    STOP_BELOW_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text."""
     max_tokens: _builtins.int
@@ -425,6 +426,11 @@ class GenerateRequest(_message.Message):
     """Most tokens of a token tree to draft in each round, in the place of a chain; its paths have at most
     num_speculative_tokens. 0 to 64; 0 drafts chains, and so do drafters and verifiers that know no trees. Refused under a
     rule that takes none. Absent: the server's default, where the rule takes trees.
+    """
+    stop_below: _builtins.float
+    """Blocks of drafters end before a place in which no token has so much probability in the drafter's distribution, 0 to 1;
+    0 ends none. Has no effect on token trees, nor with drafters and verifiers that know nothing of it. Absent: the
+    server's default.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -490,10 +496,11 @@ class GenerateRequest(_message.Message):
         has_random_seed: _builtins.bool = ...,
         drafter: _abc.Iterable[_builtins.str] | None = ...,
         num_draft_nodes: _builtins.int | None = ...,
+        stop_below: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_draft_nodes", b"_num_draft_nodes", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "chat", b"chat", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_draft_nodes", b"num_draft_nodes", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_draft_nodes", b"_num_draft_nodes", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "_stop_below", b"_stop_below", "chat", b"chat", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_draft_nodes", b"num_draft_nodes", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop_below", b"stop_below", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_draft_nodes", b"_num_draft_nodes", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "drafter", b"drafter", "echo", b"echo", "generated_choices", b"generated_choices", "has_random_seed", b"has_random_seed", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_draft_nodes", b"num_draft_nodes", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_details", b"token_details", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_draft_nodes", b"_num_draft_nodes", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "_stop_below", b"_stop_below", "cache_salt", b"cache_salt", "chat", b"chat", "drafter", b"drafter", "echo", b"echo", "generated_choices", b"generated_choices", "has_random_seed", b"has_random_seed", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_draft_nodes", b"num_draft_nodes", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_below", b"stop_below", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_details", b"token_details", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -513,6 +520,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__rejection_sample_method: _TypeAlias = _typing.Literal["_rejection_sample_method", b"_rejection_sample_method"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType__stop_below: _TypeAlias = _typing.Literal["stop_below"]  # noqa: Y015
+    _WhichOneofArgType__stop_below: _TypeAlias = _typing.Literal["_stop_below", b"_stop_below"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat", "prompts"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
@@ -533,6 +542,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rejection_sample_method) -> _WhichOneofReturnType__rejection_sample_method | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_below) -> _WhichOneofReturnType__stop_below | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 

@@ -529,6 +529,7 @@ class DraftBlock(_message.Message):
     PERMIT_FIELD_NUMBER: _builtins.int
     IS_AHEAD_FIELD_NUMBER: _builtins.int
     NUM_DRAFTED_SESSIONS_FIELD_NUMBER: _builtins.int
+    CONFIDENCE_BUCKETS_FIELD_NUMBER: _builtins.int
     calibration_duration_us: _builtins.int
     """Time in which the drafter read the committed tokens into its KV cache, microseconds."""
     draft_duration_us: _builtins.int
@@ -537,6 +538,11 @@ class DraftBlock(_message.Message):
     """Whether the drafter began to draft it before it knew the text. Counted, and without effect otherwise."""
     num_drafted_sessions: _builtins.int
     """Sessions that were drafted for in the same passes. 0 from drafters of earlier versions."""
+    confidence_buckets: _builtins.bytes
+    """For each token of a chain a byte, 0 to 7: in which eighth of 0 to 1 the largest probability of its place was, before
+    anything was cut off (Calibration.stop_below). One more for the place that the block ended before, if it ended for
+    that. Empty unless asked for.
+    """
     @_builtins.property
     def fence(self) -> Global___Fence:
         """The round that the block was drafted for and the prefix that it continues."""
@@ -544,7 +550,8 @@ class DraftBlock(_message.Message):
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The proposed tokens, 1 to the session's max_draft_tokens. Of a tree, 1 to its max_tree_nodes, of which a path has at
-        most max_draft_tokens.
+        most max_draft_tokens. None in a block that has confidence_buckets of one place, which it ended before; only to
+        verifiers with the capability "confidence".
         """
 
     @_builtins.property
@@ -579,10 +586,11 @@ class DraftBlock(_message.Message):
         permit: Global___DraftPermit | None = ...,
         is_ahead: _builtins.bool = ...,
         num_drafted_sessions: _builtins.int = ...,
+        confidence_buckets: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "fence", b"fence", "permit", b"permit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "distributions", b"distributions", "draft_duration_us", b"draft_duration_us", "fence", b"fence", "is_ahead", b"is_ahead", "num_drafted_sessions", b"num_drafted_sessions", "parent_indices", b"parent_indices", "permit", b"permit", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "confidence_buckets", b"confidence_buckets", "distributions", b"distributions", "draft_duration_us", b"draft_duration_us", "fence", b"fence", "is_ahead", b"is_ahead", "num_drafted_sessions", b"num_drafted_sessions", "parent_indices", b"parent_indices", "permit", b"permit", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -653,6 +661,7 @@ class Verdict(_message.Message):
     NUM_STEP_ROWS_FIELD_NUMBER: _builtins.int
     NUM_STEP_SESSIONS_FIELD_NUMBER: _builtins.int
     NUM_STEP_TEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    CONFIDENCE_BUCKETS_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     """Draft tokens that were judged, of a tree all of them; 0 in a plain round."""
     num_accepted_tokens: _builtins.int
@@ -707,6 +716,8 @@ class Verdict(_message.Message):
     """Sessions that shared the step. 0 from verifiers of earlier versions."""
     num_step_text_tokens: _builtins.int
     """Tokens that the texts of these sessions had before it, prompts included."""
+    confidence_buckets: _builtins.bytes
+    """As in DraftBlock; empty in a plain round, and from verifiers of earlier versions."""
     @_builtins.property
     def fence(self) -> Global___Fence:
         """The round that was decided and the prefix that its tokens continue."""
@@ -768,10 +779,11 @@ class Verdict(_message.Message):
         num_step_rows: _builtins.int = ...,
         num_step_sessions: _builtins.int = ...,
         num_step_text_tokens: _builtins.int = ...,
+        confidence_buckets: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "top_logprobs", b"top_logprobs", "watched", b"watched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_depth", b"draft_depth", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "held_bytes", b"held_bytes", "is_ahead", b"is_ahead", "local_strategy", b"local_strategy", "logprobs", b"logprobs", "mask_duration_us", b"mask_duration_us", "next_is_held", b"next_is_held", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafted_sessions", b"num_drafted_sessions", "num_near_ties", b"num_near_ties", "num_step_rows", b"num_step_rows", "num_step_sessions", b"num_step_sessions", "num_step_text_tokens", b"num_step_text_tokens", "num_wasted_draft_tokens", b"num_wasted_draft_tokens", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us", "watched", b"watched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "confidence_buckets", b"confidence_buckets", "draft_depth", b"draft_depth", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "held_bytes", b"held_bytes", "is_ahead", b"is_ahead", "local_strategy", b"local_strategy", "logprobs", b"logprobs", "mask_duration_us", b"mask_duration_us", "next_is_held", b"next_is_held", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafted_sessions", b"num_drafted_sessions", "num_near_ties", b"num_near_ties", "num_step_rows", b"num_step_rows", "num_step_sessions", b"num_step_sessions", "num_step_text_tokens", b"num_step_text_tokens", "num_wasted_draft_tokens", b"num_wasted_draft_tokens", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us", "watched", b"watched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

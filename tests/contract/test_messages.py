@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from draftwire.errors import BlockViolationError, InvalidRequestError, ModelMismatchError, NoRoomError, Violation
 from draftwire.method.ahead_limits import MAX_BRANCHES, MAX_ROUNDS_AHEAD
+from draftwire.method.confidence import NUM_BUCKETS
 from draftwire.method.distributions import rows_of
 from draftwire.method.encoding import (
     DENSE_FORMATS,
@@ -145,7 +146,16 @@ def verdicts(tokens: list[TokenLogprob]) -> st.SearchStrategy[Verdict]:
         Verdict,
         token_ids=own,
         logprobs=st.builds(LogprobsPart, st.sampled_from([[], tokens]), st.just([]) | drafted).map(set_or_none),
-    )
+        num_draft_tokens=st.integers(0, 8),
+        confidence_buckets=st.just(b""),
+    ).flatmap(with_confidence)
+
+
+def with_confidence(verdict: Verdict) -> st.SearchStrategy[Verdict]:
+    """Returns a verdict that says how sure the drafter was of its places, or not."""
+    most = verdict.num_draft_tokens + 1
+    buckets = st.lists(st.integers(0, NUM_BUCKETS - 1), min_size=most - 1, max_size=most).map(bytes)
+    return (st.just(b"") | buckets).map(lambda buckets: replace(verdict, confidence_buckets=buckets))
 
 
 made(Fence, session_id=UINT64, prefix_hash=UINT64)
@@ -424,7 +434,11 @@ WIRE: dict[type, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Callabl
     ),
     PlainRun: (made(PlainRun), messages.plain_run_to_proto, messages.plain_run_from_proto),
     Calibration: (
-        made(Calibration, max_rounds_ahead=st.integers(0, MAX_ROUNDS_AHEAD)),
+        made(
+            Calibration,
+            max_rounds_ahead=st.integers(0, MAX_ROUNDS_AHEAD),
+            stop_below=st.none() | st.floats(0.0, 1.0),
+        ),
         messages.calibration_to_proto,
         messages.calibration_from_proto,
     ),
@@ -495,6 +509,7 @@ def test_draft_block_travels_with_all_it_says(block: DraftBlock) -> None:
     message = sent(messages.block_to_proto(block))
     stated, distributions = message.distributions, block.distributions
     assert (list(message.token_ids), tuple(message.parent_indices)) == (block.token_ids, block.parents)
+    assert message.confidence_buckets == block.confidence_buckets
     assert (stated.vocab_size, stated.data) == (distributions.vocab_size, distributions.data)
     assert tuple(stated.support_sizes) == distributions.support_sizes
     assert tuple(stated.wide_sizes) == distributions.wide_sizes
@@ -506,6 +521,28 @@ def test_draft_block_travels_with_all_it_says(block: DraftBlock) -> None:
         *(block.permit, block.is_ahead),
     )
     assert (got.drafter_id, got.has_distributions) == (DRAFTER_ID, distributions.encoding is not Encoding.NONE)
+
+
+def test_block_that_ended_before_its_first_token_is_taken_between_others() -> None:
+    """If it says how sure the drafter was of that place, and nothing else of it."""
+    whole = wire_block(1, encoding=session_pb2.DISTRIBUTION_ENCODING_ONE_HOT)
+    empty = wire_block(0, encoding=session_pb2.DISTRIBUTION_ENCODING_ONE_HOT)
+    unsure = changed(empty, confidence_buckets=b"\3")
+    stopped = changed(whole, confidence_buckets=b"\7\2")
+    first, second, third = received(whole, unsure, stopped)
+    assert (first.token_ids, first.confidence_buckets) == ([1], b"")
+    assert (second.token_ids, second.confidence_buckets, second.has_distributions) == ([], b"\3", True)
+    assert isinstance(second.draft, Supports)
+    assert second.draft.token_ids.shape == (0, 1)
+    assert (third.token_ids, third.confidence_buckets) == ([1], b"\7\2")
+    assert refusal(empty).violation is Violation.LENGTH
+    assert (
+        refusal(changed(unsure, distributions=changed(unsure.distributions, data=b"\0"))).violation is Violation.LENGTH
+    )
+    for buckets in (b"\3\3", b"\10", bytes(10**6)):
+        assert refusal(changed(empty, confidence_buckets=buckets)).violation is Violation.ENCODING
+    tree = changed(whole, token_ids=[1, 2], parent_indices=[-1, -1], confidence_buckets=b"\1\1")
+    assert refusal(tree).violation is Violation.ENCODING
 
 
 @given(st.lists(st.tuples(OF_TYPE[Fence], st.sampled_from(Encoding), st.integers(0, 3)), max_size=6))
@@ -815,6 +852,14 @@ REFUSED: list[tuple[type, Message, str]] = [
     (DraftSessionSpec, changed(DRAFT, max_tree_nodes=MAX_TREE_NODES + 1), "max_tree_nodes is at most 64"),
     (Calibration, drafter_pb2.Calibration(max_rounds_ahead=MAX_ROUNDS_AHEAD + 1), "max_rounds_ahead is at most 2"),
     (TargetSessionSpec, changed(TARGET, logprobs_mode="Raw"), "logprobs_mode must be raw or processed"),
+    *(
+        (Calibration, drafter_pb2.Calibration(stop_below=value), "^stop_below must be in 0..1, not")
+        for value in (-0.1, 1.1, 2.0, math.nan, math.inf)
+    ),
+    *(
+        (Verdict, changed(BARE_VERDICT, num_draft_tokens=2, confidence_buckets=buckets), "confidence")
+        for buckets in (b"\1", b"\1\2\3\4", b"\1\10", bytes(10**6))
+    ),
     *(
         (
             kind,

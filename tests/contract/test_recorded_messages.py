@@ -221,6 +221,7 @@ VALUES: dict[str, Any] = {
     ),
     "verdict of a block that came late": replace(JUDGED, ahead=AheadPart(is_ahead=True)),
     "verdict of a tree": replace(JUDGED, tree=TreePart(3)),
+    "verdict of a block that ended unsure": replace(JUDGED, confidence_buckets=bytes([7, 0, 5, 1])),
     "verdict under a form": replace(JUDGED, mask_us=300),
     "prompt that was read": PromptRead(FENCE.session_id, 1, PromptPart(300, TOKENS)),
     "plain run": PlainRun(FENCE, 300),
@@ -228,6 +229,8 @@ VALUES: dict[str, Any] = {
     "calibration": Calibration(FENCE, 3, [7, 300], 4),
     "calibration with a permit": Calibration(FENCE, 3, [7, 300], 4, PERMIT),
     "calibration with rounds ahead": Calibration(FENCE, 3, [], 4, max_rounds_ahead=2),
+    "calibration with a stop": Calibration(FENCE, 3, [7, 300], 4, stop_below=0.75),
+    "calibration that asks how sure it is": Calibration(FENCE, 3, [7, 300], 4, stop_below=0.0),
     "calibration with a tree": Calibration(FENCE, 3, [7], 4, tree=DraftTree(5)),
     "calibration with a shape": Calibration(FENCE, 3, [7], 4, tree=DraftTree(4, TokenTree((-1, -1, 0, 0)))),
     "flush": SendDrafted(FENCE.session_id, 2, 300),
@@ -249,6 +252,10 @@ BLOCKS: dict[str, DraftBlock] = {
     "block of certain tokens": replace(BLOCK, distributions=DraftDistributions(Encoding.ONE_HOT, 301)),
     "block without distributions": replace(BLOCK, distributions=DraftDistributions(Encoding.NONE, 301)),
     "block ahead": replace(BLOCK, is_ahead=True),
+    "block that ended unsure": replace(BLOCK, confidence_buckets=bytes([7, 0, 2])),
+    "block that ended before its first token": replace(
+        BLOCK, token_ids=[], distributions=DraftDistributions(Encoding.ONE_HOT, 301), confidence_buckets=b"\1"
+    ),
     "block that is a tree": replace(BLOCK, token_ids=[300, 7, 300, 7], parents=TREE.parents),
     "block that is a tree of ids": DraftBlock(
         FENCE, [9, 9, 7, 5], DraftDistributions(Encoding.NONE, 301), parents=TREE.parents
@@ -354,6 +361,7 @@ REQUESTS = {
     "request with a form": make_request([7], {"structured_output": FORMS["tool calls"]}),
 }
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+REQUESTS["request with a stop"] = make_request([7, 300], {"stop_below": 0.5})
 REQUESTS["request of a chat"] = make_request(
     [
         {"role": "user", "content": "a", "name": "b"},
@@ -403,6 +411,7 @@ REQUESTED = {
         echo=True,
         token_details=True,
     ),
+    "request with a stop": RequestedGeneration([[7, 300]], SamplingParams(), "user", stop_below=0.5),
     "request with a form": RequestedGeneration([[7]], SamplingParams(structured_output=FORMS["tool calls"]), "user"),
 }
 REQUESTS["request with everything"].generated_choices.append(
@@ -469,6 +478,7 @@ def test_block_is_read_from_the_record(name: str) -> None:
     )
     assert (got.tree.parents if got.tree else ()) == block.parents
     assert (got.is_ahead, got.drafter_id) == (block.is_ahead, DRAFTER_ID)
+    assert got.confidence_buckets == block.confidence_buckets
     assert got.has_distributions == (block.distributions.encoding is not Encoding.NONE)
     if block.distributions == BLOCK.distributions:
         assert isinstance(got.draft, Supports)

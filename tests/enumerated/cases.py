@@ -26,6 +26,7 @@ from tests.enumerated.network import Ids, Network
 from tests.enumerated.outcomes import OUTCOME_CASES
 from tests.enumerated.scenes import PROMPT, VOCAB, Chosen, Scene, ahead, slow_after, tables
 from tests.enumerated.tables import random_rows
+from tests.enumerated.unsure import UNSURE_CASES
 
 LATE = 5
 """Position of the round that is late, of cases in which a drafter falls asleep or is lost."""
@@ -437,4 +438,5 @@ CASES: list[Scene] = [
         happens=frozenset({"rejection", "whole block"}),
     ),
     *OUTCOME_CASES,
+    *UNSURE_CASES,
 ]

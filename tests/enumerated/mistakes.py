@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from draftwire.drafting.drawing import Drawer
 from draftwire.options.ahead.ahead_drafting import AheadDrafting
 from draftwire.options.ahead.branch_drafter import BranchDrafter
 from draftwire.options.ahead.held_blocks import HeldBlocks
+from draftwire.options.confidence.confident_chains import ConfidentChains
 from draftwire.options.heads import head_drafts
 from draftwire.verification.deciding import ScoredBlock
 from draftwire_gateway.options.drafts_ahead import BegunRounds
@@ -145,5 +147,31 @@ MISTAKES = (
         "the shipped chooser has a round that may have begun asked for as plain",
         "the shipped chooser, which turns to plain",
         ((BegunRounds.arm, "if not self.num_from(round_number):", "if True:"),),
+    ),
+    Mistake(
+        "a block ends before a token that is unlikely",
+        "unsure, block",
+        (
+            (Drawer.draw, "is_good = is_distribution(probs)", "is_good, known = is_distribution(probs), probs.clone()"),
+            (
+                Drawer.draw,
+                "_Drawn(list(members), tokens, is_good)",
+                "_Drawn(list(members), tokens, is_good & (known.gather(1, tokens[:, None])[:, 0] > 0.3))",
+            ),
+            (ConfidentChains._reported, "if not has_ended:", "if False:"),
+            (ConfidentChains._reported, "confidence_buckets=buckets)", "confidence_buckets=buckets[:1])"),
+        ),
+    ),
+    Mistake(
+        "a block ends before the token behind which the drafter is not sure",
+        "unsure behind a token",
+        (
+            (
+                ConfidentChains._sure,
+                "self._unsure |= {self.active[row] for row in unsure}",
+                "self.drawer._counts = [n - (n > 1 and i in {self.active[row] for row in unsure}) "
+                "for i, n in enumerate(self.drawer._counts)]",
+            ),
+        ),
     ),
 )

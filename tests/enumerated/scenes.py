@@ -174,6 +174,7 @@ def seen_in(network: Network, statistics: Statistics) -> frozenset[str]:
         "rejection": any(times.verdict.num_accepted_tokens < times.verdict.num_draft_tokens for times in rounds),
         "asked as begun": any(c.max_rounds_ahead == 0 and c.fence.round <= until for c, until in pairs),
         "tree": statistics.num_trees,
+        "unsure": any(times.verdict.ended_unsure and times.verdict.num_draft_tokens for times in rounds),
         "guess": any(times.verdict.is_of_verifier for times in rounds),
         "flush": network.seen["flush"],
         "reply": network.seen["sent"],

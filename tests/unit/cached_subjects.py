@@ -16,6 +16,7 @@ from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, slots_of
 from draftwire.models.lean_model import FAMILY
 from draftwire.models.sequence_model import Reading
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 
@@ -68,7 +69,7 @@ class Subject:
         """Reads, after spoiling all that nobody may see, and compares each reading's rows with a fresh pass."""
         spoil(self.model)
         logits = self.model.read(readings)
-        self.model.cache.check_integrity()
+        check_integrity(self.model.cache)
         for tensor in layers_of(self.model):
             assert bool((tensor[:BLOCK_SIZE] == 0.0).all()), "padding reads zeros that nothing ever overwrites"
         assert logits.shape == (sum(reading.keep for reading in readings), VOCAB_SIZE)

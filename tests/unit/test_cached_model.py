@@ -23,6 +23,7 @@ from draftwire.models.kv_storage import KvStorage
 from draftwire.models.packing import pack
 from draftwire.models.paged_attention import AttentionShape, PackedStep
 from draftwire.models.sequence_model import Reading, Segment
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 
@@ -137,7 +138,7 @@ def play(subject: Subject, generator: random.Random, num_steps: int) -> None:
                 subject.truncate(sequence, generator.randint(max(final, sequence.length - 20), sequence.length))
             elif action < 0.7:
                 subject.publish(sequence)
-        cache.check_integrity()
+        check_integrity(cache)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
@@ -184,7 +185,7 @@ def test_kept_path_moves_the_nodes_keys_and_values_and_nothing_else(subject: Sub
     before, others = stored(subject, sequence), stored(subject, other)
     kept = [*range(22), *(22 + index for index in path)]
     subject.model.keep_path(sequence, path)
-    subject.model.cache.check_integrity()
+    check_integrity(subject.model.cache)
     assert sequence.length == len(kept)
     for tensor, expected in zip(stored(subject, sequence), before, strict=True):
         assert torch.equal(tensor, expected[kept])
@@ -203,7 +204,7 @@ def test_forked_sequence_goes_on_as_if_it_had_read_the_beginning_itself(
     subject.model.cache.publish(sequence, ids[:num_published])
     before = stored(subject, sequence)
     fork = subject.model.fork(sequence, length)
-    subject.model.cache.check_integrity()
+    check_integrity(subject.model.cache)
     subject.texts[fork] = ids[:length]
     subject.read(Reading(fork, [1, 2], 2), Reading(sequence, [3], 1))
     for tensor, expected in zip(stored(subject, sequence), before, strict=True):
@@ -230,7 +231,7 @@ def test_forward_pass_that_fails_anywhere_changes_no_sequence(monkeypatch: pytes
             patch.setattr(module, "forward", fail)
             with pytest.raises(RuntimeError, match="out of memory"):
                 llama.model.read([Reading(one, random_ids(random.Random(0), 30), 1) for one in (first, second, third)])
-        llama.model.cache.check_integrity()
+        check_integrity(llama.model.cache)
         assert [one.length for one in (first, second, third)] == [50, 5, 32]
         assert llama.model.cache.num_free_blocks == free
     llama.read(Reading(first, [1], 1), Reading(second, [2], 1), Reading(third, ids[32:40], 8))
@@ -251,7 +252,7 @@ def test_nothing_to_read_and_too_much_to_keep_are_bugs_of_the_caller(llama: Subj
     with pytest.raises(AssertionError):
         llama.model.read([Reading(first, [1], 1), Reading(second, ids, keep)])
     assert (first.length, second.length) == (0, 0)
-    llama.model.cache.check_integrity()
+    check_integrity(llama.model.cache)
 
 
 def packed(subject: Subject, sizes: list[tuple[int, int]]) -> tuple[list[Segment], PackedStep]:
@@ -370,7 +371,7 @@ def test_tokens_that_the_host_does_not_know_are_read_like_others(subject: Subjec
     assert (first.length, second.length) == (4, 41)
     assert_equal(logits[0], subject.fresh([1] * 40 + [5])[-1], subject.tolerance)
     assert_equal(logits[1], subject.fresh([3, 1, 4, 9])[-1], subject.tolerance)
-    subject.model.cache.check_integrity()
+    check_integrity(subject.model.cache)
 
 
 def test_full_cache_is_not_extended() -> None:

@@ -38,6 +38,7 @@ VALUES: dict[str, Any] = {
     "seed": 11,
     "num_speculative_tokens": 6,
     "num_draft_nodes": 12,
+    "stop_below": 0.5,
     "drafter": ["suffix", "lookup"],
     "rejection_sample_method": "token",
     "logprobs": 1,

@@ -43,6 +43,7 @@ from draftwire.options.ahead.held_blocks import HeldBlocks, HeldFate, HeldTally
 from draftwire.requests.parameters import SamplingParams
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.scheduler import Scheduler
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 
@@ -625,7 +626,7 @@ def test_every_requested_round_has_one_block_and_nothing_is_left_over(seed: int)
         if step is not None and chance.random() < 0.6:
             rig.finish(step)
             step = None
-        rig.model.cache.check_integrity()
+        check_integrity(rig.model.cache)
     rig.calibrate(text, base_len, max_rounds_ahead=1)
     if step is not None:
         rig.finish(step)

@@ -26,6 +26,7 @@ from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
 from draftwire.verification.target import judge
+from tests.cache_integrity import check_integrity
 from tests.judged import judging_of
 
 torch.set_num_threads(1)
@@ -140,7 +141,7 @@ def test_text_with_trees_that_grow_is_the_text_without(name: str, *, is_own: boo
         assert isinstance(outcome, Judgement)
         depths.append((outcome.num_accepted, tree.depth))
         number, new, ids = number + 1, outcome.token_ids, ids + outcome.token_ids
-        drafter.model.cache.check_integrity()
+        check_integrity(drafter.model.cache)
     assert ids[: len(expected)] == expected
     if is_own and not sampling.greedy:
         assert sum(accepted for accepted, _ in depths) > 0.8 * sum(depth for _, depth in depths)

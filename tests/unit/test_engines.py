@@ -51,6 +51,7 @@ from draftwire_drafter import scheduler as drafting
 from draftwire_drafter.engine import DraftEngine
 from draftwire_verifier import scheduler as verifying
 from draftwire_verifier.engine import TargetEngine
+from tests.cache_integrity import check_integrity
 
 CACHE_TOKENS = 2048
 CERTAIN = Script(acceptance=(1.0,))
@@ -122,7 +123,7 @@ class Verifier:
         self.scheduler.offer_block(block)
 
     def check(self) -> None:
-        self.model.cache.check_integrity()
+        check_integrity(self.model.cache)
         used = self.model.cache.num_blocks - self.model.cache.num_free_blocks
         reserved = self.model.cache.num_blocks - self.scheduler.room.num_free_blocks
         assert used <= reserved, "nobody uses more than was reserved"
@@ -140,7 +141,7 @@ def test_warm_up_of_the_target_leaves_the_cache_empty(cache_tokens: int) -> None
     model = ScriptedTarget(CERTAIN, cache_tokens)
     costs = TargetEngine(model, cache_tokens).warm_up()
     assert is_empty(model.cache)
-    model.cache.check_integrity()
+    check_integrity(model.cache)
     assert all(1 <= size <= blocks_for(cache_tokens) * BLOCK_SIZE and seconds >= 0.0 for size, seconds in costs)
 
 
@@ -322,7 +323,7 @@ class DraftSide:
         session = self.scheduler.close(session_id, 0)
         assert session is not None
         self.engine.forget(session.key)
-        self.cache.check_integrity()
+        check_integrity(self.cache)
 
     def steps(self, limit: int = 99) -> Iterator[tuple[drafting.StepResult, list[drafting.Completed]]]:
         for _ in range(limit):
@@ -333,7 +334,7 @@ class DraftSide:
             for item, outcome in zip(step.items, result.outcomes, strict=True):
                 if outcome is not None:
                     check_block(outcome, item)
-            self.cache.check_integrity()
+            check_integrity(self.cache)
             reserved = self.cache.num_blocks - self.scheduler.room.num_free_blocks
             assert self.cache.num_blocks - self.cache.num_free_blocks <= reserved
             yield result, self.scheduler.complete(step, result)
@@ -375,7 +376,7 @@ def test_warm_up_of_the_drafter_leaves_nothing_and_reports_what_was_read(make: A
     assert [size for size, _ in costs] == [2, 64]
     assert all(seconds >= 0.0 for _, seconds in costs)
     assert is_empty(side.cache)
-    side.cache.check_integrity()
+    check_integrity(side.cache)
 
 
 @either_strategy

@@ -34,6 +34,7 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.local_sources import LocalSources
 from draftwire_verifier.scheduler import Scheduler
+from tests.cache_integrity import check_integrity
 from tests.unit.verdict_parts import strategy_of, watched_of
 
 torch.set_num_threads(1)
@@ -112,7 +113,7 @@ class Verifier:
             for _, event in self.scheduler.complete(step, result):
                 assert isinstance(event, Verdict)
                 verdicts.append(event)
-            self.model.cache.check_integrity()
+            check_integrity(self.model.cache)
 
     def text(self, num_draft_tokens: int, **changes: Any) -> tuple[list[int], list[Verdict]]:
         """Returns a whole completion, and its verdicts."""

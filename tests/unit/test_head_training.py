@@ -30,6 +30,7 @@ from draftwire.training.heads.head_training import STATE, head_shape, start_from
 from draftwire.training.heads.mlp_trainee import MlpTrainee
 from draftwire.training.plan import Phase
 from draftwire.training.trainer import Trainer
+from tests.cache_integrity import check_integrity
 from tests.tiny_models import save_tiny_model
 from tools.embedded_pair.head_strategy import HeadStrategy
 
@@ -245,7 +246,7 @@ def test_head_speculates_in_one_process_without_changing_the_greedy_text(target:
     assert written == greedy_after(loaded.model, prompt, len(written))
     assert not rounds[0].num_accepted
     assert sum(done.num_accepted for done in rounds) > 2
-    head.cache.check_integrity()
+    check_integrity(head.cache)
 
 
 def greedy_after(model: object, prompt: list[int], count: int) -> list[int]:

@@ -29,6 +29,7 @@ from draftwire.verification.deciding import Judgement
 from draftwire.verification.rule import VerificationRule
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.auditing import audits_of
+from tests.cache_integrity import check_integrity
 from tests.judged import judging_of
 
 torch.set_num_threads(1)
@@ -107,7 +108,7 @@ class Session:
         self.round += 1
         assert self.sequence.parents == ()
         assert self.sequence.length == len(self.ids) - 1
-        self.model.cache.check_integrity()
+        check_integrity(self.model.cache)
 
 
 def plain_text(rule: VerificationRule, sampling: SamplingParams, length: int, **options: Any) -> list[Judgement]:

@@ -32,6 +32,7 @@ from draftwire.options.model_free.continued_chains import ContinuedDrafter
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 
@@ -154,7 +155,7 @@ def started(drafter: LanguageModelDrafter, committed: list[int]) -> LanguageMode
 def drafted(drafter: LanguageModelDrafter, sequence: LanguageModelSequence, wanted: DraftRequest) -> Draft:
     """What a step for one sequence drafts."""
     (draft,) = drafter.step([Drafting(sequence, wanted)]).drafts
-    drafter.model.cache.check_integrity()
+    check_integrity(drafter.model.cache)
     assert draft is not None
     return draft
 
@@ -433,7 +434,7 @@ def test_sequences_of_a_step_draft_what_each_would_draft_alone(drafter: Language
         ]
         generator.shuffle(draftings)
         step = drafter.step(draftings)
-        drafter.model.cache.check_integrity()
+        check_integrity(drafter.model.cache)
         for drafting, draft in zip(draftings, step.drafts, strict=True):
             index = sequences.index(drafting.sequence)
             new = [generator.randrange(VOCAB_SIZE)]
@@ -546,7 +547,7 @@ def test_cut_block_begins_the_whole_one_and_others_of_the_step_are_whole(
     wanted = [replace(whole, is_cut=cut_after(cut)) for cut in cuts]
     drafter.model.calls.clear()
     step = drafter.step([Drafting(*each) for each in zip(sequences, wanted, strict=True)])
-    drafter.model.cache.check_integrity()
+    check_integrity(drafter.model.cache)
     assert [len(call) for call in drafter.model.calls] == [5, 4, 4, 3, 2], "no pass for a token that is not drawn"
     for sequence, prompt, cut, draft in zip(sequences, prompts, cuts, step.drafts, strict=True):
         assert isinstance(draft, Draft)
@@ -601,7 +602,7 @@ def test_logits_that_are_not_finite_end_the_block_of_their_sequence_alone(
             drafter.model.failing = sequences[1], call
         wanted = [Drafting(sequence, request(round=number)) for number, sequence in enumerate(sequences)]
         drafts.append(drafter.step(wanted).drafts)
-        drafter.model.cache.check_integrity()
+        check_integrity(drafter.model.cache)
     whole, cut = drafts[0][1], drafts[1][1]
     for expected, draft in zip(drafts[0][::2], drafts[1][::2], strict=True):
         assert isinstance(draft, Draft)

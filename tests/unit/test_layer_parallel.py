@@ -48,6 +48,7 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire_drafter.config import DraftSettings
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 
@@ -274,7 +275,7 @@ def live(drafter: LanguageModelDrafter, reference: CachedModel, seed: int) -> fl
         if kind == "drafted twice":
             sequence.calibrate(len(committed), [])
             proposed = draft(drafter, sequence, request(4, round)).token_ids
-        drafter.model.cache.check_integrity()
+        check_integrity(drafter.model.cache)
         assert sequence.ids == committed + proposed
         furthest = max(furthest, from_fresh(reference, drafter.model, sequence))
         base_len = len(committed)

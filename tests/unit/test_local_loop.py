@@ -25,6 +25,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, LawRule
+from tests.cache_integrity import check_integrity
 
 PROMPT = [1, 3, 0, 2, 2]
 VOCAB_SIZE = 5
@@ -168,7 +169,7 @@ def test_finished_and_abandoned_runs_give_their_room_back(pair: Pair) -> None:
     for cache in caches:
         assert cache.sequences == set()
         assert cache.num_free_blocks == cache.num_blocks
-        cache.check_integrity()
+        check_integrity(cache)
 
 
 # The law of texts whose logits depend on the text

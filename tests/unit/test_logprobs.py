@@ -47,6 +47,7 @@ from draftwire.verification.deciding import Judgement, StillReading
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.scheduler import Scheduler
+from tests.cache_integrity import check_integrity
 from tests.judged import judging_of
 
 RAW, PROCESSED = LogprobsMode.RAW, LogprobsMode.PROCESSED
@@ -263,7 +264,7 @@ def test_bad_logits_in_a_prompt_fail_its_session_alone(max_read: int | None, num
     assert one.sequence.length == one.sequence.num_published == 0
     assert isinstance(outcome, Judgement)
     check_all(outcome.logprobs, 20, other.committed + outcome.token_ids, 1, other)
-    model.cache.check_integrity()
+    check_integrity(model.cache)
 
 
 # Sessions

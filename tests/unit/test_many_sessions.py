@@ -54,6 +54,7 @@ from draftwire_drafter.engine import DraftEngine
 from draftwire_verifier import engine as target_engine
 from draftwire_verifier import scheduler as verifying
 from draftwire_verifier.draft_waits import DraftWaits
+from tests.cache_integrity import check_integrity
 from tests.tiny_models import save_tiny_model, with_exact_norms
 
 torch.set_num_threads(1)
@@ -230,7 +231,7 @@ class Half:
                 self.sizes[len(self._step.items)] += 1
         elif self._result is None:
             self._result = self.engine.step(self._step)
-            self.cache.check_integrity()
+            check_integrity(self.cache)
             for key in self._posted:
                 self.engine.forget(key)
             self._posted.clear()
@@ -238,7 +239,7 @@ class Half:
             completed = self.scheduler.complete(self._step, self._result)
             self._step = self._result = None
             return completed
-        self.cache.check_integrity()
+        check_integrity(self.cache)
         return []
 
     def close(self, session_id: int, epoch: int) -> None:
@@ -250,7 +251,7 @@ class Half:
             self._posted.append(session.key)
         else:
             self.engine.forget(session.key)
-        self.cache.check_integrity()
+        check_integrity(self.cache)
 
     def check_empty(self) -> None:
         assert not self.scheduler.sessions

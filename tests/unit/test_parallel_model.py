@@ -51,6 +51,7 @@ from draftwire.options.heads.taps import FeatureSource
 from draftwire.options.layer_parallel.layer_groups import LayerParallelism
 from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder
 from draftwire.options.layer_parallel.layer_parallel_loading import load_layer_parallel
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 
@@ -781,7 +782,7 @@ def lose(group: ProcessGroup, path: str, signs: str) -> tuple[float, str]:
             model.read([Reading(sequence, [4, 5], 1)])
         with pytest.raises(UnavailableError):
             model.heartbeat()
-    model.cache.check_integrity()
+    check_integrity(model.cache)
     return taken, str(caught.value)
 
 

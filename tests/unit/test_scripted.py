@@ -35,6 +35,7 @@ from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
 from draftwire.verification.target import judge
+from tests.cache_integrity import check_integrity
 from tests.judged import judging_of
 
 torch.set_num_threads(1)
@@ -49,7 +50,7 @@ def rounds_of(
     target = ScriptedTarget(script, run_tokens + 64)
     run = LocalRun(sampling, run_tokens, block_length, rule, seed=3)
     rounds = list(speculate(target, ScriptedDrafter(script), PROMPT, run))
-    target.cache.check_integrity()
+    check_integrity(target.cache)
     assert target.cache.sequences == set()
     return rounds
 

@@ -29,6 +29,7 @@ from draftwire.verification import RULES, BlockBatch, KeyedNoise, TypicalRule, v
 from draftwire.verification.deciding import NEAR_TIE, Decided, Judgement, StillReading
 from draftwire.verification.target import Judging, judge
 from draftwire_verifier.auditing import audits_of
+from tests.cache_integrity import check_integrity
 from tests.judged import judging_of
 
 torch.set_num_threads(1)
@@ -190,7 +191,7 @@ def test_blocks_of_a_mixed_step_are_judged_as_if_each_were_alone(seed: int) -> N
         ]
         model.num_calls = 0
         step = judge(model, parts)
-        model.cache.check_integrity()
+        check_integrity(model.cache)
         assert model.num_calls == 1
         assert step.num_tokens == sum(len(reading.token_ids) for reading in model.readings)
         groups = {(part.rule.name, isinstance(part.draft, DenseRows)) for part in parts}
@@ -397,7 +398,7 @@ def test_logits_that_are_not_finite_after_the_text_fail_it_alone(number: float, 
     before = (sick.length, sick.num_published, sick.blocks.copy())
     model.bad = {sick: (3, number)}
     step = judge(model, parts)
-    model.cache.check_integrity()
+    check_integrity(model.cache)
     assert isinstance(step.outcomes[place], UnavailableError)
     assert before == (sick.length, sick.num_published, sick.blocks)
     assert step.outcomes[3] == StillReading()
@@ -467,7 +468,7 @@ def test_step_without_room_changes_no_sequence() -> None:
     parts = [judging(model, generator, random_ids(generator, count), 2) for count in (20, 40)]
     with pytest.raises(NoRoomError):
         judge(model, parts)
-    model.cache.check_integrity()
+    check_integrity(model.cache)
     assert [part.sequence.length for part in parts] == [0, 0]
     model.cache.close(parts[1].sequence)
     assert judge(model, parts[:1]).outcomes == [by_hand(REFERENCE, parts[0])[0]]

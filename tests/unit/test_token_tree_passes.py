@@ -20,6 +20,7 @@ from draftwire.models.packing import positions_of
 from draftwire.models.sequence_model import Reading, Segment
 from draftwire.models.static_steps import StaticSteps, StepShape
 from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 
@@ -79,7 +80,7 @@ def read(subject: Subject, generator: random.Random, planted: list[Planted]) -> 
     readings = [one.grow(generator) for one in planted]
     spoil(subject.model)
     logits = subject.model.read(readings)
-    subject.model.cache.check_integrity()
+    check_integrity(subject.model.cache)
     for one, reading, rows in zip(planted, readings, logits.split([one.keep for one in readings]), strict=True):
         assert one.sequence.parents == one.parents
         expected = one.rows(subject)
@@ -190,7 +191,7 @@ def test_tree_across_blocks_is_shared_only_when_its_path_is_kept() -> None:
     path = path_to(39, one.parents)
     committed = one.text + [one.nodes[node] for node in path]
     model.cache.publish(one.sequence, committed)
-    model.cache.check_integrity()
+    check_integrity(model.cache)
     early = model.cache.open(committed)
     assert early.num_reused == BLOCK_SIZE, "only what lies before the tree"
     model.keep_path(one.sequence, path)
@@ -220,7 +221,7 @@ def test_path_in_place_is_not_copied_and_one_that_cannot_be_is_forgotten(monkeyp
         with pytest.raises(RuntimeError, match="out of memory"):
             model.keep_path(sequence, [1])
     assert (sequence.length, sequence.parents) == (5, ())
-    model.cache.check_integrity()
+    check_integrity(model.cache)
     assert_equal(model.read([Reading(sequence, [9], 1)]), subject.fresh([1, 2, 3, 4, 5, 9])[-1:], 1e-11)
 
 

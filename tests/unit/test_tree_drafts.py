@@ -25,6 +25,7 @@ from draftwire.requests.session_parameters import ALONE
 from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement
 from draftwire.verification.target import judge
+from tests.cache_integrity import check_integrity
 from tests.judged import judging_of
 
 torch.set_num_threads(1)
@@ -109,7 +110,7 @@ def test_text_with_drafted_trees_is_the_text_without(name: str, shape: str, is_o
         if is_own:
             assert outcome.num_accepted == own.depth == tree.depth
         number, new, ids = number + 1, outcome.token_ids, ids + outcome.token_ids
-        drafter.model.cache.check_integrity()
+        check_integrity(drafter.model.cache)
     assert ids[: len(expected)] == expected
 
 

@@ -25,6 +25,7 @@ from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.scheduler import Scheduler as DraftScheduler
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.scheduler import Scheduler as TargetScheduler
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 
@@ -144,7 +145,7 @@ def test_text_with_trees_is_the_targets_own(rule: str, sampling: SamplingParams,
     assert all(verdict.num_draft_tokens <= NODES and verdict.num_draft_positions <= DEPTH for verdict in verdicts)
     assert sum(verdict.tree is not None for verdict in verdicts) > len(verdicts) / 2
     assert all(audit is None for audit in rounds.audits), "nobody can bias such a text"
-    rounds.target.cache.check_integrity()
+    check_integrity(rounds.target.cache)
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(2.0), SamplingParams(1.0, top_k=5)], ids=["plain", "truncated"])
@@ -156,7 +157,7 @@ def test_drawn_trees_are_judged_and_audited(sampling: SamplingParams) -> None:
     seen = [audit for audit in rounds.audits if audit is not None]
     assert len(seen) == len(verdicts) == len(rounds.audits) - 1, "all but the first round"
     assert sum(audit.num_positions for audit in seen) > 3 * len(seen)
-    rounds.target.cache.check_integrity()
+    check_integrity(rounds.target.cache)
 
 
 def test_tree_that_is_set_aside_is_audited_and_the_round_is_plain() -> None:

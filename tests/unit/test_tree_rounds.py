@@ -18,6 +18,7 @@ from draftwire.models.decoders import decoder_of
 from draftwire.options.trees.growth_plan import GrowthPlan
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.requests.parameters import SamplingParams
+from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
 
@@ -49,7 +50,7 @@ def written(own: Setting, arm: Arm, seed: int = 1) -> tuple[list[int], list[int]
         accepted.append(text.round(len(accepted), arm)[0])
     text.close()
     for model in (own.target, own.drafter):
-        model.cache.check_integrity()
+        check_integrity(model.cache)
         assert model.cache.num_free_blocks == free
     return text.ids[len(PROMPT) :][:NUM_TOKENS], accepted
 

@@ -187,7 +187,14 @@ class AheadDrafting(DraftOption):
                 self._queue.enqueue(session)
             return []
         branch.block, branch.guesses = draft.token_ids, draft.guesses
-        block = DraftBlock(branch.fence, draft.token_ids, draft.distributions, timings=timings, is_ahead=True)
+        block = DraftBlock(
+            branch.fence,
+            draft.token_ids,
+            draft.distributions,
+            timings=timings,
+            is_ahead=True,
+            confidence_buckets=draft.confidence_buckets,
+        )
         if branch.parent is None:  # it came true meanwhile, whether its block was asked for or not
             self.lookahead.adopt(session, branch)
         if calibration is not None:

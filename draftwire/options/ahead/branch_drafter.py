@@ -9,6 +9,7 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, Draft
 from draftwire.engine.draft_session import DraftSession, StepResult
 from draftwire.engine.leases import SessionKey
 from draftwire.errors import DraftwireError, NoRoomError
+from draftwire.method.confidence import stop_in
 from draftwire.options.ahead.branches import Branch, WantedGuesses
 
 BranchOutcome = Draft | DraftwireError | None
@@ -134,7 +135,8 @@ class BranchDrafter:
             return None
         self.branches[branch] = fork
         request = session.request(branch.fence.round, branch.num_draft_tokens)
-        return Drafting(fork, replace(request, guesses=WantedGuesses(), is_cut=partial(self._is_cut, session, branch)))
+        stop, is_cut = stop_in(branch.fence.round, branch.stop_below), partial(self._is_cut, session, branch)
+        return Drafting(fork, replace(request, guesses=WantedGuesses(), stop_below=stop, is_cut=is_cut))
 
     def _is_cut(self, session: DraftSession, branch: Branch) -> bool:
         """Whether the block of a branch ends: it is not wanted any more, or others are; see `Branch.calibration`."""

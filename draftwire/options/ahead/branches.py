@@ -42,6 +42,8 @@ class Branch:
     """Tokens of the parent's block that it starts with."""
     num_draft_tokens: int = 0
     """Tokens to be drafted."""
+    stop_below: float | None = None
+    """Sureness that is wanted of each place, as in `Calibration`."""
     block: list[int] | None = None
     """The tokens that were drafted and sent; None before."""
     guesses: list[list[int]] = field(default_factory=list)

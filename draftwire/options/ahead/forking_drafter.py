@@ -11,6 +11,7 @@ from draftwire.drafting.strategies import LoadedStrategy, StrategyContext
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import DraftModel
 from draftwire.options.ahead.guessed_chains import GuessedChains
+from draftwire.options.confidence.confident_chains import ConfidentChains
 from draftwire.requests.session_parameters import SessionParameters
 
 
@@ -40,7 +41,10 @@ class ForkingSequence(LanguageModelSequence):
 
 
 class ForkingDrafter(LanguageModelDrafter):
-    """A causal language model that can draft ahead."""
+    """A causal language model that can draft ahead, and knows how sure it is."""
+
+    reports_confidence = True
+    """Whether it takes `DraftRequest.stop_below`."""
 
     @override
     def open(self, token_ids: list[int], parameters: SessionParameters) -> ForkingSequence:
@@ -60,7 +64,10 @@ class ForkingDrafter(LanguageModelDrafter):
 
     @override
     def _chains(self, members: list[BatchMember]) -> Chains:
-        kind = Chains if all(member.request.guesses is None for member in members) else GuessedChains
+        requests = [member.request for member in members]
+        if any(request.guesses is not None for request in requests):
+            return GuessedChains(self.model, members, self._quantization)
+        kind = Chains if all(request.stop_below is None for request in requests) else ConfidentChains
         return kind(self.model, members, self._quantization)
 
 

@@ -7,19 +7,20 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from draftwire.drafting.language_model import BatchMember, Chains
+from draftwire.drafting.language_model import BatchMember
 from draftwire.drafting.strategy import Draft
 from draftwire.errors import DraftwireError
 from draftwire.method.devices import upload
 from draftwire.method.encoding import DraftDistributions
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.models.sequence_model import DraftModel
+from draftwire.options.confidence.confident_chains import ConfidentChains
 
 POSSIBLE_FIRST = 1e4
 """Added to the scores of tokens that are possible, so that they come before all others: no logit is that large."""
 
 
-class GuessedChains(Chains):
+class GuessedChains(ConfidentChains):
     """Chains, some with guesses of other tokens for their places, without influence on what is drawn."""
 
     def __init__(self, model: DraftModel, members: Sequence[BatchMember], quantization: Quantization) -> None:

@@ -114,6 +114,7 @@ class Lookahead:
         sessions have a row or more in each pass.
         """
         session, block = texts.session, node.block or []
+        stop_below = None if session.latest is None else session.latest.stop_below
         stops = session.spec.parameters.stop_token_ids
         path = _path_to(node)
         likeliest = self.endings.likeliest(node, texts.num_left)
@@ -125,7 +126,7 @@ class Lookahead:
                 continue
             prefix_hash = session.committed.hash_with([*path, *added])
             fence = Fence(*session.key, node.fence.round + 1, prefix_len, prefix_hash)
-            node.children.append(Branch(fence, added, node, ending.num_kept, length))
+            node.children.append(Branch(fence, added, node, ending.num_kept, length, stop_below))
             texts.num_ahead[fence.round] += 1
 
     def _num_worthwhile(self, texts: NextTexts, chances: list[float], num_beside: int) -> int:

@@ -99,4 +99,5 @@ class DraftEngine(StepEngine[Step, StepResult]):
 def _outcome(item: StepItem, draft: Draft | DraftwireError | None, timings: DraftTimings) -> DraftOutcome:
     if item.calibration is None or not isinstance(draft, Draft):
         return draft if isinstance(draft, DraftwireError) else None
-    return DraftBlock(item.calibration.fence, draft.token_ids, draft.distributions, timings, parents=draft.parents)
+    block = DraftBlock(item.calibration.fence, draft.token_ids, draft.distributions, timings, parents=draft.parents)
+    return replace(block, confidence_buckets=draft.confidence_buckets)

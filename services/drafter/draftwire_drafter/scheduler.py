@@ -121,7 +121,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
         fence = outcome.fence
         length = session.length_at(fence.prefix_len)
         if length >= 1 and fence.round > session.last_asked:
-            self.ask(session, Calibration(fence, len(session.committed), [], length))
+            self.ask(session, Calibration(fence, len(session.committed), [], length, stop_below=latest.stop_below))
 
     def commit(self, session: DraftSession, fence: Fence, new_ids: list[int]) -> None:
         """Commits tokens of a session before a round."""

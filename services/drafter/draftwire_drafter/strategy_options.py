@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from draftwire.engine.draft_session import DraftOption
 from draftwire.models.description import (
+    CONFIDENCE,
     DRAFT_AHEAD,
     DRAFTS_ON_OUTCOMES,
     FLUSH_REPLIES,
@@ -12,6 +13,7 @@ from draftwire.models.description import (
     NEEDS_FEATURES,
     PARTIAL_BLOCKS,
 )
+from draftwire.options.confidence.session_confidence import SessionConfidence
 from draftwire.options.heads.feature_feeding import FeatureFeeding, FedStrategy
 from draftwire.options.trees.session_trees import SessionTrees, TreeStrategy
 from draftwire.runtime.settings import require
@@ -45,10 +47,13 @@ class StrategyOptions:
         can_do = isinstance(strategy, TreeStrategy) or max_tree_nodes == 0
         require(can_do, "max_tree_nodes: the drafter's strategy drafts no token trees")
         can_draw = isinstance(strategy, TreeStrategy) and strategy.draws_trees
-        self.added.append(SessionTrees(max_tree_nodes, can_draw=can_draw))
+        is_known = getattr(strategy, "reports_confidence", False)
+        self.added += [SessionTrees(max_tree_nodes, can_draw=can_draw), SessionConfidence(is_known=is_known)]
         capabilities = {DRAFTS_ON_OUTCOMES, FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS}
         if getattr(strategy, "can_fork", False):
             capabilities.add(DRAFT_AHEAD)
+        if is_known:
+            capabilities.add(CONFIDENCE)
         if isinstance(strategy, FedStrategy):
             self.feeding = FeatureFeeding(strategy, engine.sequences)
             self.added.append(self.feeding)

@@ -139,6 +139,9 @@ class GatewayConfig:
     num_draft_nodes: int = 0
     """Draft tokens of a token tree in each round, where a request does not say and its rule takes trees: its paths have
     num_speculative_tokens, which are then not chosen. 0: chains. Drafters and verifiers need max_tree_nodes."""
+    stop_below: float = 0.0
+    """Blocks of drafters that are language models end before a place in which no token has so much probability, where a
+    request does not say; 0 ends none. Not token trees."""
     rejection_sample_method: str = "block"
     """Verification rule where a request does not say: block, token or coupled. Lossy rules have to be asked for."""
     tool_call_syntax: str = AUTO_TOOL_SYNTAX
@@ -209,6 +212,7 @@ class GatewayConfig:
         )
         is_size = 0 <= self.num_draft_nodes <= MAX_TREE_NODES
         require(is_size, f"num_draft_nodes must be in 0..{MAX_TREE_NODES}, not {self.num_draft_nodes}")
+        require(0.0 <= self.stop_below <= 1.0, f"stop_below must be in 0..1, not {self.stop_below}")
         is_policy = self.speculation in ("adaptive", "fixed")
         require(is_policy, f"speculation must be adaptive or fixed, not {self.speculation!r}")
         alone = (AUTO_LOCAL_DRAFTS, NO_LOCAL_DRAFTS, *HEAD_NAMES)

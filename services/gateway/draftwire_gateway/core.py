@@ -63,6 +63,7 @@ class GatewayCore:
             rounds_ahead=config.ahead.draft_ahead_rounds,
             max_branches=config.ahead.draft_ahead_branches,
             num_draft_nodes=config.num_draft_nodes,
+            stop_below=config.stop_below,
         )
         self.metrics = GatewayMetrics(counts_callers=config.caller_metrics)
         self.pairs = Pairs(config.max_speculative_tokens, config.num_speculative_tokens)

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from draftwire.errors import NoRoomError
+from draftwire.options.confidence.bucket_counts import fates_of
 from draftwire.runtime.metrics import LONG_SECONDS, PREFIX, ServiceMetrics
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 
@@ -83,6 +84,12 @@ class GatewayMetrics(ServiceMetrics):
         )
         self.draft_lengths = self.counter(
             "rounds_by_draft_length", "Rounds committed, by how many draft tokens they judged.", ("length",)
+        )
+        self.places = self.counter(
+            "draft_places",
+            "Places of blocks that say how sure their drafters were, by the eighth of 0 to 1 in which that is, 0 to 7: "
+            '"accepted"; "rejected", the first one; "ended", the block ended before it. Only with stop_below.',
+            ("bucket", "outcome"),
         )
         self.round_tokens = self.counter("round_tokens", "Tokens committed by rounds: over rounds, block efficiency.")
         self.round_s = self.histogram(
@@ -161,6 +168,8 @@ class GatewayMetrics(ServiceMetrics):
         self._by_kind[times.why_plain].inc()
         self.draft_lengths.labels(str(times.verdict.num_draft_tokens)).inc()
         self.round_tokens.inc(times.num_tokens)
+        for bucket, fate in fates_of(times.verdict):
+            self.places.labels(str(bucket), fate.value).inc()
         parts = self._parts
         if times.lost_s:
             parts["lost"].observe(times.lost_s)

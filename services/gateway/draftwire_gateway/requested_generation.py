@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from draftwire.errors import ContextLengthError, InvalidRequestError
+from draftwire.method.confidence import check_stop
 from draftwire.method.keys import MAX_SEED, new_seed
 from draftwire.method.tree_limits import MAX_TREE_NODES
 from draftwire.models.description import ModelDescription
@@ -44,6 +45,8 @@ class SpeculationDefaults:
     """Texts for which they may do so at once."""
     num_draft_nodes: int = 0
     """Draft tokens of a token tree, where the rule takes trees; 0 drafts chains."""
+    stop_below: float = 0.0
+    """How sure drafters have to be of each place; 0 ends no block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class RequestedGeneration:
     seed: int | None = None
     num_speculative_tokens: int | None = None
     num_draft_nodes: int | None = None
+    stop_below: float | None = None
     drafter: tuple[str, ...] = ()
     """Names of draft models or of strategies of the verifier, that may draft; empty for all."""
     rule: str | None = None
@@ -115,6 +119,7 @@ def complete_request(
     rule = target.rule_named(request.rule if request.rule is not None else defaults.rule)
     num_draft_nodes = _num_draft_nodes(request, defaults, rule, target) if num_speculative_tokens else 0
     rounds_ahead = 0 if num_draft_nodes else defaults.rounds_ahead
+    stop_below = check_stop(request.stop_below)
     draft_models, strategies = _drafters(request, defaults)
     template = Generation(
         prompt_ids=[],
@@ -130,6 +135,7 @@ def complete_request(
         rounds_ahead=rounds_ahead,
         max_branches=defaults.max_branches if rounds_ahead else 0,
         num_draft_nodes=num_draft_nodes,
+        stop_below=defaults.stop_below if stop_below is None else stop_below,
         rule=rule,
         cache_salt=_salt_of(request),
         logprobs=_wanted_logprobs(request),

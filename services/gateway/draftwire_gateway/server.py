@@ -82,7 +82,7 @@ _SOURCES = {
 }
 
 _NAMED_ALIKE = (
-    *("num_choices", "max_tokens", "seed", "num_speculative_tokens", "num_draft_nodes"),
+    *("num_choices", "max_tokens", "seed", "num_speculative_tokens", "num_draft_nodes", "stop_below"),
     *("logprobs", "prompt_logprobs", "logprobs_mode"),
 )
 """Parameters that may be left out and have the same names in `RequestedGeneration`."""

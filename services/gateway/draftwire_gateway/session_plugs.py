@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from draftwire_gateway.options.confident_drafts import ConfidentDrafts
 from draftwire_gateway.options.drafts_ahead import DraftsAhead
 from draftwire_gateway.options.local_drafting import LocalDrafting
 from draftwire_gateway.options.mask_allowance import MaskAllowance
@@ -37,6 +38,7 @@ def options_of(session: SessionState) -> tuple[SessionOption, ...]:
         (TreeDrafts, generation.num_draft_nodes > 0),
         (MaskAllowance, generation.sampling.structured_output is not None),
         (LocalDrafting, bool(generation.local_strategies)),
+        (ConfidentDrafts, generation.stop_below > 0.0),
         (DraftsAhead, generation.num_speculative_tokens > 0),  # the last: begun rounds are requested as they were begun
     )
     return tuple(option(session) for option, is_asked_for in asked_for if is_asked_for)

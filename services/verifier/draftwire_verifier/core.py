@@ -21,7 +21,7 @@ from draftwire.engine.target_session import Step, StepResult, TargetSession
 from draftwire.errors import DraftwireError, ProtocolViolationError
 from draftwire.method.rounds import FenceVerdict, PlainRun, PromptRead, ReceivedBlock, TargetSessionSpec, Verdict
 from draftwire.models.card import ModelCard
-from draftwire.models.description import DRAFTS_ON_OUTCOMES, FEATURES, HELD_BLOCKS, ISSUED_IDENTITIES
+from draftwire.models.description import CONFIDENCE, DRAFTS_ON_OUTCOMES, FEATURES, HELD_BLOCKS, ISSUED_IDENTITIES
 from draftwire.options.ahead.held_blocks import HeldBlocks, HeldTally
 from draftwire.options.logprobs.session_logprobs import LogprobsReport
 from draftwire.options.structured_output.form_compiler_pool import FormCompilerPool
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-CAPABILITIES = frozenset({DRAFTS_ON_OUTCOMES, HELD_BLOCKS, ISSUED_IDENTITIES})
+CAPABILITIES = frozenset({CONFIDENCE, DRAFTS_ON_OUTCOMES, HELD_BLOCKS, ISSUED_IDENTITIES})
 TargetEvent = Verdict | PromptRead | BlockRefused | SessionFailed
 
 

@@ -158,7 +158,8 @@ class DrafterPeers:
         """Tells the drafter of a round's block how the round ended, if another one follows. One that reads too slowly
         hears of it from the gateway alone.
         """
-        if session.is_over or not verdict.num_draft_tokens or verdict.is_of_verifier:
+        has_block = verdict.num_draft_tokens or verdict.confidence_buckets
+        if session.is_over or not has_block or verdict.is_of_verifier:
             return
         stream = self.streams.get(session.drafter_id) if session.drafter_id is not None else None
         if stream is not None and (stream.takes_outcomes or (session.spec.max_held_blocks and stream.drafts_ahead)):

@@ -70,4 +70,5 @@ class JudgedRound:
             logprobs=session.report.of_round(block, judgement) if session.report is not None else None,
             tree=TreePart(block.depth) if block and block.tree is not None else None,
             step=self.size,
+            confidence_buckets=block.confidence_buckets if block else b"",
         )

@@ -241,6 +241,7 @@ class GenerateBody(SamplingNumbers, Strict):
     # Not in OpenAI's API; named as in gRPC.
     num_speculative_tokens: int | None = None
     num_draft_nodes: int | None = None
+    stop_below: float | None = None
     drafter: Annotated[list[str], FirstFault(), at_most(MAX_DRAFTERS), BeforeValidator(_as_list, str | list[str])] = []
     rejection_sample_method: str | None = None
     allowed_token_ids: TokenIds | None = None

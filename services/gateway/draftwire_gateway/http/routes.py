@@ -162,6 +162,7 @@ def _common(body: GenerateBody) -> dict[str, Any]:
         "seed": body.seed,
         "num_speculative_tokens": body.num_speculative_tokens,
         "num_draft_nodes": body.num_draft_nodes,
+        "stop_below": body.stop_below,
         "drafter": tuple(body.drafter),
         "rule": body.rejection_sample_method,
         "cache_salt": body.cache_salt,

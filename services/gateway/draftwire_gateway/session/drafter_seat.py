@@ -17,13 +17,7 @@ from draftwire.method.rounds import BlockSent, DraftSessionSpec, Verdict
 from draftwire.models.description import FEATURES, FLUSH_REPLIES, NEEDS_FEATURES, ModelDescription
 from draftwire_gateway.session.event_queue import EventQueue, TaggedInbox
 from draftwire_gateway.session.policy import Policy
-from draftwire_gateway.session.ports import (
-    DrafterLost,
-    DrafterPort,
-    DrafterReady,
-    Peers,
-    TargetPort,
-)
+from draftwire_gateway.session.ports import DrafterLost, DrafterPort, DrafterReady, Peers, TargetPort
 from draftwire_gateway.session.seated_drafter import BlockFate, SeatedDrafter
 from draftwire_gateway.session.session_option import SessionOption
 from draftwire_gateway.session.session_state import SessionState

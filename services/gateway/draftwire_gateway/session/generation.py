@@ -51,6 +51,8 @@ class Generation:
     """Texts for which it may do so at once."""
     num_draft_nodes: int = 0
     """Draft tokens of a token tree, in the place of a chain, where drafter and verifier know trees. 0 drafts chains."""
+    stop_below: float = 0.0
+    """How sure drafters have to be of a place: blocks end before one of less; 0 ends none."""
     has_own_seed: bool = False
     """Whether the request named the seed, and so may be one of several with equal numbers. See `numbers_are_fresh`."""
     shown_tokens: frozenset[str] = frozenset()

@@ -27,14 +27,7 @@ from draftwire_gateway.session.event_queue import EventQueue, PeerEvent
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.loop_settings import LoopSettings
 from draftwire_gateway.session.policy import Policy
-from draftwire_gateway.session.ports import (
-    BlocksRefused,
-    DrafterLost,
-    DrafterReady,
-    Peers,
-    TargetLost,
-    TargetPort,
-)
+from draftwire_gateway.session.ports import BlocksRefused, DrafterLost, DrafterReady, Peers, TargetLost, TargetPort
 from draftwire_gateway.session.round_planner import RoundPlanner
 from draftwire_gateway.session.round_times import RoundObserver, RoundWatch, WhyPlain
 from draftwire_gateway.session.session_option import MakeOptions, RunRequest

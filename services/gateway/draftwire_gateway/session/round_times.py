@@ -31,6 +31,8 @@ class WhyPlain(Enum):
     """The drafter's block did not come in time; it is asked again when it answers."""
     EMPTY_BLOCK = "empty_block"
     """The drafter drew nothing."""
+    UNSURE = "unsure"
+    """The drafter was not sure of the first place, and ended the block before it, as it was asked to."""
     NO_GUESS = "no_guess"
     """The verifier drafts by itself, and the text has no earlier place like its end, or its head still reads."""
     SLOW_MASKS = "slow_masks"
@@ -162,7 +164,7 @@ class RoundWatch:
             verdict=verdict,
             started_at=started_at,
             ended_at=arrived_at,
-            why_plain=None if verdict.num_draft_tokens else self._why,
+            why_plain=None if verdict.num_draft_tokens else WhyPlain.UNSURE if verdict.ended_unsure else self._why,
             is_first=is_first,
             lost_s=asked_at - started_at,
             prefill_s=left_s if is_first else 0.0,

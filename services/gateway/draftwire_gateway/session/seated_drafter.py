@@ -124,9 +124,8 @@ class SeatedDrafter:
         # Who reads the text slowly keeps the request waiting, and not a drafter that the one before lets begin.
         self._begins_at = max(self._ended_at, requested_at) if block.is_begun else self._requested_at
         self._session.expected.request_block(arm.length, num_nodes=arm.num_nodes, is_ahead=block.may_be_ahead)
-        fence, permit = self._session.fence, self._next_permit()
-        wanted = Calibration(fence, base_len, new_ids, arm.length, permit, block.max_rounds_ahead, block.tree)
-        self.port.calibrate(wanted)
+        fence, permit, wanted = self._session.fence, self._next_permit(), (block.max_rounds_ahead, block.tree)
+        self.port.calibrate(Calibration(fence, base_len, new_ids, arm.length, permit, *wanted, block.stop_below))
         return self._timeout_s
 
     def timeout_s(self, num_draft_tokens: int, most: float) -> float:
@@ -220,8 +219,10 @@ class SeatedDrafter:
     def _learn(self, arrived_at: float, verdict: Verdict | None) -> None:
         """Updates the estimate of the drafter's times by the time since the block was requested, or begun."""
         seconds = min(arrived_at - self._begins_at, MAX_STRETCH * self._timeout_s)
-        pass_s = None
+        pass_s, num_tokens = None, self._num_tokens
+        if verdict is not None and verdict.ended_unsure:
+            num_tokens = verdict.num_draft_tokens
         if verdict is not None and verdict.num_draft_tokens:
             drafting_s = (verdict.timings.calibration_us + verdict.timings.draft_us) / 1e6
             pass_s = min(drafting_s, seconds) / verdict.num_draft_positions
-        self.port.round_trip.add(seconds, self._num_tokens, pass_s)
+        self.port.round_trip.add(seconds, num_tokens, pass_s)

@@ -38,6 +38,8 @@ class BlockRequest:
     """Whether the drafter may have begun it when the round before ended."""
     may_be_ahead: bool = False
     """Whether it may have been drafted before it was requested, or later ones may be."""
+    stop_below: float | None = None
+    """Sureness that is wanted of each place, as in `Calibration`."""
 
 
 class SessionOption:
