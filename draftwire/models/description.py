@@ -17,11 +17,9 @@ PARTIAL_BLOCKS = "partial_blocks"
 """Capability of a drafter: can end a block in progress and send the tokens drawn so far."""
 FLUSH_REPLIES = "flush_replies"
 """Capability of a drafter: replies to that request when the block is sent."""
-
 ISSUED_IDENTITIES = "issued_identities"
 """Capability of a verifier that gives drafters their identities, and of a drafter that shows the one that it was given,
 tells gateways of it, and takes a permit that names it."""
-
 HELD_BLOCKS = "held_blocks"
 """Capability of a verifier: holds blocks of coming rounds, and tells drafters how rounds ended."""
 FEATURES = "features"
@@ -47,6 +45,7 @@ class WarmUpStep:
     num_rows: int
     """Tokens of the prompt."""
     duration_us: int
+    """Microseconds that it took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class ModelDescription:
     max_tree_nodes: int = 0
     """Draft tokens of a token tree that it drafts or judges, at most; 0 if it knows no trees."""
     warm_up_steps: tuple[WarmUpStep, ...] = ()
-    """What steps took at the warm-up; empty if the peer does not say."""
+    """Steps of the warm-up; empty if the peer does not say."""
 
     def rule_named(self, name: str) -> RuleFacts:
         """Returns a rule that a verifier offers.

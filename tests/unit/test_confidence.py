@@ -263,7 +263,7 @@ def test_drafter_refuses_what_it_cannot_do() -> None:
     [
         ({CONFIDENCE}, {CONFIDENCE}, Arm(DraftSource.DRAFTER, 4), 0.5),
         ({CONFIDENCE}, {CONFIDENCE}, Arm(DraftSource.AHEAD, 4), 0.5),
-        ({CONFIDENCE}, {CONFIDENCE}, Arm(DraftSource.TREES, 4, 8), None),
+        ({CONFIDENCE}, {CONFIDENCE}, Arm(DraftSource.DRAFTER, 4, 8), None),
         ({CONFIDENCE}, set(), Arm(DraftSource.DRAFTER, 4), None),
         (set(), {CONFIDENCE}, Arm(DraftSource.DRAFTER, 4), None),
     ],
