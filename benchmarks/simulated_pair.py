@@ -33,7 +33,7 @@ from draftwire_gateway.speculation.predicting_chooser import PredictingChooser
 FIXED = (PLAIN, *(Arm(DraftSource.DRAFTER, length) for length in (1, 2, 4, 8)))
 VERIFY_MS, ROW_US, DRAFT_MS = (5, 20), (0, 200, 1000), (0.5, 2)
 ACCEPTANCE, SESSIONS = (0.1, 0.5, 0.8, 0.95), (1, 4, 16)
-FRESH_SEED = 1000
+FRESH_SEED = 2000
 """From which on seeds are where times are uneven: none of them was used while anything was tuned."""
 SHORT_ACCEPTANCE = (0.5, 0.8, 0.95)
 """Of the pairs whose texts are short."""

@@ -273,7 +273,7 @@ class PredictingChooser:
                 continue
             is_new = not is_known and not took_s
             took_s = took_s or ROUNDS * self.model.round_s(arm, n, self.now)
-            cost_s = took_s * max(LEAST_GAIN, 1.0 - rates[arm] / rates[self.arm])
+            cost_s = took_s * max(2.0 * NOISE, 1.0 - rates[arm] / rates[self.arm])
             turn = math.inf if is_new else TRIAL_SHARE * (self.now - at) / cost_s
             if turn > most:
                 most, found = turn, arm if source is None or self.acceptance[source].num_drafts else Arm(source, 1)
