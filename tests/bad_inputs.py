@@ -203,15 +203,11 @@ class DraftSide:
         target = self.target
         base_len = changes.pop("base_len", len(PROMPT))
         token_ids = changes.pop("token_ids", target.committed.ids[base_len:])
-        tree = changes.pop("tree", None)
+        others = {name: changes.pop(name, None) for name in ("tree", "stop_below")}
         fence = fence_to_proto(replace(target.fence, **changes))
         return {
             "calibration": drafter_pb2.Calibration(
-                fence=fence,
-                base_len=base_len,
-                token_ids=token_ids,
-                num_draft_tokens=num_draft_tokens,
-                tree=tree,
+                fence=fence, base_len=base_len, token_ids=token_ids, num_draft_tokens=num_draft_tokens, **others
             )
         }
 
