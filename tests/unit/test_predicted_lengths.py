@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.pair_simulation import SimulatedPair, Simulation, constant, round_times
 from draftwire.method.round_parts import GuessPart, StepSize, WatchedGuess
+from draftwire.models.description import WarmUpStep
 from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation import (
     accepted_counts,
@@ -18,6 +19,7 @@ from draftwire_gateway.speculation import (
     step_prices,
 )
 from draftwire_gateway.speculation.accepted_counts import MEMORY, ROUNDS, AcceptedCounts
+from draftwire_gateway.speculation.pair_model import WarmUp
 from draftwire_gateway.speculation.pairs import PairName, Pairs
 from draftwire_gateway.speculation.predicted_session import PredictedSession
 from draftwire_gateway.speculation.predicting_chooser import PredictingChooser
@@ -178,6 +180,18 @@ def test_client_that_does_not_read_misleads_no_prediction() -> None:
         at += 0.03 + pause_s
     assert min(pair.rates(1).values()) > 0.5 * min(before.values())
     assert pair.arm.uses_drafter
+
+
+def test_first_session_drafts_whoever_could_and_several_draft_where_the_warm_up_says_that_it_pays() -> None:
+    steps = [WarmUpStep(2, 20_000), WarmUpStep(64, 30_000)]
+    own = PredictingChooser(8, 4, (DraftSource.VERIFIER,), WarmUp(steps))
+    own.join()
+    assert own.arm == Arm(DraftSource.VERIFIER, 4), "what its own drafts take is told by none"
+    for draft_us, uses_drafter in ((1_000, True), (60_000, False)):
+        pair = PredictingChooser(8, 4, warm_up=WarmUp(steps, [WarmUpStep(2, draft_us), WarmUpStep(64, draft_us)]))
+        for _ in range(8):
+            pair.join()
+        assert pair.arm.uses_drafter == uses_drafter
 
 
 def test_value_weighs_no_more_than_all_together() -> None:

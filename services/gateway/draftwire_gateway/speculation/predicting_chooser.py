@@ -81,7 +81,7 @@ class PredictingChooser:
     def join(self) -> None:
         """Counts one more session."""
         self.num_sessions += 1
-        if not self.model.verifier.is_known:
+        if not (self._is_ready or any(load.arm for load in self.model.loads.values())):
             self.arm = self._running = self._first if self.num_sessions == 1 else PLAIN
         self._follow_load()
 
@@ -183,6 +183,10 @@ class PredictingChooser:
         return max(self.rates(self._n).values()) if self.model.verifier.is_known else None
 
     @property
+    def _is_ready(self) -> bool:
+        return self.model.verifier.is_known and self.model.passes[self.sources[0]].is_known
+
+    @property
     def _n(self) -> int:
         return max(1, self.num_sessions)
 
@@ -218,14 +222,9 @@ class PredictingChooser:
     def _note_made(self) -> None:
         """Compares what was made since the last choice with what was predicted."""
         if self._took_s:
-            seconds = self._took_s / self._n
             for key in (self._running, self._running.source):
-                self._load.made[key].add(self._made / self._took_s, seconds, self.now, RECENT)
+                self._load.made[key].add(self._made / self._took_s, self._took_s / self._n, self.now, RECENT)
         self._made = self._took_s = 0.0
-
-    def _rate_of(self, arm: Arm) -> float:
-        """Returns the tokens/s that rounds of an arm make; 0 before anything is known."""
-        return self.rates_of(arm.source)[arm] if self.model.verifier.is_known else 0.0
 
     def _is_known(self, arm: Arm) -> bool:
         if arm.source is DraftSource.AHEAD:
@@ -239,7 +238,7 @@ class PredictingChooser:
             self._note_made()
             self._load = load
         arm = load.arm
-        if arm is None and self.model.verifier.is_known and self.model.passes[self.sources[0]].is_known:
+        if arm is None and self._is_ready:
             rates = self.rates(self._n)
             arm = max((arm for arm in self.arms if self._is_known(arm)), key=lambda arm: rates[arm])
         if arm is not None and arm != self.arm:
@@ -252,7 +251,8 @@ class PredictingChooser:
         if arm == self._running:
             return
         self._note_made()
-        self._running, self._rate = arm, self._rate_of(arm)
+        self._running = arm
+        self._rate = self.rates_of(arm.source)[arm] if self.model.verifier.is_known else 0.0
         several = 2.0 if self.num_sessions > 1 else 0.0  # others are still in rounds of the arm before
         self._settled_at = self.now + several * self.model.round_s(arm, self._n, self.now)
 
