@@ -182,7 +182,7 @@ def test_client_that_does_not_read_misleads_no_prediction() -> None:
     assert pair.arm.uses_drafter
 
 
-def test_first_session_drafts_whoever_could_and_several_draft_where_the_warm_up_says_that_it_pays() -> None:
+def test_first_rounds_are_chosen_by_the_warm_up() -> None:
     steps = [WarmUpStep(2, 20_000), WarmUpStep(64, 30_000)]
     own = PredictingChooser(8, 4, (DraftSource.VERIFIER,), WarmUp(steps))
     own.join()
