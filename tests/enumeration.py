@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftwire.checking.toy_models import Pair
-from draftwire.errors import UnavailableError
+from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.keys import DrawKey
 from draftwire.models.sequence_model import SequenceModel
@@ -76,6 +76,9 @@ def law_of_judged_rounds(
         draft_rows: what the drafter draws from, after a text, at the places of a block.
         ended: cuts a text that was emitted, and says whether it is finished.
         options: further fields of `Judging`.
+
+    Raises:
+        DraftwireError: a text failed for another reason than that it has no distribution.
     """
     finished: Law = defaultdict(float)
     growing: Law = {(): 1.0}
@@ -96,6 +99,8 @@ def law_of_judged_rounds(
         for (text, _, drawn), outcome in zip(tries, step.outcomes, strict=True):
             if isinstance(outcome, UnavailableError):
                 finished[(*text, FAILED)] += drawn
+            elif isinstance(outcome, DraftwireError):
+                raise outcome
         if not step.decided:
             break
         (decided,) = step.decided

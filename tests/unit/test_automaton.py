@@ -405,10 +405,10 @@ def test_text_ends_if_its_masks_cost_too_much_whatever_was_rejected(
     rejected, accepted = (AutoTokenizer.from_pretrained(EMBEDDED).convert_tokens_to_ids(one) for one in "ba")
 
     def length_of_text(tick_s: float, draft: list[int]) -> int:
-        """Returns after how many tokens a text ends, at most 150, if so much is drafted and rejected at each."""
+        """Returns after how many tokens a text ends, at most 300, if so much is drafted and rejected at each."""
         cpu.tick_s = tick_s
         automaton = compiler.compile(StructuredOutput.regex("[ab]*"))
-        for length in range(150):
+        for length in range(300):
             try:
                 masks = automaton.along([accepted] * length, draft)
             except InvalidRequestError:
@@ -416,14 +416,14 @@ def test_text_ends_if_its_masks_cost_too_much_whatever_was_rejected(
             if draft == [accepted] and masks.faults:
                 assert set(masks.faults) == {1}
                 return length + 1
-        return 150
+        return 300
 
     slow_s = 0.8 * MAX_TEXT_MASKS_PER_TOKEN_S
     length = length_of_text(slow_s, [])
     assert length == pytest.approx(TEXT_MASKS_CREDIT_S / (2 * slow_s - MAX_TEXT_MASKS_PER_TOKEN_S), abs=2)
     assert length_of_text(slow_s, [rejected] * 4) == length
     assert length_of_text(slow_s, [accepted]) == length, "as a draft, too, and only if it is accepted"
-    assert length_of_text(slow_s / 2, [rejected] * 4) == 150
+    assert length_of_text(slow_s / 2, [rejected] * 4) == 300
 
 
 def test_cpu_time_of_masks_is_taken_once_and_a_moved_texts_is_nobodys(

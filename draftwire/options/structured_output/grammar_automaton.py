@@ -100,8 +100,9 @@ MAX_TEXT_S = 5.0
 failure. Usual forms take a second for 30,000 tokens."""
 MAX_TEXT_MASKS_PER_TOKEN_S = 3 * MASKS_PER_TOKEN_S
 """CPU time that the masks of a text may take for each of its tokens, seconds, drafts that were rejected not counted."""
-TEXT_MASKS_CREDIT_S = 0.05
-"""CPU time that they may take beside, so that no text ends for a few slow masks."""
+TEXT_MASKS_CREDIT_S = MAX_PLACE_S
+"""CPU time that they may take beside, so that no text ends for a few slow masks: one may take so long by itself, and on
+a machine shared with others any may, whatever its form."""
 SLOW_DECAY = 0.9
 """Share of the time of a mask that is remembered for the next call, unless that takes longer."""
 TRIAL_TOKENS = 200
