@@ -107,7 +107,7 @@ install: $(INSTALLED)  ## the virtual environment
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt -e '.[services,kubernetes,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[services,kubernetes,openvino,dev]'
 	touch $@
 
 clean:  ## remove everything that make made

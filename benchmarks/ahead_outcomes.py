@@ -30,6 +30,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import load_model
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_models import torch_model
 from draftwire.requests.parameters import SamplingParams
 
 DEPTHS = (1, 2, 4, 8)
@@ -166,7 +167,7 @@ def _load(
     target, drafter = load_model(str(target_folder)), load_model(str(drafter_folder))
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
     context_length = min(2048, drafter.description.context_length)
-    models = [CachedModel(decoder_of(model.model), 2 * context_length) for model in (target, drafter)]
+    models = [torch_model(decoder_of(model.model), 2 * context_length) for model in (target, drafter)]
     return models[0], models[1], [tokenizer(prompt)["input_ids"] for prompt in prompts], context_length
 
 

@@ -30,9 +30,9 @@ from draftwire.cli.up_command import stack_options
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.distributions import DenseRows, SparseRows
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import load_model
+from draftwire.models.torch_models import torch_model
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import BlockBatch
 
@@ -120,8 +120,8 @@ def collect(prompts: list[str], max_tokens: int) -> tuple[Places, float]:
     options = stack_options(None, None, BLOCK)
     target, drafter = (load_model(options[name]["model"]) for name in ("verifier", "drafter"))
     context_length = drafter.description.context_length
-    cached_target = CachedModel(decoder_of(target.model), context_length)
-    strategy = LanguageModelDrafter(CachedModel(decoder_of(drafter.model), context_length), context_length)
+    cached_target = torch_model(decoder_of(target.model), context_length)
+    strategy = LanguageModelDrafter(torch_model(decoder_of(drafter.model), context_length), context_length)
     tokenizer = AutoTokenizer.from_pretrained(options["verifier"]["model"])
     targets, drafts = [], []
     for seed, prompt in progress(list(enumerate(prompts)), "collecting"):

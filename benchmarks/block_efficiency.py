@@ -52,6 +52,7 @@ from draftwire.method.quantization import Quantization
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import load_model
+from draftwire.models.torch_models import torch_model
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 from draftwire.verification.block import block_weights
@@ -270,7 +271,7 @@ def _loaded(arguments: argparse.Namespace) -> tuple[CachedModel, CachedModel, in
     target, drafter = (load_model(options["model"]) for options in models)
     quantization = Quantization(mass=models[1]["draft_mass"], max_support=models[1]["draft_max_support"])
     context_length = drafter.description.context_length
-    cached_target, cached_drafter = (CachedModel(decoder_of(own.model), context_length) for own in (target, drafter))
+    cached_target, cached_drafter = (torch_model(decoder_of(own.model), context_length) for own in (target, drafter))
     return cached_target, cached_drafter, context_length, quantization
 
 

@@ -24,8 +24,10 @@ from benchmarks.paired import ratio_of
 from benchmarks.report import write_report
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
+from draftwire.models.kv_storage import KvStorage
 from draftwire.models.packing import pack
 from draftwire.models.sequence_model import Reading, Segment
+from draftwire.models.torch_models import torch_model
 from tools.synth.synthesis import SHAPES
 
 DTYPES = ("float32", "bfloat16")
@@ -53,7 +55,7 @@ class Sessions:
         """Keys and values that a step gathers, in all layers, padding included."""
         for sequence in self._sequences:
             self._model.cache.append(sequence, 1)
-        storage = self._model._storage
+        storage = storage_of(self._model)
         segments = [Segment(sequence, 1) for sequence in self._sequences]
         groups = pack(segments, storage, self._model.device).groups
         for sequence in self._sequences:
@@ -66,13 +68,19 @@ class Sessions:
             self._model.cache.close(sequence)
 
 
+def storage_of(model: CachedModel) -> KvStorage:
+    """Returns the tensors of a model's cache."""
+    assert isinstance(model._storage, KvStorage)
+    return model._storage
+
+
 @torch.inference_mode()
 def fill(model: CachedModel) -> None:
     """Fills the KV cache with small random numbers: to read long texts would take minutes."""
     sequence = model.cache.open()
     model.read([Reading(sequence, [1], 1)])  # which allocates it
     model.cache.close(sequence)
-    for layer in model._storage._layers.values():
+    for layer in storage_of(model)._layers.values():
         for tensor in layer:
             tensor.normal_(std=0.1)
 
@@ -119,7 +127,7 @@ def main() -> None:
     is_tied = embedding is network.get_output_embeddings().weight
     num_bytes = sum(weight.nbytes for weight in network.parameters()) - (0 if is_tied else embedding.nbytes)
     weights = torch.ones(num_bytes // 4)
-    model = CachedModel(
+    model = torch_model(
         decoder_of(network, "lean", consumes=True), 2 * max(arguments.sessions) * (arguments.length + 32)
     )
     fill(model)
@@ -137,7 +145,7 @@ def main() -> None:
             if arguments.profile and count not in operations:
                 operations[count] = by_operation(sessions.step, arguments.steps)
             sessions.close()
-    storage = model._storage
+    storage = storage_of(model)
     attended_bytes = (arguments.length + 1) * storage.token_bytes * len(storage._layers)
     read_ms = statistics.median([each for times in reads.values() for each in times])
     write_report(

@@ -20,6 +20,7 @@ from benchmarks.report import write_report
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.huge_pages import use_huge_pages
+from draftwire.models.torch_models import torch_model
 from tools.synth.synthesis import SHAPES
 
 
@@ -46,7 +47,7 @@ def main() -> None:
 
     def model() -> CachedModel:
         network = AutoModelForCausalLM.from_config(shape.config(shape.num_layers, dtype), dtype=dtype).eval()
-        return CachedModel(
+        return torch_model(
             decoder_of(network, "lean", consumes=True), 2 * max(arguments.sessions) * (arguments.length + 32)
         )
 

@@ -50,12 +50,12 @@ from draftwire.cli.up_command import embedded_model, stack_options
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.quantization import Quantization
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.lean_decoder import LeanDecoder, Rotation
 from draftwire.models.loading import load_model
 from draftwire.models.paged_attention import AttentionShape, PackedStep
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_models import torch_model
 from draftwire.options.layer_parallel.layer_groups import LayerGroups, groups_of_size, runs_in_parallel, written
 from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder
 from draftwire.requests.parameters import SamplingParams
@@ -151,7 +151,7 @@ class Pair:
         target, drafter = load_model(options["verifier"]["model"]), load_model(options["drafter"]["model"])
         self.context_length = drafter.description.context_length
         self.tokenizer = AutoTokenizer.from_pretrained(options["verifier"]["model"])
-        self.target = CachedModel(decoder_of(target.model), self.context_length)
+        self.target = torch_model(decoder_of(target.model), self.context_length)
         self.drafter_model = drafter.model
         self.base = LeanDecoder(drafter.model)
         self._quantization = Quantization(
@@ -312,7 +312,7 @@ def similarities_of(
     """Returns the mean cosine similarity to exact activations, by kind and layer, over all continuation tokens."""
     num_tokens = min(map(len, continuations))
     room = sum(len(prompt) + num_tokens + 32 for prompt in prompts)
-    model = CachedModel(base, room, drafting=WatchedDrafter(base, groups))
+    model = torch_model(base, room, drafting=WatchedDrafter(base, groups))
     sequences = [model.cache.open() for _ in prompts]
     model.read([Reading(sequence, prompt, 0) for sequence, prompt in zip(sequences, prompts, strict=True)])
     found: dict[tuple[str, int], list[float]] = defaultdict(list)

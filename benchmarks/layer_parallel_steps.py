@@ -35,6 +35,8 @@ from draftwire.models.loading import load_model
 from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
 from draftwire.models.parallel.tensor_parallel import ParallelModel, follow
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_engine import TorchEngine
+from draftwire.models.torch_models import torch_model
 from draftwire.options.layer_parallel.layer_groups import LayerGroups, groups_of_size, runs_in_parallel, written
 from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder, Ranks
 from tools.synth.synthesis import SHAPES, ModelShape, build_target
@@ -172,7 +174,7 @@ def load_base(name: str) -> LeanDecoder:
 def cached(base: LeanDecoder, groups: LayerGroups, cache_tokens: int) -> CachedModel:
     """Returns a model in this process that drafts with groups of layers; exactly if there are none."""
     drafting = LayerParallelDecoder(base, groups) if runs_in_parallel(groups) else None
-    return CachedModel(base, cache_tokens, drafting=drafting)
+    return torch_model(base, cache_tokens, drafting=drafting)
 
 
 def parts_of(
@@ -189,14 +191,14 @@ def parts_of(
 def shared_out(base: LeanDecoder, groups: LayerGroups, group: ProcessGroup) -> ParallelModel:
     """Returns this rank's part of a model."""
     exact, drafting = parts_of(base, groups, group)
-    return ParallelModel(exact, CACHE_TOKENS, drafting=drafting, group=group)
+    return ParallelModel(TorchEngine(exact, drafting=drafting), CACHE_TOKENS, group=group)
 
 
 def model_of(way: Way, base: LeanDecoder, groups: LayerGroups, group: ProcessGroup) -> CachedModel:
     """Returns what rank 0 drafts with."""
     if way.is_silent:
         exact, drafting = parts_of(base, groups, SilentGroup(way.num_ranks))
-        return CachedModel(exact, CACHE_TOKENS, drafting=drafting)
+        return torch_model(exact, CACHE_TOKENS, drafting=drafting)
     return cached(base, groups, CACHE_TOKENS) if way.num_ranks == 1 else shared_out(base, groups, group)
 
 

@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.decoder import fill, milliseconds
 from benchmarks.report import progress, write_report
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_models import torch_model
 from tools.embedded_pair.pair import PairShape
 
 BLOCK_LENGTHS = (2, 3, 4, 5, 6, 8)
@@ -56,7 +56,7 @@ class TimedModel:
         self.million_parameters = sum(weight.numel() for weight in network.parameters()) / 1e6
         self._num_threads, self._length = num_threads, length
         torch.set_num_threads(num_threads)
-        self._model = CachedModel(decoder_of(network, "lean", consumes=True), CACHE_TOKENS)
+        self._model = torch_model(decoder_of(network, "lean", consumes=True), CACHE_TOKENS)
         fill(self._model)
         self._text = self._model.cache.open()
         self._model.cache.append(self._text, length)

@@ -40,6 +40,8 @@ from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
 from draftwire.models.parallel.sharded_loading import ModelSource, load_parallel_target
 from draftwire.models.parallel.tensor_parallel import ParallelModel, follow
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_engine import TorchEngine
+from draftwire.models.torch_models import torch_model
 
 PLAN, SUM, GATHER = "plan", "all-reduce", "gather"
 CACHE_TOKENS = 4096
@@ -147,7 +149,7 @@ def measured(folder: str, arguments: argparse.Namespace) -> dict[str, Steps]:
     group = TimedGroup.join(GroupSettings(0, SIZE, address, "cpu"))
     assert isinstance(group, TimedGroup)
     spread = load(group, folder)
-    whole = CachedModel(decoder_of(load_model(folder, "float32").model), CACHE_TOKENS)
+    whole = torch_model(decoder_of(load_model(folder, "float32").model), CACHE_TOKENS)
     found = {shape: Steps() for shape in arguments.shapes}
     for _ in range(arguments.repetitions):
         for shape, steps in found.items():
@@ -161,7 +163,7 @@ def measured(folder: str, arguments: argparse.Namespace) -> dict[str, Steps]:
 
 def load(group: ProcessGroup, folder: str) -> ParallelModel:
     decoder = load_parallel_target(ModelSource(folder, "float32"), group).decoder
-    return ParallelModel(decoder, CACHE_TOKENS, group=group)
+    return ParallelModel(TorchEngine(decoder), CACHE_TOKENS, group=group)
 
 
 def serve_rank(rank: int, address: str, folder: str) -> None:

@@ -46,9 +46,9 @@ from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.distributions import DenseRows, quantize
 from draftwire.method.encoding import NARROW, Claim, Supports, decode, encode_dense, encode_sparse
 from draftwire.method.quantization import Encoding, Quantization, id_width
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import load_model
+from draftwire.models.torch_models import torch_model
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, LawRule
 from tests.tiny_models import save_tiny_model
@@ -184,7 +184,7 @@ class Pair:
         """Loads them from their folders."""
         self.tokenizer = AutoTokenizer.from_pretrained(target)
         self._target, self._drafter = (
-            CachedModel(decoder_of(load_model(folder).model), context_length) for folder in (target, drafter)
+            torch_model(decoder_of(load_model(folder).model), context_length) for folder in (target, drafter)
         )
         self._context_length = context_length
 

@@ -30,6 +30,7 @@ from draftwire.method.rounds import (
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.description import ModelDescription
+from draftwire.models.torch_models import torch_model
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 from draftwire.verification.rule import facts_of
@@ -84,7 +85,7 @@ def limits() -> dict[str, Any]:
 
 def model_of(seed: int) -> CachedModel:
     """Returns a tiny model of our own decoder."""
-    return CachedModel(decoder_of(tiny_network("llama", VOCAB_SIZE, CONTEXT_LENGTH, seed), "lean"), CACHE_TOKENS)
+    return torch_model(decoder_of(tiny_network("llama", VOCAB_SIZE, CONTEXT_LENGTH, seed), "lean"), CACHE_TOKENS)
 
 
 class Target:

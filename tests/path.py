@@ -25,6 +25,7 @@ ROOTS = (
     "draftwire_verifier.engine",
     "draftwire.models.cached_model",
     "draftwire.models.lean_decoder",
+    "draftwire.models.torch_engine",
     "draftwire.drafting.language_model",
 )
 OPTIONS = {
@@ -50,6 +51,8 @@ OPTIONS = {
     ),
     "log-probabilities": ("draftwire.options.logprobs*",),
     "the adaptive chooser": ("draftwire_gateway.speculation*",),
+    "OpenVINO": ("draftwire.models.openvino*",),
+    "recorded steps": ("draftwire.models.static_steps", "draftwire.models.torch_models"),
     "layer-parallel drafting": ("draftwire.options.layer_parallel*",),
     "tensor-parallel targets": ("draftwire.models.parallel*",),
 }

@@ -26,9 +26,9 @@ from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.errors import DraftwireError
 from draftwire.method.keys import DrawKey, Role, derive_key
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_models import torch_model
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
@@ -89,7 +89,7 @@ def largest_error(model: LlamaForCausalLM, plan: Plan, is_static: bool) -> dict[
     All steps come before the first comparison: nothing but the steps themselves orders them, and rows that a later
     step overwrote would show.
     """
-    cached = CachedModel(decoder_of(model, "lean"), 16_384, is_static)
+    cached = torch_model(decoder_of(model, "lean"), 16_384, is_static)
     generator = random.Random(3)
     texts: list[list[int]] = [[] for _ in range(NUM_TEXTS)]
     sequences = [cached.cache.open() for _ in texts]
@@ -129,7 +129,7 @@ def largest_tree_error(model: LlamaForCausalLM, plan: Plan, is_static: bool) -> 
 
     As in `largest_error`, all steps come before the first comparison.
     """
-    cached = CachedModel(decoder_of(model, "lean"), 16_384, is_static)
+    cached = torch_model(decoder_of(model, "lean"), 16_384, is_static)
     generator = random.Random(4)
     texts: list[list[int]] = [[] for _ in range(NUM_TEXTS)]
     sequences = [cached.cache.open() for _ in texts]
@@ -194,7 +194,7 @@ def synchronizations(model: LlamaForCausalLM, plan: Plan) -> dict[str, str]:
     waits: dict[str, str] = {}
     decoder = decoder_of(model, "lean")
     for is_static in (False, True):
-        drafter = LanguageModelDrafter(CachedModel(decoder, 4096, is_static), 1024)
+        drafter = LanguageModelDrafter(torch_model(decoder, 4096, is_static), 1024)
         for name, sampling in SAMPLINGS.items():
             for watches in (False, True):  # the first run records graphs and allocates memory
                 try:
@@ -242,8 +242,8 @@ def draft_differences(model: LlamaForCausalLM, budget: Budget) -> dict[str, Any]
     Logits are rounded differently, so a uniform number close to the border between two tokens may select the other one.
     """
     on_cpu: Any = copy.deepcopy(model)
-    reference = LanguageModelDrafter(CachedModel(decoder_of(on_cpu.to("cpu"), "lean"), 8192), 1024)
-    own = LanguageModelDrafter(CachedModel(decoder_of(model, "lean"), 8192, True), 1024)
+    reference = LanguageModelDrafter(torch_model(decoder_of(on_cpu.to("cpu"), "lean"), 8192), 1024)
+    own = LanguageModelDrafter(torch_model(decoder_of(model, "lean"), 8192, True), 1024)
     found: dict[str, Any] = {"blocks": 0, "differing": 0, "by_sampling": {}}
     for name, sampling in SAMPLINGS.items():
         if budget.is_nearly_spent:

@@ -15,6 +15,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import FeatureSpan, Reading
+from draftwire.models.torch_models import torch_model
 from draftwire.options.heads.draft_head import DraftHead, PairReading
 from draftwire.options.heads.head_formats import TargetFacts, required_shapes, shape_of
 from draftwire.options.heads.head_loading import build_head
@@ -50,7 +51,7 @@ def heads(plan: Plan, pair: Pair, findings: Findings, _: Budget) -> None:
     for is_static in (False, True):
         name = "static" if is_static else "packed"
         with_features, without = (
-            verify_ms(plan, CachedModel(pair.target, CACHE_TOKENS, is_static, features=each), timer)
+            verify_ms(plan, torch_model(pair.target, CACHE_TOKENS, is_static, features=each), timer)
             for each in (source, None)
         )
         findings.results[f"verify_{name}"] = {"with_features_ms": with_features, "without_ms": without}
@@ -73,7 +74,7 @@ def largest_feature_error(model: LlamaForCausalLM, plan: Plan, is_static: bool) 
     """
     num_layers = plan.exact_shape.num_layers
     taps = (0, num_layers // 2, num_layers - 1)
-    cached = CachedModel(
+    cached = torch_model(
         decoder_of(model, "lean"),
         CACHE_TOKENS,
         is_static,

@@ -21,6 +21,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_models import torch_model
 from draftwire.options.layer_parallel.layer_groups import groups_of_size, runs_in_parallel, written
 from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder
 from tools.synth.synthesis import SHAPES, ModelShape, build_target
@@ -77,7 +78,7 @@ def drafter(base: LeanDecoder, size: int, is_static: bool = True) -> CachedModel
     """Returns a model that drafts with groups of layers; the ordinary one for groups of 1."""
     groups = groups_of_size(size, base.num_layers)
     drafting = LayerParallelDecoder(base, groups) if runs_in_parallel(groups) else None
-    return CachedModel(base, CACHE_TOKENS, is_static, drafting)
+    return torch_model(base, CACHE_TOKENS, is_static, drafting)
 
 
 def step_ms(plan: Plan, model: CachedModel, num_texts: int, timer: Timer) -> float:

@@ -9,9 +9,9 @@ from transformers import LlamaForCausalLM
 from benchmarks.gpu_sections.batch import Models
 from benchmarks.gpu_sections.plan import Plan
 from benchmarks.gpu_sections.section import Budget, Findings, Row
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import Decoder
 from draftwire.models.decoders import decoder_of
+from draftwire.models.torch_models import torch_model
 from tools.synth.synthesis import Trial, synthesize
 
 DRAFT_LAYERS = 2
@@ -34,7 +34,7 @@ class Pair:
 
     def models(self, cache_tokens: int, is_static: bool) -> Models:
         """Returns both with caches of their own."""
-        target, drafter = (CachedModel(one, cache_tokens, is_static) for one in (self.target, self.drafter))
+        target, drafter = (torch_model(one, cache_tokens, is_static) for one in (self.target, self.drafter))
         return Models(target, drafter)
 
 

@@ -17,9 +17,9 @@ from benchmarks.gpu_sections.timer import WARM_UPS, Timer
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Drafting, DraftRequest
 from draftwire.method.keys import KEY_BYTES, DrawKey
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_models import torch_model
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
 from tools.synth.synthesis import build_target
@@ -100,7 +100,7 @@ def _paused(connection: Connection) -> list[float]:
 
 def verify_steps_ms(plan: Plan, pair: Pair) -> list[float]:
     """Returns the times of verify steps that follow each other, milliseconds."""
-    model = CachedModel(pair.target, CACHE_TOKENS, True)
+    model = torch_model(pair.target, CACHE_TOKENS, True)
     sequence = model.cache.open()
     ids = random_ids(plan.prompt_tokens + VERIFIED_TOKENS, model.vocab_size, 0)
     model.read([Reading(sequence, ids[:-VERIFIED_TOKENS], 0)])
@@ -120,7 +120,7 @@ def draft_in_a_loop(connection: Connection, plan: Plan) -> None:
         torch.set_num_threads(1)
     shape = replace(plan.shape, num_layers=DRAFT_LAYERS)
     decoder = decoder_of(build_target(shape, plan.dtype, str(plan.device), seed=0), "lean", consumes=True)
-    drafter = LanguageModelDrafter(CachedModel(decoder, CACHE_TOKENS, True), CACHE_TOKENS)
+    drafter = LanguageModelDrafter(torch_model(decoder, CACHE_TOKENS, True), CACHE_TOKENS)
     prompt = random_ids(plan.prompt_tokens, shape.vocab_size, 0)
     sequence = drafter.open(prompt, ALONE)
     request = DraftRequest(BLOCK_LENGTH, SamplingParams(), DrawKey(bytes(KEY_BYTES), 0, 0), shape.vocab_size)

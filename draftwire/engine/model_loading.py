@@ -8,19 +8,23 @@ from typing import Generic, TypeVar
 import structlog
 import torch
 
-from draftwire.engine.cache_sizing import FeatureUser, count_of, fitter_of, size_while_loading
+from draftwire.engine.cache_sizing import CacheFitter, FeatureUser, count_of, fitter_of, size_while_loading
 from draftwire.engine.model_settings import refuse_settings_of_weights, size_without_memory
+from draftwire.engine.openvino_loading import OpenVinoModel, load_for_openvino
 from draftwire.method.devices import prepare
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.card import ModelCard
 from draftwire.models.decoder import Decoder, DraftingDecoder
 from draftwire.models.decoders import check_decoder, decoder_of
 from draftwire.models.huge_pages import LEAST_TOTAL_BYTES, resident_bytes, use_huge_pages
+from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import LoadedModel, load_lean_model, load_model
+from draftwire.models.openvino.openvino_engine import OpenVinoEngine
 from draftwire.models.script import Script, is_scripted
 from draftwire.models.scripted import ScriptedTarget
 from draftwire.models.sequence_model import SequenceModel
+from draftwire.models.torch_models import torch_model
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 
 log = structlog.get_logger()
@@ -40,8 +44,8 @@ class FittedModel(Generic[AnyModel]):
     set."""
 
 
-MakeHead = Callable[[ModelCard, Decoder], FeatureUser]
-"""Loads the head of a target, onto its device, with room in its cache for the largest step."""
+MakeHead = Callable[[ModelCard, torch.device, int], FeatureUser]
+"""Loads the head of a target of so many layers, onto its device, with room in its cache for the largest step."""
 MakeDrafting = Callable[[Decoder, str], DraftingDecoder]
 """Makes what computes drafts with the weights of a decoder, which is the lean one, or else is not for some reason."""
 
@@ -63,7 +67,7 @@ def load_draft_model(
     settings: ModelSettings, engine: EngineSettings, make_drafting: MakeDrafting | None = None
 ) -> FittedModel[CachedModel]:
     """Loads a drafter's model; see `load_model`."""
-    return _load(settings, engine, make_drafting=make_drafting)
+    return _load(settings, engine, make_drafting=make_drafting, drafts=True)
 
 
 def _load(
@@ -71,6 +75,8 @@ def _load(
     engine: EngineSettings,
     make_drafting: MakeDrafting | None = None,
     make_head: MakeHead | None = None,
+    *,
+    drafts: bool = False,
 ) -> FittedModel[CachedModel]:
     """Returns the model that runs the weights."""
     check_decoder(settings.decoder)
@@ -78,19 +84,50 @@ def _load(
     prepare(settings.device)
     resident = resident_bytes()
     fitter = fitter_of(engine, settings.device)
+    if chosen := load_for_openvino(
+        settings, _why_not_openvino(engine, make_drafting, drafts=drafts), reads_trees=engine.max_tree_nodes > 0
+    ):
+        return _compile(settings, engine, chosen, fitter, make_head)
     lean = None
     if settings.decoder != "transformers":
         lean = load_lean_model(settings.model, settings.dtype, settings.device)
     loaded = lean or load_model(settings.model, settings.dtype, settings.device, settings.revision)
     decoder, reason = _decoder_of(loaded, settings)
-    head = None if make_head is None else make_head(loaded.card, decoder)
+    head = None if make_head is None else make_head(loaded.card, decoder.device, decoder.num_layers)
     move_weights(settings, decoder.device, resident)
     is_static = isinstance(decoder, LeanDecoder) and settings.cuda_graphs and decoder.device.type == "cuda"
     drafting = None if make_drafting is None else make_drafting(decoder, reason)
     features = None if head is None else head.source
-    model = CachedModel(decoder, size_while_loading(engine), is_static, drafting, features)
+    model = torch_model(decoder, size_while_loading(engine), is_static, drafting, features)
     count = count_of(fitter, loaded.card, head)
     return FittedModel(loaded.card, model, None if count is None else partial(model.fit, count))
+
+
+def _why_not_openvino(engine: EngineSettings, make_drafting: MakeDrafting | None, *, drafts: bool) -> str:
+    """Returns the reason why a service cannot use OpenVINO; empty if it can."""
+    if make_drafting is not None:
+        return "layers are run at the same time by engine draftwire alone"
+    return "drafters grow token trees with engine draftwire alone" if drafts and engine.max_tree_nodes else ""
+
+
+def _compile(
+    settings: ModelSettings,
+    engine: EngineSettings,
+    chosen: OpenVinoModel,
+    fitter: CacheFitter | None,
+    make_head: MakeHead | None,
+) -> FittedModel[CachedModel]:
+    """Returns the model that OpenVINO runs."""
+    network, card = chosen.network, chosen.loaded.card
+    head = None if make_head is None else make_head(card, network.device, network.config.num_hidden_layers)
+    source = None if head is None else head.source
+    taps = () if source is None else source(BLOCK_SIZE).layers
+    compiled = OpenVinoEngine(network, threads=settings.threads, quantizes=chosen.quantizes, taps=taps)
+    log.info("models.engine_chosen", engine="openvino", weights=chosen.name)
+    model = CachedModel(compiled, size_while_loading(engine), source)
+    card = chosen.described.card
+    count = count_of(fitter, card, head)
+    return FittedModel(card, model, None if count is None else partial(model.fit, count))
 
 
 def move_weights(settings: ModelSettings, device: torch.device, resident: int) -> None:

@@ -12,44 +12,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwire.method.devices import upload
-from draftwire.models.decoder import Decoder, DraftingDecoder
 from draftwire.models.kv_cache import CachedSequence, KvCache, slots_between
-from draftwire.models.kv_storage import KvStorage, StoredFeatures
-from draftwire.models.packing import pack
+from draftwire.models.kv_storage import StoredFeatures
+from draftwire.models.pass_engine import IdRows, PassEngine
 from draftwire.models.sequence_model import FeatureSpan, Reading, Segment
-from draftwire.models.static_steps import StaticSteps
-
-IdRows = Sequence[int] | Tensor
-"""Token ids of a step: on the host, or `[num_tokens] int64` on the model's device."""
 
 
 class CachedModel:
-    """A decoder with a paged KV cache."""
+    """A model's forward passes over a paged KV cache."""
 
     def __init__(
         self,
-        decoder: Decoder,
+        engine: PassEngine,
         cache_tokens: int,
-        is_static: bool = False,
-        drafting: DraftingDecoder | None = None,
         features: Callable[[int], StoredFeatures] | None = None,
     ) -> None:
         """Starts with an empty cache.
 
         Args:
-            decoder: computes the forward passes.
+            engine: computes the forward passes.
             cache_tokens: capacity of the KV cache, tokens of all sequences together.
-            is_static: whether some of the steps are run faster, by `StaticSteps`; by default all are run alike.
-            drafting: computes `extend` with the same weights, approximately; by default `decoder` does.
-            features: returns room for what is kept of the hidden states of so many tokens; None keeps
-                nothing. Not with `drafting`, which has no exact ones.
+            features: returns room for what is kept of the hidden states of so many tokens; None keeps nothing. Not with
+                an engine that extends approximately, which has no exact ones.
         """
-        assert drafting is None or features is None, "approximate passes have no features"
-        self.vocab_size = decoder.vocab_size
-        self.device = decoder.device
-        self.extends_exactly = drafting is None or not drafting.is_approximate
-        self.is_static = is_static
-        self._decoder, self._drafting = decoder, drafting
+        assert engine.extends_exactly or features is None, "approximate passes have no features"
+        self.vocab_size, self.device = engine.vocab_size, engine.device
+        self.extends_exactly, self.is_static = engine.extends_exactly, engine.is_static
+        self._engine = engine
         self._make_features = features
         self.resize(cache_tokens)
 
@@ -61,12 +50,9 @@ class CachedModel:
 
     def resize(self, cache_tokens: int) -> None:
         """Replaces the KV cache with an empty one of so many tokens, of all sequences together. No sequence is open."""
-        drafting = self._drafting
         self.cache = KvCache(cache_tokens)
         features = self._make_features(self.cache.num_slots) if self._make_features else None
-        self._storage = KvStorage(self.cache.num_slots, drafting.stacks if drafting else (), features=features)
-        self._exact = _Runner(self._decoder, self._storage, self.is_static)
-        self._fuzzy = _Runner(drafting, self._storage, self.is_static) if drafting else self._exact
+        self._storage, self._exact, self._fuzzy = self._engine.begin(self.cache.num_slots, features)
 
     def fit(self, count: Callable[["CachedModel"], int]) -> int:
         """Gives the KV cache the size that fits, and returns it, tokens: `count` of this, once the largest step was
@@ -86,7 +72,7 @@ class CachedModel:
     def extend(
         self, sequences: Sequence[CachedSequence], token_ids: Tensor, parents: Sequence[tuple[int, ...]] = ()
     ) -> Tensor:
-        """Reads tokens or nodes in one forward pass, approximately if there is a drafting decoder."""
+        """Reads tokens or nodes in one forward pass, approximately if the engine drafts so."""
         nodes = parents or [()] * len(sequences)
         segments = [Segment(one, max(len(own), 1), own) for one, own in zip(sequences, nodes, strict=True)]
         return self._forward(segments, token_ids, range(len(token_ids)), fuzzily=True)
@@ -127,29 +113,11 @@ class CachedModel:
 
     def _run(self, segments: list[Segment], token_ids: IdRows, kept: Sequence[int], fuzzily: bool) -> Tensor:
         """Computes the forward pass of segments whose blocks are allocated."""
-        ids = token_ids if isinstance(token_ids, Tensor) else upload(token_ids, self.device, torch.int64)
-        return (self._fuzzy if fuzzily else self._exact).logits(segments, ids, kept)
+        return (self._fuzzy if fuzzily else self._exact).logits(segments, token_ids, kept)
 
     def _copy(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """Copies keys and values between slots, `[count]` each."""
         self._storage.copy(upload(sources, self.device), upload(targets, self.device))
-
-
-class _Runner:
-    """A decoder over a KV cache, with static steps if they are wanted."""
-
-    def __init__(self, decoder: Decoder, storage: KvStorage, is_static: bool) -> None:
-        self._decoder = decoder
-        self._storage = storage
-        self._static = StaticSteps(decoder, storage) if is_static else None
-
-    def logits(self, segments: list[Segment], token_ids: Tensor, kept: Sequence[int]) -> Tensor:
-        """Returns `[len(kept), vocab]` logits for token ids on the device."""
-        if self._static is not None and self._static.fit(segments):
-            return self._static.logits(segments, token_ids, kept)
-        device = self._decoder.device
-        step = pack(segments, self._storage, device)
-        return self._decoder.logits(token_ids, step, upload(kept, device, torch.int64))
 
 
 @contextmanager

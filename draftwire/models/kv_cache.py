@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from draftwire.errors import NoRoomError
 from draftwire.models.free_blocks import FreeBlocks
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = 32
 """Tokens in a block."""
 NULL_BLOCK = 0
 """Never allocated: padding reads it, nothing writes it."""

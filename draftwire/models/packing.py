@@ -135,14 +135,14 @@ def laid_out_trees(
     for own, segment, base, row in zip(distances, segments, bases, places, strict=True):
         if segment.num_nodes:
             is_node = row >= base
-            own[is_node, : segment.num_nodes] = _distances(segment.sequence.parents)[row[is_node] - base]
+            own[is_node, : segment.num_nodes] = distances_in(segment.sequence.parents)[row[is_node] - base]
     # The nodes that a query sees are those on the path to it, itself included.
     depths = np.count_nonzero(distances >= 0, axis=-1)
     return bases, distances, np.where(depths > 0, bases[:, None] + depths - 1, places)
 
 
 @lru_cache(maxsize=128)
-def _distances(parents: tuple[int, ...]) -> NDArray[np.int64]:
+def distances_in(parents: tuple[int, ...]) -> NDArray[np.int64]:
     """Returns `[nodes, nodes]`: how far above the first node the second one is; -1 if it is not on the path to it."""
     table = np.full((len(parents), len(parents)), -1, dtype=np.int64)
     for node, parent in enumerate(parents):

@@ -141,6 +141,10 @@ class ConnectionSettings:
         require(is_valid, "flow_control_window_bytes must be 64 KiB to 1 GiB")
 
 
+ENGINES = ("auto", "draftwire", "openvino", "vllm")
+WEIGHTS = ("auto", "f32", "u8")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """Model that a service runs, and how it runs it."""
@@ -155,6 +159,13 @@ class ModelSettings:
     """A torch device, such as "cpu" or "cuda:0"."""
     threads: int = 1
     """CPU threads of torch."""
+    engine: str = "auto"
+    """Engine that runs the model: "draftwire", our own code and transformers; "openvino", on CPUs, for models of the
+    Llama family, which needs draftwire[openvino]; or of a verifier "vllm", for its models, quantisation, kernels and
+    parallelism, which needs draftwire[vllm]. Auto is openvino where that is installed and faster, else draftwire."""
+    weights: str = "auto"
+    """How openvino stores the model's matrices: "f32", or "u8": eight bits, by which steps of few rows take a third of
+    the time, and which makes it another model, whose law is served then. Auto quantises nothing."""
     decoder: str = "auto"
     """Code that does the forward passes: "lean", our own code for the Llama family, "transformers", or auto: lean for
     models that it can run."""
@@ -168,6 +179,10 @@ class ModelSettings:
     def __post_init__(self) -> None:
         require(bool(self.model), "a model folder or hub name is needed")
         require(self.threads >= 1, "threads must be at least 1")
+        require(self.engine in ENGINES, f"engine must be {', '.join(ENGINES[:-1])} or vllm, not {self.engine!r}")
+        require(self.weights in WEIGHTS, f"weights must be auto, f32 or u8, not {self.weights!r}")
+        is_open = self.engine in ("auto", "openvino") or self.weights == "auto"
+        require(is_open, f"weights {self.weights} are of engine openvino, not of {self.engine}")
 
 
 @dataclass(frozen=True, slots=True)

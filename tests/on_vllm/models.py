@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftwire.models.script import _byte_tokenizer
 from draftwire.runtime.settings import EngineSettings, ModelSettings
-from draftwire_verifier.config import TargetEngineSettings, VerifierConfig
+from draftwire_verifier.config import VerifierConfig, VllmSettings
 from draftwire_verifier.vllm.vllm_engine import LoadedVllm, load_vllm
 
 VOCAB_SIZE = 320
@@ -52,8 +52,8 @@ def save_target(folder: Path, sharpness: float = 1.0) -> Path:
 
 def vllm_config(folder: Path, engine: EngineSettings = ENGINE, arguments: str = ARGUMENTS) -> VerifierConfig:
     """Returns the configuration of a verifier on vLLM."""
-    loading = ModelSettings(str(folder), dtype="float32")
-    return VerifierConfig(loading, engine=engine, target=TargetEngineSettings("vllm", arguments))
+    loading = ModelSettings(str(folder), dtype="float32", engine="vllm")
+    return VerifierConfig(loading, engine=engine, vllm=VllmSettings(arguments))
 
 
 def load_shared(folder: Path, engine: EngineSettings = ENGINE, arguments: str = ARGUMENTS) -> LoadedVllm:

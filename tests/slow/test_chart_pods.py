@@ -42,7 +42,7 @@ def test_verifier_on_vllm_has_all_gpus_of_its_ranks_in_one_pod(monkeypatch: pyte
     pod = dict(services_of("vllm"))["verifier"]
     container = container_of(pod)
     config = configure("verifier", environment_of(container), monkeypatch)
-    assert (config.target.engine, config.target.arguments) == ("vllm", {"quantization": "fp8"})
+    assert (config.loading.engine, config.vllm.arguments) == ("vllm", {"quantization": "fp8"})
     assert config.parallel.tensor_parallel_size == container["resources"]["limits"]["nvidia.com/gpu"] == 4
     assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
     assert engine_arguments(config, 131_072)["tensor_parallel_size"] == 4

@@ -5,6 +5,7 @@ import functools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tiny_models import ARCHITECTURES, tiny_network, with_exact_norms
@@ -14,8 +15,11 @@ from transformers import PreTrainedModel
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, slots_of
-from draftwire.models.lean_model import FAMILY
+from draftwire.models.kv_storage import KvStorage
+from draftwire.models.lean_model import FAMILY, LeanModel
+from draftwire.models.openvino.openvino_engine import OpenVinoEngine, OpenVinoStorage
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_models import torch_model
 from tests.cache_integrity import check_integrity
 
 torch.set_num_threads(1)
@@ -29,6 +33,8 @@ SUBJECTS = [f"{name} by transformers" for name in ARCHITECTURES] + [
     f"{name} by the lean decoder{manner}" for name in FAMILY for manner in ("", " in static shapes")
 ]
 SUBJECTS += ["gemma2 by transformers in place", "mistral by the lean decoder in place"]
+OPENVINO_SUBJECTS = [f"{name} by openvino" for name in FAMILY]
+FLOAT32_TOLERANCE = 1e-4
 
 
 @functools.cache
@@ -90,8 +96,29 @@ class Subject:
         del self.texts[sequence]
 
 
-def layers_of(model: CachedModel) -> Iterator[Tensor]:
+class Slots:
+    """A cache of OpenVINO by slot."""
+
+    def __init__(self, cache: Tensor) -> None:
+        self._cache = cache
+
+    def _places(self, slots: Any) -> tuple[Any, ...]:
+        numbers = torch.arange(len(self._cache) * BLOCK_SIZE)[slots]
+        return numbers // BLOCK_SIZE, slice(None), numbers % BLOCK_SIZE
+
+    def __getitem__(self, slots: Any) -> Tensor:
+        return self._cache[self._places(slots)]
+
+    def __setitem__(self, slots: Any, value: float) -> None:
+        self._cache[self._places(slots)] = value
+
+
+def layers_of(model: CachedModel) -> Iterator[Tensor | Slots]:
     """Yields keys and values of all layers, `[num_slots, kv_heads, head_dim]`."""
+    if isinstance(model._storage, OpenVinoStorage):
+        yield from map(Slots, model._storage.caches.values())
+        return
+    assert isinstance(model._storage, KvStorage)
     for keys, values in model._storage._layers.values():
         yield keys.transpose(0, 1)
         yield values.transpose(0, 1)
@@ -120,11 +147,22 @@ def random_ids(generator: random.Random, count: int) -> list[int]:
     return [generator.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
+def lean_copy(network: PreTrainedModel) -> LeanModel:
+    """Returns the model as services read it, in float32."""
+    with torch.device("meta"):
+        model = LeanModel(network.config)
+    model.load_state_dict({name: tensor.float() for name, tensor in network.state_dict().items()}, assign=True)
+    return model
+
+
 def make(subject: str, num_blocks: int = 60) -> Subject:
     architecture, _, decoder = subject.partition(" by ")
     model, reference = network(architecture)
     if decoder.startswith("transformers"):
-        return Subject(CachedModel(decoder_of(model, "transformers"), num_blocks * BLOCK_SIZE), reference, TOLERANCE)
+        return Subject(torch_model(decoder_of(model, "transformers"), num_blocks * BLOCK_SIZE), reference, TOLERANCE)
     exact = with_exact_norms(copy.deepcopy(reference))
+    if decoder == "openvino":
+        engine = OpenVinoEngine(lean_copy(model), threads=1, quantizes=False)
+        return Subject(CachedModel(engine, num_blocks * BLOCK_SIZE), exact, FLOAT32_TOLERANCE)
     make_steps = decoder.endswith("static shapes")
-    return Subject(CachedModel(decoder_of(model, "lean"), num_blocks * BLOCK_SIZE, make_steps), exact, LEAN_TOLERANCE)
+    return Subject(torch_model(decoder_of(model, "lean"), num_blocks * BLOCK_SIZE, make_steps), exact, LEAN_TOLERANCE)

@@ -22,10 +22,10 @@ def test_sessions_are_admitted_up_to_the_limit_and_released_once() -> None:
     room.reserve((3, 0), 1)
 
 
-@pytest.mark.parametrize(("max_sessions", "num_tokens"), [(1, 1), (9, 17)])
+@pytest.mark.parametrize(("max_sessions", "num_tokens"), [(1, 1), (9, BLOCK_SIZE + 1)])
 def test_refusal_changes_nothing_and_says_when_to_try_again(max_sessions: int, num_tokens: int) -> None:
-    room = Room(max_sessions, kv_cache_tokens=64)
-    room.reserve((1, 0), 33)
+    room = Room(max_sessions, kv_cache_tokens=4 * BLOCK_SIZE)
+    room.reserve((1, 0), 2 * BLOCK_SIZE + 1)
     with pytest.raises(NoRoomError) as refused:
         room.reserve((2, 0), num_tokens)
     assert refused.value.retry_after_s > 0.0

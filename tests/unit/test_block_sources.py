@@ -21,6 +21,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_models import torch_model
 from draftwire.requests.parameters import SamplingParams
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.local_sources import LocalSources
@@ -35,7 +36,7 @@ NAME = "beside"
 
 
 def model_of(seed: int) -> CachedModel:
-    return CachedModel(decoder_of(tiny_network("llama", VOCAB_SIZE, seed=seed), "lean"), CACHE_TOKENS)
+    return torch_model(decoder_of(tiny_network("llama", VOCAB_SIZE, seed=seed), "lean"), CACHE_TOKENS)
 
 
 class ModelSource(LocalSource):

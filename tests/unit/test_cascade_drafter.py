@@ -17,6 +17,7 @@ from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
+from draftwire.models.torch_models import torch_model
 from draftwire.options.logprobs.draft_logprobs import log_probs
 from draftwire.options.model_free.cascade_drafter import LEAST_MATCH, LEAST_READ_AHEAD, CascadeDrafter, with_certain
 from draftwire.options.model_free.continued_chains import ContinuedDrafter
@@ -38,7 +39,7 @@ OFTEN_BACK = SamplingParams(logit_bias=((STORY[LEAST_MATCH - 1], 5.0),))
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> CachedModel:
     folder: Path = save_tiny_model(tmp_path_factory.mktemp("model"), VOCAB_SIZE, 3)
-    return CachedModel(decoder_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)), 256)
+    return torch_model(decoder_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)), 256)
 
 
 def request(number: int = 0, num_tokens: int = 6, **changes: object) -> DraftRequest:

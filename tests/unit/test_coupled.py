@@ -22,6 +22,7 @@ from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.sequence_model import SequenceModel
+from draftwire.models.torch_models import torch_model
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import SessionParameters
 from draftwire.verification import RULES, BlockBatch, FixedNoise, KeyedNoise, coupled, verify
@@ -108,12 +109,12 @@ def network() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def target() -> CachedModel:
-    return CachedModel(decoder_of(network()), 512)
+    return torch_model(decoder_of(network()), 512)
 
 
 def model_drafter(seed: int, vocab_size: int = VOCAB_SIZE, dtype: torch.dtype = torch.float64) -> LanguageModelDrafter:
     network = tiny_network("llama", vocab_size, CONTEXT_LENGTH, seed, dtype)
-    return LanguageModelDrafter(CachedModel(decoder_of(network), 512), CONTEXT_LENGTH)
+    return LanguageModelDrafter(torch_model(decoder_of(network), 512), CONTEXT_LENGTH)
 
 
 DRAFTERS = {

@@ -17,6 +17,7 @@ from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import uniforms
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_models import torch_model
 from draftwire.options.trees.growth_plan import GrowthPlan, WantedTree
 from draftwire.options.trees.token_tree import ROOT, TokenTree
 from draftwire.options.trees.tree_model_drafter import TreeModelDrafter
@@ -33,7 +34,7 @@ torch.set_num_threads(1)
 
 
 def drafter_of(decoder: Any = DRAFTER, **quantization: Any) -> TreeModelDrafter:
-    return TreeModelDrafter(CachedModel(decoder, 2048), 512, quantization=Quantization(**quantization))
+    return TreeModelDrafter(torch_model(decoder, 2048), 512, quantization=Quantization(**quantization))
 
 
 def drawn_request(sampling: SamplingParams, shape: TokenTree | None, num_tokens: int = 0, **more: Any) -> DraftRequest:
@@ -118,7 +119,7 @@ def test_text_with_trees_that_grow_is_the_text_without(name: str, *, is_own: boo
     """Under `coupled` and at temperature 0. A drafter that has read trees drafts as one that reads the text for the
     first time; that which drafts for its own model is right to the end.
     """
-    sampling, model, decoder = SAMPLINGS[name], CachedModel(TARGET, 2048), TARGET if is_own else DRAFTER
+    sampling, model, decoder = SAMPLINGS[name], torch_model(TARGET, 2048), TARGET if is_own else DRAFTER
     drafter, expected = drafter_of(decoder), plain_text(sampling, 30)
     sequence, reading, ids = model.cache.open(PROMPT), drafter.open(PROMPT, ALONE), list(PROMPT)
     request = replace(drawn_request(sampling, None, 12), tree=GROWN, is_coupled=True, needs_probs=False)
@@ -152,7 +153,7 @@ def test_tree_that_grows_is_of_the_best_chances_and_is_cut_short() -> None:
     request = replace(drawn_request(SAMPLINGS["greedy"], None, 12), tree=GROWN)
     (draft,) = drafted(drafter, (drafter.open(PROMPT, ALONE), request))
     tree = TokenTree(draft.parents)
-    model, chances = CachedModel(DRAFTER, 2048), []
+    model, chances = torch_model(DRAFTER, 2048), []
     with torch.inference_mode():
         for node in range(len(tree)):
             *path, last = (draft.token_ids[each] for each in tree.path_to(node))

@@ -31,7 +31,7 @@ from draftwire.runtime import messages
 from draftwire.runtime.interceptor import ServiceGate
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire.v1 import verifier_pb2, verifier_pb2_grpc
-from draftwire_verifier.config import HeadSettings, TargetEngineSettings, VerifierConfig
+from draftwire_verifier.config import HeadSettings, VerifierConfig
 from draftwire_verifier.core import VerifierCore
 from draftwire_verifier.drafter_peers import MAX_TOLD, DrafterStream
 from draftwire_verifier.drafters import Drafter, Greeting
@@ -373,6 +373,5 @@ async def test_drafter_with_another_head_is_refused_in_words(
 def test_settings_of_heads_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="set draft_head or feature_head"):
         HeadSettings("a", "b")
-    vllm = TargetEngineSettings(engine="vllm")
     with pytest.raises(InvalidRequestError, match="feature_head needs the hidden states"):
-        VerifierConfig(ModelSettings("x"), heads=HeadSettings(feature_head="y"), target=vllm)
+        VerifierConfig(ModelSettings("x", engine="vllm"), heads=HeadSettings(feature_head="y"))

@@ -16,6 +16,7 @@ from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.sampling import probabilities
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
+from draftwire.models.torch_models import torch_model
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import BlockBatch, FixedNoise, KeyedNoise, Outcome, verify
 from examples.rules.greedy_block import GreedyBlockRule
@@ -132,14 +133,14 @@ PROMPT = [1, 3, 0, 2]
 
 @pytest.fixture(scope="module")
 def target() -> CachedModel:
-    return CachedModel(decoder_of(tiny_network("llama", VOCAB_SIZE, 96, seed=3)), 512)
+    return torch_model(decoder_of(tiny_network("llama", VOCAB_SIZE, 96, seed=3)), 512)
 
 
 @pytest.fixture(scope="module")
 def drafter() -> LanguageModelDrafter:
     network = tiny_network("llama", VOCAB_SIZE, 96, seed=4)
     return LanguageModelDrafter(
-        CachedModel(decoder_of(network), 512), 96, quantization=Quantization(Encoding.DENSE_FLOAT32)
+        torch_model(decoder_of(network), 512), 96, quantization=Quantization(Encoding.DENSE_FLOAT32)
     )
 
 

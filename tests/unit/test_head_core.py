@@ -17,7 +17,7 @@ from draftwire.method.rounds import LocalDraft, PlainRun, Verdict
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire.runtime.settings import EngineSettings, ModelSettings
-from draftwire_verifier.config import HeadSettings, TargetEngineSettings, VerifierConfig
+from draftwire_verifier.config import HeadSettings, VerifierConfig
 from draftwire_verifier.core import VerifierCore
 from tests.dishonest_drafter import argmax
 from tests.unit.verdict_parts import strategy_of
@@ -193,4 +193,4 @@ async def test_head_for_another_target_and_a_target_without_states_are_refused(
     scripted = VerifierConfig(ModelSettings("scripted:"), heads=HeadSettings(str(heads[EAGLE3])))
     assert "a scripted model has none" in await refused(scripted)
     with pytest.raises(InvalidRequestError, match="draft_head needs the hidden states"):
-        VerifierConfig(ModelSettings("x"), heads=HeadSettings("y"), target=TargetEngineSettings(engine="vllm"))
+        VerifierConfig(ModelSettings("x", engine="vllm"), heads=HeadSettings("y"))

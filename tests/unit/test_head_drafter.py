@@ -18,10 +18,10 @@ from draftwire.method.keys import DrawKey
 from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import exponentials, uniforms
 from draftwire.method.sampling import Span, probabilities_of_spans
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
 from draftwire.models.sequence_model import FeatureSpan, Reading
+from draftwire.models.torch_models import torch_model
 from draftwire.options.heads import head_drafter
 from draftwire.options.heads.head_drafter import HeadDrafter, HeadDrafting, HeadSequence
 from draftwire.options.heads.taps import FeatureSource
@@ -52,7 +52,7 @@ class Subject:
     def __post_init__(self) -> None:
         source = FeatureSource(self.head.config.taps, self.head.fuse)
         network = tiny_network("llama", VOCAB_SIZE)
-        self.model = CachedModel(decoder_of(network, "lean"), 200 * BLOCK_SIZE, features=source)
+        self.model = torch_model(decoder_of(network, "lean"), 200 * BLOCK_SIZE, features=source)
         self.drafter = HeadDrafter(self.head, self.model, self.quantization)
 
     def open(self, text: list[int], salt: str = "") -> CachedSequence:
@@ -273,7 +273,7 @@ def test_texts_that_a_head_drafts_for_follow_the_targets_law(rule: str) -> None:
     head = ToyHead(vocab_size, sharpness=1.0)
     network = tiny_network("llama", vocab_size)
     source = FeatureSource(head.config.taps, head.fuse)
-    model = CachedModel(decoder_of(network, "lean"), 4096 * BLOCK_SIZE, features=source)
+    model = torch_model(decoder_of(network, "lean"), 4096 * BLOCK_SIZE, features=source)
 
     def draft_rows(text: tuple[int, ...], tokens: tuple[int, ...]) -> Tensor:
         whole = [*prompt, *text]

@@ -21,9 +21,9 @@ from draftwire.method.randomness import uniforms
 from draftwire.method.round_parts import WatchedGuess
 from draftwire.method.rounds import LocalDraft, PlainRun, Verdict
 from draftwire.method.token_source import TokenSource
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE
+from draftwire.models.torch_models import torch_model
 from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_drafts import HeadDrafts, HeadSource
 from draftwire.options.heads.taps import FeatureSource
@@ -59,7 +59,7 @@ class Verifier:
     def __post_init__(self) -> None:
         source = FeatureSource(self.head.config.taps, self.head.fuse)
         runs = decoder_of(tiny_network("llama", VOCAB_SIZE), self.decoder)
-        self.model = CachedModel(runs, CACHE_TOKENS, self.is_static, features=source)
+        self.model = torch_model(runs, CACHE_TOKENS, self.is_static, features=source)
         self.engine = TargetEngine(
             self.model, CACHE_TOKENS, {HEAD: HeadDrafts(HeadDrafter(self.head, self.model), VOCAB_SIZE)}
         )

@@ -10,9 +10,9 @@ from transformers import LlamaConfig
 
 from draftwire.errors import InvalidRequestError
 from draftwire.local_loop import LocalRun, speculate
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import load_lean_model
+from draftwire.models.torch_models import torch_model
 from draftwire.options.heads.draft_head import HeadConfig, PairReading
 from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_loading import load_head
@@ -238,7 +238,7 @@ def test_head_speculates_in_one_process_without_changing_the_greedy_text(target:
     assert loaded is not None
     prompt, written = ids[:6].tolist(), []
     features = FeatureSource(head.config.taps, head.fuse)
-    model = CachedModel(decoder_of(loaded.model), 256, features=features)
+    model = torch_model(decoder_of(loaded.model), 256, features=features)
     drafter = HeadStrategy(HeadDrafter(head, model), model, 256)
     rounds = list(speculate(model, drafter, prompt, LocalRun(SamplingParams(0.0), 40, 3, "token", 1)))
     for done in rounds:

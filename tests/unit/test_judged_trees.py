@@ -18,6 +18,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_models import torch_model
 from draftwire.options.logprobs.session_logprobs import LogprobsReport
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.options.trees.walk import COUPLED_WALK, TargetOnlyRule, walking_rule
@@ -50,7 +51,7 @@ STOPS = frozenset({0, 4})
 
 
 def fresh() -> CachedModel:
-    return CachedModel(DECODER, 4096)
+    return torch_model(DECODER, 4096)
 
 
 class Parity:

@@ -12,10 +12,10 @@ from torch import Tensor
 from draftwire.errors import UnavailableError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.keys import DrawKey
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import KvCache
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_models import torch_model
 from draftwire.options.logprobs.session_logprobs import LogprobsReport
 from draftwire.requests.logprobs import LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
@@ -42,7 +42,7 @@ class OverflowingModel:
     """A model whose logits overflow after some texts."""
 
     def __init__(self) -> None:
-        self.model = CachedModel(decoder_of(NETWORK, "lean"), 16 * 2_000)
+        self.model = torch_model(decoder_of(NETWORK, "lean"), 16 * 2_000)
         self.vocab_size = VOCAB_SIZE
 
     @property

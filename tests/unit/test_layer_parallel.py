@@ -34,6 +34,7 @@ from draftwire.models.kv_cache import CachedSequence, slots_of
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import load_model
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_models import torch_model
 from draftwire.options.layer_parallel.layer_groups import (
     LayerGroups,
     LayerParallelism,
@@ -103,7 +104,7 @@ def by_definition(model: PreTrainedModel, groups: LayerGroups, ids: list[int]) -
 
 def cached(model: PreTrainedModel, groups: LayerGroups, is_static: bool = False) -> CachedModel:
     base = LeanDecoder(model)
-    return CachedModel(base, 4096, is_static, LayerParallelDecoder(base, groups))
+    return torch_model(base, 4096, is_static, LayerParallelDecoder(base, groups))
 
 
 @pytest.mark.slow
@@ -313,13 +314,13 @@ def test_calibrated_cache_is_that_of_a_fresh_prefill(
     network: PreTrainedModel, grouping: str, seed: int, is_static: bool
 ) -> None:
     """After rounds of all kinds; in float32, at most 1e-5 apart."""
-    reference = CachedModel(LeanDecoder(network), 4096)
+    reference = torch_model(LeanDecoder(network), 4096)
     assert live(drafter_of(network, GROUPS[grouping], is_static=is_static), reference, seed) <= 1e-5
 
 
 def test_cache_without_calibration_is_not(network: PreTrainedModel) -> None:
     """The test above can fail."""
-    reference = CachedModel(LeanDecoder(network), 4096)
+    reference = torch_model(LeanDecoder(network), 4096)
     assert all(live(drafter_of(network, GROUPS["of five"], False), reference, seed) > 1e-2 for seed in range(3))
 
 
@@ -328,7 +329,7 @@ def test_embedded_drafter_of_eight_layers_is_calibrated_too() -> None:
     """In float64: its keys are so large that float32 rounds them by more than the bound of the test above."""
     model = load_model("models/drafter-8-layers", "float32").model.double()
     groups = groups_of_size(4, NUM_LAYERS)
-    drafter, reference = drafter_of(model, groups), CachedModel(LeanDecoder(model), 4096)
+    drafter, reference = drafter_of(model, groups), torch_model(LeanDecoder(model), 4096)
     assert live(drafter, reference, 0) <= 1e-12
 
 
@@ -348,7 +349,7 @@ def test_first_token_is_drawn_exactly_and_others_on_an_exact_cache(network: PreT
         rows += [model.extend([own], torch.tensor([token])) for token in proposed.token_ids[:-1]]
         expected = torch.cat(rows).softmax(dim=-1)
         assert (rows_of(proposed) - expected).abs().max() <= 1e-5
-        exact = CachedModel(LeanDecoder(network), 4096)
+        exact = torch_model(LeanDecoder(network), 4096)
         text = committed + proposed.token_ids[:-1]
         whole = exact.read([Reading(exact.cache.open(), text, 4)]).softmax(dim=-1)
         assert (rows_of(proposed)[0] - whole[0]).abs().max() <= 1e-5
@@ -359,7 +360,7 @@ def test_first_token_is_drawn_exactly_and_others_on_an_exact_cache(network: PreT
 
 def test_groups_of_one_draft_what_the_ordinary_drafter_drafts_to_the_bit(network: PreTrainedModel) -> None:
     ordinary = LanguageModelDrafter(
-        CachedModel(LeanDecoder(network), 4096), CONTEXT_LENGTH, 0, Quantization(Encoding.DENSE_FLOAT32)
+        torch_model(LeanDecoder(network), 4096), CONTEXT_LENGTH, 0, Quantization(Encoding.DENSE_FLOAT32)
     )
     alone = drafter_of(network, groups_of_size(1, NUM_LAYERS))
     assert alone.model.extends_exactly, "nothing has to be computed again"
@@ -398,7 +399,7 @@ def test_sequences_of_a_step_draft_what_each_would_draft_alone(network: PreTrain
 
 @pytest.mark.parametrize("calibrates", [True, False])
 def test_what_others_take_over_is_exact(network: PreTrainedModel, calibrates: bool) -> None:
-    drafter, reference = drafter_of(network, GROUPS["all"], calibrates), CachedModel(LeanDecoder(network), 4096)
+    drafter, reference = drafter_of(network, GROUPS["all"], calibrates), torch_model(LeanDecoder(network), 4096)
     first = drafter.open(list(range(40)), ALONE)
     for round in range(12):
         proposed = draft(drafter, first, request(4, round)).token_ids

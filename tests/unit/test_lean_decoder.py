@@ -24,12 +24,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models import linear
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import TransformersDecoder, decoder_of
+from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.lean_decoder import LeanDecoder, Norm, why_not_lean
 from draftwire.models.linear import Linear
 from draftwire.models.sequence_model import Reading
 from draftwire.models.static_steps import StaticSteps, StepShape
+from draftwire.models.torch_models import torch_model
 
 torch.set_num_threads(1)
 
@@ -69,7 +70,7 @@ def test_logits_of_random_texts_are_those_of_transformers(
         monkeypatch.setattr(linear, "STREAMED_BYTES", 0)  # as a large model
         monkeypatch.setattr(linear, "LEAST_ROWS", 6)  # whatever this CPU is
     reference = make(name)
-    model = CachedModel(decoder_of(copy.deepcopy(reference), "lean"), 4096, manner == "static")
+    model = torch_model(decoder_of(copy.deepcopy(reference), "lean"), 4096, manner == "static")
     if manner.startswith("in"):
         read_in_place(monkeypatch)
     if manner == "in pieces":
@@ -120,7 +121,7 @@ def test_lower_precision_differs_by_rounding_alone(dtype: torch.dtype) -> None:
     reference, ids = make("qwen3"), [random.Random(1).randrange(VOCAB_SIZE) for _ in range(50)]
     rounded: Any = copy.deepcopy(reference).to(dtype)
     expected, own = fresh(reference, ids), fresh(rounded, ids).float()
-    model = CachedModel(decoder_of(rounded, "lean"), 64)
+    model = torch_model(decoder_of(rounded, "lean"), 64)
     logits = model.read([Reading(model.cache.open(), ids, len(ids))]).float()
     assert (logits - expected).abs().mean() <= 1.2 * (own - expected).abs().mean()
 
@@ -130,7 +131,7 @@ def test_weights_are_given_up_only_where_that_is_allowed() -> None:
     kept, given = make("llama"), make("llama")
     expected = fresh(kept, ids)
     for model, consumes in ((kept, False), (given, True)):
-        cached = CachedModel(decoder_of(model, "lean", consumes), 64)
+        cached = torch_model(decoder_of(model, "lean", consumes), 64)
         assert (cached.read([Reading(cached.cache.open(), ids, 20)]) - expected).abs().max() <= 1e-4
     assert (fresh(kept, ids) - expected).abs().max() == 0.0
     assert not any(isinstance(module, torch.nn.Linear) for module in given.model.layers.modules())
@@ -193,7 +194,7 @@ def test_other_models_are_run_by_transformers_and_the_reason_is_told(reason: str
         decoder_of(model, "lean")
     decoder = decoder_of(model)
     assert isinstance(decoder, TransformersDecoder)
-    cached = CachedModel(decoder, 64)
+    cached = torch_model(decoder, 64)
     assert cached.read([Reading(cached.cache.open(), [1, 2], 1)]).isfinite().all()
 
 
@@ -206,7 +207,7 @@ def test_unknown_decoder_is_refused() -> None:
 
 
 def test_steps_of_similar_sizes_share_a_shape_and_prompts_have_none() -> None:
-    model = CachedModel(decoder_of(make("llama"), "lean"), 8192, is_static=True)
+    model = torch_model(decoder_of(make("llama"), "lean"), 8192, is_static=True)
     steps = model._exact._static
     assert isinstance(steps, StaticSteps)
     sequences = [model.cache.open() for _ in range(7)]
@@ -223,7 +224,7 @@ def test_steps_of_similar_sizes_share_a_shape_and_prompts_have_none() -> None:
 
 def test_shapes_that_were_not_used_for_longest_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftwire.models.static_steps.MOST_SHAPES", 2)
-    model = CachedModel(decoder_of(make("llama"), "lean"), 1024, is_static=True)
+    model = torch_model(decoder_of(make("llama"), "lean"), 1024, is_static=True)
     sequence = model.cache.open()
     for count in (1, 2, 1, 3):
         model.read([Reading(sequence, [1] * count, 1)])
@@ -232,14 +233,14 @@ def test_shapes_that_were_not_used_for_longest_give_way(monkeypatch: pytest.Monk
 
 
 def test_static_steps_write_nothing_but_their_own_tokens() -> None:
-    model = CachedModel(decoder_of(make("llama"), "lean"), 1024, is_static=True)
+    model = torch_model(decoder_of(make("llama"), "lean"), 1024, is_static=True)
     sequences = [model.cache.open() for _ in range(3)]
     model.read([Reading(sequence, [1, 2, 3], 1) for sequence in sequences])
     before = [tensor.clone() for layer in model._storage._layers.values() for tensor in layer]
     model.read([Reading(sequences[0], [4, 5], 1), Reading(sequences[1], [6], 1), Reading(sequences[2], [7], 1)])
     after = [tensor for layer in model._storage._layers.values() for tensor in layer]
-    places = [sequences[0].blocks[0] * 16 + 3, sequences[0].blocks[0] * 16 + 4]
-    places += [sequence.blocks[0] * 16 + 3 for sequence in sequences[1:]]
+    places = [sequences[0].blocks[0] * BLOCK_SIZE + 3, sequences[0].blocks[0] * BLOCK_SIZE + 4]
+    places += [sequence.blocks[0] * BLOCK_SIZE + 3 for sequence in sequences[1:]]
     for old, new in zip(before, after, strict=True):
         is_other = (old != new) & ~(old.isnan() & new.isnan())  # what was never written is anything
         changed = is_other.any(dim=0).any(dim=-1).nonzero().flatten().tolist()
@@ -248,7 +249,7 @@ def test_static_steps_write_nothing_but_their_own_tokens() -> None:
 
 def test_long_text_among_short_ones_is_not_padded_to() -> None:
     """Padded, each of the short ones would read as many keys as the long one."""
-    model = CachedModel(decoder_of(make("llama"), "lean"), 16_384, is_static=True)
+    model = torch_model(decoder_of(make("llama"), "lean"), 16_384, is_static=True)
     assert model._exact._static is not None
     sequences = [model.cache.open() for _ in range(16)]
     model.read([Reading(sequence, [1] * 40, 0) for sequence in sequences])
@@ -261,7 +262,7 @@ def test_long_text_among_short_ones_is_not_padded_to() -> None:
 
 
 def test_logits_of_a_step_are_not_overwritten_by_the_next() -> None:
-    model = CachedModel(decoder_of(make("llama"), "lean"), 1024, is_static=True)
+    model = torch_model(decoder_of(make("llama"), "lean"), 1024, is_static=True)
     sequence = model.cache.open()
     first = model.read([Reading(sequence, [1, 2], 2)])
     before = first.clone()

@@ -42,12 +42,12 @@ from transformers import (
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models import loading
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.card import load_card
 from draftwire.models.decoders import decoder_of
 from draftwire.models.loading import LoadedModel, load_lean_model, load_model
 from draftwire.models.sequence_model import Reading
 from draftwire.models.tokenizer import load_tokenizer, tokenizer_files
+from draftwire.models.torch_models import torch_model
 
 torch.set_num_threads(1)
 
@@ -69,7 +69,7 @@ def test_rolled_back_cache_gives_the_logits_of_a_fresh_forward(architecture: str
     assert loaded.description.context_length == 64
     attention = "eager" if architecture == "gemma2" else "sdpa"  # only eager bounds the scores
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
-    model = CachedModel(decoder_of(loaded.model), 64)
+    model = torch_model(decoder_of(loaded.model), 64)
     ids = [3, 5, 7, 2, 8, 9, 4, 6, 2, 3]
     sequence = model.cache.open(ids)
     model.read([Reading(sequence, ids, 1)])
@@ -127,7 +127,7 @@ def test_attention_to_chunks_is_refused(tmp_path: Path) -> None:
 def read_alone_and_among_others(loaded: LoadedModel, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the last logits after `ids`, alone and in a step with a sequence that fills the context."""
     context_length = loaded.description.context_length
-    model = CachedModel(decoder_of(loaded.model), 2 * context_length + 64)
+    model = torch_model(decoder_of(loaded.model), 2 * context_length + 64)
     first, second, long = (model.cache.open() for _ in range(3))
     alone = model.read([Reading(first, ids, 1)])
     among = model.read([Reading(second, ids, 1), Reading(long, [1] * context_length, 0)])
@@ -181,7 +181,7 @@ def test_sliding_window_known_to_the_mask_alone_is_kept_or_refused(tmp_path: Pat
     ids = [3, 5, 7, 2, 8, 9, 4, 6, 2, 3]
     fresh = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()(input_ids=torch.tensor([ids]))
     try:
-        model = CachedModel(decoder_of(load_model(path).model), 64)
+        model = torch_model(decoder_of(load_model(path).model), 64)
         logits = model.read([Reading(model.cache.open(), ids, 1)])
     except InvalidRequestError:
         return
@@ -328,7 +328,7 @@ def test_mixture_of_experts_is_served_exactly_rolled_back_and_among_others(kind:
     """Each token is routed by itself, so neither its neighbours in a step nor a cut block change its experts."""
     path = mixture(kind, tmp_path, **MIXTURES[kind])
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    model = CachedModel(decoder_of(load_model(path).model), 256)
+    model = torch_model(decoder_of(load_model(path).model), 256)
     other, ids = [(7 * place) % VOCAB_SIZE for place in range(50)], [3, 5, 7, 2, 8, 9, 4, 6, 2, 3]
     sequence = model.cache.open(ids)
     model.read([Reading(sequence, ids, 1)])
@@ -401,7 +401,7 @@ def test_model_that_is_read_without_transformers_is_the_same(case: str, tmp_path
     ids = [3, 5, 7, 2, 8]
     logits = []
     for loaded in (theirs, own):
-        model = CachedModel(decoder_of(loaded.model), 64)
+        model = torch_model(decoder_of(loaded.model), 64)
         logits.append(model.read([Reading(model.cache.open(ids), ids, len(ids))]))
     assert torch.equal(*logits)
 

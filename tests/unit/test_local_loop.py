@@ -23,6 +23,7 @@ from draftwire.method.randomness import exponentials
 from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
+from draftwire.models.torch_models import torch_model
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, LawRule
 from tests.cache_integrity import check_integrity
@@ -52,8 +53,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         for seed in (0, 2)
     )
     references = copy.deepcopy(target), copy.deepcopy(drafter)
-    strategy = LanguageModelDrafter(CachedModel(decoder_of(drafter), 64), context_length=64)
-    return Pair(CachedModel(decoder_of(target), 64), strategy, *references)
+    strategy = LanguageModelDrafter(torch_model(decoder_of(drafter), 64), context_length=64)
+    return Pair(torch_model(decoder_of(target), 64), strategy, *references)
 
 
 ENCODINGS = [Encoding.DENSE_FLOAT32, Encoding.SPARSE_UINT16]
@@ -236,7 +237,7 @@ def blocked_law(model: CachedModel, rule: str, params: SamplingParams, block_len
 def small() -> tuple[CachedModel, PreTrainedModel]:
     network = tiny_network("llama", SMALL_VOCAB, 32, seed=8)
     reference = with_exact_norms(copy.deepcopy(network))
-    return CachedModel(decoder_of(network, "lean"), 16 * 700), reference
+    return torch_model(decoder_of(network, "lean"), 16 * 700), reference
 
 
 @every("name", TEXTUAL)

@@ -42,9 +42,9 @@ from draftwire.method.rounds import (
     Verdict,
 )
 from draftwire.method.sampling import SMALLEST, Span, probabilities_of_spans
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
+from draftwire.models.torch_models import torch_model
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, BlockBatch, KeyedNoise, rule_named, verify
 from draftwire.verification.deciding import NEAR_TIE, StillReading
@@ -276,8 +276,8 @@ class Stack:
         """What the rules saw, by verifying key and round."""
         self.corrupt_next_block = False
         target, drafter = (
-            CachedModel(decoder_of(models.target), target_room),
-            CachedModel(decoder_of(models.drafter), drafter_room),
+            torch_model(decoder_of(models.target), target_room),
+            torch_model(decoder_of(models.drafter), drafter_room),
         )
         self.target = Half(
             verifying.Scheduler(vocab_size=VOCAB_SIZE, waits=DraftWaits(float), **limits_of(target_room, budget)),
@@ -657,8 +657,8 @@ def test_sessions_together_write_what_each_writes_in_one_process(models: Models)
     stack.finish(plans[4:])  # finds what the first ones have read
     for plan, text in zip(plans, texts_of(stack), strict=True):
         target, drafter = (
-            CachedModel(decoder_of(models.target), CONTEXT_LENGTH),
-            CachedModel(decoder_of(models.drafter), CONTEXT_LENGTH),
+            torch_model(decoder_of(models.target), CONTEXT_LENGTH),
+            torch_model(decoder_of(models.drafter), CONTEXT_LENGTH),
         )
         block_length = plan.block_lengths[0]
         run = LocalRun(plan.sampling, plan.max_tokens, block_length, plan.rule, plan.seed, plan.stop_token_ids)

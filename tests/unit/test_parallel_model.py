@@ -47,6 +47,8 @@ from draftwire.models.parallel.step_plan import (
 )
 from draftwire.models.parallel.tensor_parallel import ParallelModel, check_divides, follow
 from draftwire.models.sequence_model import FeatureSpan, Reading, Segment
+from draftwire.models.static_steps import StaticSteps
+from draftwire.models.torch_engine import TorchEngine, torch_model
 from draftwire.options.heads.taps import FeatureSource
 from draftwire.options.layer_parallel.layer_groups import LayerParallelism
 from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder
@@ -144,7 +146,7 @@ def driven(model: CachedModel) -> list[Tensor]:
 
 def load(group: ProcessGroup, path: str) -> ParallelModel:
     decoder = load_parallel_target(ModelSource(path, "float32"), group).decoder
-    return ParallelModel(decoder, CACHE_TOKENS, group=group)
+    return ParallelModel(TorchEngine(decoder), CACHE_TOKENS, group=group)
 
 
 def logits(group: ProcessGroup, path: str, dtype: str = "float32") -> list[Tensor]:
@@ -152,7 +154,7 @@ def logits(group: ProcessGroup, path: str, dtype: str = "float32") -> list[Tenso
     decoder = load_parallel_target(ModelSource(path, dtype), group).decoder
     results: list[Tensor] = []
     for is_static in (False, True):
-        model = ParallelModel(decoder, CACHE_TOKENS, is_static, group=group)
+        model = ParallelModel(TorchEngine(decoder, StaticSteps if is_static else None), CACHE_TOKENS, group=group)
         if group.rank:
             follow(model)
         else:
@@ -165,7 +167,7 @@ def logits(group: ProcessGroup, path: str, dtype: str = "float32") -> list[Tenso
 def expected(path: str, dtype: str = "float32") -> list[Tensor]:
     """Returns what rank 0 is to return."""
     decoder = decoder_of(load_model(path, dtype).model)
-    return [row for is_static in (False, True) for row in driven(CachedModel(decoder, CACHE_TOKENS, is_static))]
+    return [row for is_static in (False, True) for row in driven(torch_model(decoder, CACHE_TOKENS, is_static))]
 
 
 QUICK = [("llama 3.1, tied, one key", 2)]
@@ -245,7 +247,7 @@ def featured(model: CachedModel) -> Tensor:
 def features_of_group(group: ProcessGroup, path: str) -> Tensor | None:
     """Returns on rank 0 what `featured` does; the others keep none."""
     decoder = load_parallel_target(ModelSource(path, "float32"), group).decoder
-    model = ParallelModel(decoder, CACHE_TOKENS, features=None if group.rank else FEATURES, group=group)
+    model = ParallelModel(TorchEngine(decoder), CACHE_TOKENS, features=None if group.rank else FEATURES, group=group)
     if group.rank:
         follow(model)
         return None
@@ -258,7 +260,7 @@ def features_of_group(group: ProcessGroup, path: str) -> Tensor | None:
 def test_features_are_whole_on_rank_0_alone(name: str, ranks: Ranks, folders: dict[str, str]) -> None:
     own, other = ranks.run(2, features_of_group, folders[name])
     decoder = decoder_of(load_model(folders[name], "float32").model)
-    expected_rows = featured(CachedModel(decoder, CACHE_TOKENS, features=FEATURES))
+    expected_rows = featured(torch_model(decoder, CACHE_TOKENS, features=FEATURES))
     assert other is None
     assert own.shape == expected_rows.shape == (3 * BLOCK_SIZE + 2 + 9, decoder.hidden_size)
     assert (own - expected_rows).abs().max() <= 1e-4 * expected_rows.std()
@@ -276,7 +278,7 @@ def fitted(group: ProcessGroup, path: str, counts: list[int]) -> Any:
         return counts[group.rank]
 
     decoder = load_parallel_target(ModelSource(path, "float32"), group).decoder
-    model = ParallelModel(decoder, 64, group=group, count=count)
+    model = ParallelModel(TorchEngine(decoder), 64, group=group, count=count)
     if group.rank:
         follow(model)
         return model.cache.num_blocks
@@ -292,7 +294,7 @@ def test_all_ranks_take_what_fits_on_each(counts: list[int], ranks: Ranks, folde
     path = folders["llama with all biases"]
     (num_blocks, num_tokens, logits), other = ranks.run(2, fitted, path, counts)
     assert (num_blocks, num_tokens, other) == (3, 48, 3)
-    whole = CachedModel(decoder_of(load_model(path, "float32").model), 64)
+    whole = torch_model(decoder_of(load_model(path, "float32").model), 64)
     assert (logits - whole.read([Reading(whole.cache.open(), [1, 2, 3], 1)])).abs().max() < 1e-4
 
 
@@ -541,7 +543,7 @@ def test_plan_arrives_as_it_was() -> None:
 
 
 def mix_up(group: ProcessGroup) -> None:
-    model = ParallelModel(Nothing(), 64, group=group)  # type: ignore[arg-type]
+    model = ParallelModel(TorchEngine(Nothing()), 64, group=group)  # type: ignore[arg-type]
     if group.rank:
         follow(model)
     else:
@@ -652,7 +654,7 @@ def test_ranks_that_load_for_long_are_waited_for(ranks: Ranks) -> None:
 
 def load_layers(group: ProcessGroup, path: str, layers: LayerParallelism) -> ParallelModel:
     loaded = load_layer_parallel(path, "float32", "cpu", None, layers, group)
-    return ParallelModel(loaded.exact, CACHE_TOKENS, drafting=loaded.drafting, group=group)
+    return ParallelModel(TorchEngine(loaded.exact, drafting=loaded.drafting), CACHE_TOKENS, group=group)
 
 
 def shared_layers(group: ProcessGroup, path: str, layers: LayerParallelism) -> tuple[list[int], list[Tensor]]:
@@ -708,7 +710,7 @@ def test_layers_shared_out_among_ranks_say_what_they_say_in_one_process(
     """Read exactly as well as fuzzily; in float32, at most 1e-4 apart."""
     base = LeanDecoder(load_model(folders[name], "float32").model)
     for size, layers, held in shared_out:
-        alone = CachedModel(base, CACHE_TOKENS, drafting=LayerParallelDecoder(base, layers.of(base.num_layers)))
+        alone = torch_model(base, CACHE_TOKENS, drafting=LayerParallelDecoder(base, layers.of(base.num_layers)))
         expected_rows = driven(alone) + drafting(alone)
         found = ranks.run(size, shared_layers, folders[name], layers)
         assert [own for own, _ in found] == held

@@ -22,6 +22,7 @@ from draftwire.method.distributions import DenseRows
 from draftwire.method.keys import DrawKey
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
+from draftwire.models.torch_models import torch_model
 from draftwire.requests.automaton import Automaton, BlockMasks
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
@@ -123,7 +124,7 @@ def blocked_law(
 def small() -> Seen:
     network = tiny_network("llama", VOCAB_SIZE, 32, seed=8)
     reference = with_exact_norms(copy.deepcopy(network))
-    return CachedModel(decoder_of(network, "lean"), 16 * 6_000), reference
+    return torch_model(decoder_of(network, "lean"), 16 * 6_000), reference
 
 
 CASES = [(PROCESSED, "block", 2, False), (PLAIN, "token", 2, True), (PROCESSED, "token", 1, False)]

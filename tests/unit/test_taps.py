@@ -19,6 +19,7 @@ from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
 from draftwire.models.lean_model import FAMILY
 from draftwire.models.sequence_model import FeatureSpan, Reading
+from draftwire.models.torch_models import torch_model
 from draftwire.options.heads.tapped_pass import features_and_logits
 from draftwire.options.heads.taps import FeatureModel, FeatureSource, check_taps
 
@@ -94,7 +95,7 @@ def make(subject: str, num_blocks: int = 60, *, has_features: bool = True) -> Su
     reference = with_exact_norms(reference) if is_lean else reference
     runs = decoder_of(network, "lean" if is_lean else "transformers")
     source = FeatureSource(TAPS, fused) if has_features else None
-    model = CachedModel(runs, num_blocks * BLOCK_SIZE, decoder.endswith("static shapes"), features=source)
+    model = torch_model(runs, num_blocks * BLOCK_SIZE, decoder.endswith("static shapes"), features=source)
     return Subject(runs, model, reference, LEAN_TOLERANCE if is_lean else TOLERANCE)
 
 

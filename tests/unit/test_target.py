@@ -24,6 +24,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, KvCache
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_models import torch_model
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, BlockBatch, KeyedNoise, TypicalRule, verify
 from draftwire.verification.deciding import NEAR_TIE, Decided, Judgement, StillReading
@@ -79,7 +80,7 @@ class WatchedModel:
 
 def fresh_model() -> WatchedModel:
     """Returns one with an empty cache."""
-    return WatchedModel(CachedModel(decoder_of(NETWORK), 4096))
+    return WatchedModel(torch_model(decoder_of(NETWORK), 4096))
 
 
 model = pytest.fixture(fresh_model)
@@ -463,7 +464,7 @@ def test_draft_tokens_are_never_offered_before_they_are_committed(rule: str) -> 
 
 
 def test_step_without_room_changes_no_sequence() -> None:
-    model = WatchedModel(CachedModel(decoder_of(NETWORK), 4 * BLOCK_SIZE))
+    model = WatchedModel(torch_model(decoder_of(NETWORK), 4 * BLOCK_SIZE))
     generator = random.Random(13)
     parts = [judging(model, generator, random_ids(generator, count), 2) for count in (20, 40)]
     with pytest.raises(NoRoomError):

@@ -13,12 +13,12 @@ from tiny_models import FAMILY_SHAPE, FAMILY_WINDOW, family_network, read_in_pla
 from torch import Tensor
 
 from draftwire.models import static_steps
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.packing import positions_of
 from draftwire.models.sequence_model import Reading, Segment
 from draftwire.models.static_steps import StaticSteps, StepShape
+from draftwire.models.torch_models import torch_model
 from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder
 from tests.cache_integrity import check_integrity
 
@@ -184,11 +184,11 @@ def test_tree_across_blocks_is_shared_only_when_its_path_is_kept() -> None:
     """The path lies in other blocks than its nodes, and a text that begins likewise reads the path."""
     subject, generator = make("llama by the lean decoder"), random.Random(2)
     model = subject.model
-    one = Planted(model.cache.open(), random_ids(generator, 29))
+    one = Planted(model.cache.open(), random_ids(generator, 45))
     model.read([Reading(one.sequence, one.text, 0)])
-    one.nodes, one.parents = random_ids(generator, 40), (-1, -1, *range(1, 39))
+    one.nodes, one.parents = random_ids(generator, 60), (-1, -1, *range(1, 59))
     model.read([Reading(one.sequence, one.nodes, 0, one.parents)])
-    path = path_to(39, one.parents)
+    path = path_to(59, one.parents)
     committed = one.text + [one.nodes[node] for node in path]
     model.cache.publish(one.sequence, committed)
     check_integrity(model.cache)
@@ -197,7 +197,7 @@ def test_tree_across_blocks_is_shared_only_when_its_path_is_kept() -> None:
     model.keep_path(one.sequence, path)
     model.cache.publish(one.sequence, committed)
     late = model.cache.open([*committed, 1, 2])
-    assert late.num_reused == 4 * BLOCK_SIZE
+    assert late.num_reused == 3 * BLOCK_SIZE
     spoil(model)
     rest = [*committed, 1, 2][late.length :]
     assert_equal(
@@ -253,7 +253,7 @@ def test_layers_that_run_together_read_trees_as_they_read_texts() -> None:
     parents = random_parents(generator, 12)
 
     def passed(ids: list[int], own: Parents) -> Tensor:
-        model = CachedModel(decoder, 400, drafting=LayerParallelDecoder(decoder, groups))
+        model = torch_model(decoder, 400, drafting=LayerParallelDecoder(decoder, groups))
         return model.read([Reading(model.cache.open(), ids, len(ids), own)], fuzzily=True)
 
     rows = passed(text + nodes, parents)[len(text) :]

@@ -17,6 +17,7 @@ from draftwire.method.block_shape import CHAIN
 from draftwire.method.keys import DrawKey
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
+from draftwire.models.torch_models import torch_model
 from draftwire.options.trees.growth_plan import WantedTree
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.options.trees.tree_model_drafter import TreeModelDrafter, TreeSequence
@@ -51,7 +52,7 @@ SAMPLINGS = {
 
 
 def drafter_of(decoder: Any, is_static: bool = False) -> TreeModelDrafter:
-    return TreeModelDrafter(CachedModel(decoder, 2048, is_static), 512)
+    return TreeModelDrafter(torch_model(decoder, 2048, is_static), 512)
 
 
 def request(sampling: SamplingParams, shape: TokenTree | None, num_tokens: int = 0, **options: Any) -> DraftRequest:
@@ -67,7 +68,7 @@ def drafted(drafter: TreeModelDrafter, *parts: tuple[Any, DraftRequest]) -> list
 
 
 def plain_text(sampling: SamplingParams, length: int) -> list[int]:
-    model = CachedModel(TARGET, 2048)
+    model = torch_model(TARGET, 2048)
     sequence, ids = model.cache.open(PROMPT), list(PROMPT)
     for number in range(length):
         key = DrawKey(KEY, 0, number)
@@ -88,7 +89,7 @@ def test_text_with_drafted_trees_is_the_text_without(name: str, shape: str, is_o
     model is right to the end.
     """
     sampling, tree = SAMPLINGS[name], SHAPES[shape]
-    model, decoder = CachedModel(TARGET, 2048), TARGET if is_own else DRAFTER
+    model, decoder = torch_model(TARGET, 2048), TARGET if is_own else DRAFTER
     drafter = drafter_of(decoder, is_static=is_own)
     sequence, reading, ids = model.cache.open(PROMPT), drafter.open(PROMPT, ALONE), list(PROMPT)
     expected = plain_text(sampling, 30)

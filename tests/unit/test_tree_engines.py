@@ -15,6 +15,7 @@ from draftwire.engine.admission import Room
 from draftwire.method.rounds import Calibration, CommittedTokens, DraftBlock, DraftTree, Fence, Permit, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.models.cached_model import CachedModel
+from draftwire.models.torch_models import torch_model
 from draftwire.options.trees.session_trees import SessionTrees
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.options.trees.tree_choice import tree_rule_for
@@ -45,12 +46,12 @@ class Rounds:
     sampling: SamplingParams
     tree: DraftTree | None
     ids: list[int] = field(default_factory=lambda: list(PROMPT))
-    target: CachedModel = field(default_factory=lambda: CachedModel(TARGET, 128))
+    target: CachedModel = field(default_factory=lambda: torch_model(TARGET, 128))
     audits: list[AuditSums | None] = field(default_factory=list)
     is_trusted: bool = True
 
     def __post_init__(self) -> None:
-        model = TreeModelDrafter(CachedModel(DRAFTER, 160), 512)
+        model = TreeModelDrafter(torch_model(DRAFTER, 160), 512)
         options: Any = [SessionTrees(NODES)]
         self.drafting, self.judging = DraftEngine(model, options), TargetEngine(self.target, 512)
         pacer, shared = FixedPacer(), {"context_length": 512, "max_draft_tokens": 8}

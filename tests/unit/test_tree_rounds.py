@@ -13,8 +13,8 @@ from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.method.quantization import Quantization
 from draftwire.method.randomness import exponentials
 from draftwire.method.sampling import probabilities
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
+from draftwire.models.torch_models import torch_model
 from draftwire.options.trees.growth_plan import GrowthPlan
 from draftwire.options.trees.token_tree import TokenTree
 from draftwire.requests.parameters import SamplingParams
@@ -39,7 +39,7 @@ PLANS = {
 
 
 def setting(temperature: float, seed: int = 4) -> Setting:
-    target, drafter = (CachedModel(decoder_of(tiny_network("llama", VOCAB_SIZE, 128, own)), 512) for own in (3, seed))
+    target, drafter = (torch_model(decoder_of(tiny_network("llama", VOCAB_SIZE, 128, own)), 512) for own in (3, seed))
     return Setting(target, drafter, SamplingParams(temperature), Quantization())
 
 

@@ -47,7 +47,7 @@ from draftwire_gateway.session.policy import PLAIN, Arm, DraftSource
 from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
 from draftwire_gateway.session.session_option import BlockRequest
 from draftwire_gateway.session.session_state import SessionState
-from draftwire_verifier.config import TargetEngineSettings, VerifierConfig
+from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.metrics import VerifierMetrics
 from draftwire_verifier.scheduler import Scheduler
 from tests.unit.verdict_parts import depth_of
@@ -367,7 +367,7 @@ def test_verdict_of_a_tree_is_of_the_tree_that_was_requested(changes: dict[str, 
 
 def test_trees_are_not_promised_by_who_has_none() -> None:
     with pytest.raises(InvalidRequestError, match="vllm reads no token trees"):
-        VerifierConfig(ModelSettings("m"), target=TargetEngineSettings("vllm"), engine=EngineSettings(max_tree_nodes=8))
+        VerifierConfig(ModelSettings("m", engine="vllm"), engine=EngineSettings(max_tree_nodes=8))
     with pytest.raises(InvalidRequestError, match=r"max_tree_nodes must be in 0\.\.64"):
         EngineSettings(max_tree_nodes=65)
     with pytest.raises(InvalidRequestError, match=r"num_draft_nodes must be in 0\.\.64, not 65"):

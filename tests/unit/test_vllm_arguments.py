@@ -10,7 +10,7 @@ import pytest
 from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.errors import InvalidRequestError
 from draftwire.runtime.settings import EngineSettings, ModelSettings
-from draftwire_verifier.config import TargetEngineSettings, TensorParallelSettings, VerifierConfig
+from draftwire_verifier.config import TensorParallelSettings, VerifierConfig, VllmSettings
 from draftwire_verifier.vllm import arguments
 from draftwire_verifier.vllm.arguments import (
     check_arguments,
@@ -25,7 +25,8 @@ MODEL = ModelSettings("folder", revision="main", dtype="bfloat16")
 
 
 def config_of(vllm_args: str | None = None, **more: Any) -> VerifierConfig:
-    return VerifierConfig(**{"loading": MODEL, **more}, target=TargetEngineSettings("vllm", vllm_args))
+    loading = replace(more.pop("loading", MODEL), engine="vllm")
+    return VerifierConfig(loading, vllm=VllmSettings(vllm_args), **more)
 
 
 def test_settings_of_the_verifier_become_vllms() -> None:
@@ -130,15 +131,15 @@ def test_unknown_argument_is_refused_with_what_may_be_meant() -> None:
 )
 def test_arguments_that_are_no_object_are_refused(vllm_args: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        TargetEngineSettings("vllm", vllm_args)
+        VllmSettings(vllm_args)
 
 
 def test_arguments_need_the_engine() -> None:
     with pytest.raises(InvalidRequestError, match="for engine vllm"):
-        TargetEngineSettings(vllm_args="{}")
-    with pytest.raises(InvalidRequestError, match="draftwire or vllm"):
-        TargetEngineSettings("sglang")
-    assert not TargetEngineSettings().is_vllm
+        VerifierConfig(MODEL, vllm=VllmSettings("{}"))
+    with pytest.raises(InvalidRequestError, match="openvino or vllm, not 'sglang'"):
+        replace(MODEL, engine="sglang")
+    assert not VerifierConfig(MODEL).is_vllm
 
 
 @pytest.mark.parametrize(

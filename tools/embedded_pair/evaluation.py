@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.local_loop import LocalRun, speculate
-from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
+from draftwire.models.torch_models import torch_model
 from draftwire.options.heads.draft_head import DraftHead
 from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.taps import FeatureSource
@@ -85,11 +85,11 @@ def measure_acceptance(
     context_length = int(target.config.max_position_embeddings)
     strategy: DraftingStrategy
     if isinstance(drafter, LlamaForCausalLM):
-        cached_target = CachedModel(decoder_of(target), context_length)
-        strategy = LanguageModelDrafter(CachedModel(decoder_of(drafter), context_length), context_length)
+        cached_target = torch_model(decoder_of(target), context_length)
+        strategy = LanguageModelDrafter(torch_model(decoder_of(drafter), context_length), context_length)
     else:
         features = FeatureSource(drafter.config.taps, drafter.fuse)
-        cached_target = CachedModel(decoder_of(target), context_length, features=features)
+        cached_target = torch_model(decoder_of(target), context_length, features=features)
         strategy = HeadStrategy(HeadDrafter(drafter, cached_target), cached_target, context_length)
     drafted, accepted = [0] * block_length, [0] * block_length
     rounds = emitted = 0

@@ -31,6 +31,7 @@ from draftwire.models.parallel.sharded_loading import (
 from draftwire.models.parallel.tensor_parallel import ParallelModel
 from draftwire.models.script import is_scripted
 from draftwire.models.sequence_model import FeatureSpan, Reading
+from draftwire.models.torch_engine import TorchEngine
 from draftwire.runtime.settings import require
 
 log = structlog.get_logger()
@@ -187,14 +188,14 @@ def load_target_rank(
     # Not static: graphs with collectives in them have not been tried on GPUs.
     count, num_tokens = count_of(fitter, loaded.card, head), size_while_loading(config.engine)
     features = None if head is None else head.source
-    model = ParallelModel(loaded.decoder, num_tokens, features=features, group=group, count=count)
+    model = ParallelModel(TorchEngine(loaded.decoder), num_tokens, features=features, group=group, count=count)
     return LoadedRank(loaded.card, model, group, count)
 
 
 def _head_of(group: ProcessGroup, loaded: LoadedShard, make_head: MakeHead) -> FeatureUser:
     """Loads the head; if that fails, no other rank waits for this one."""
     try:
-        return make_head(loaded.card, loaded.decoder)
+        return make_head(loaded.card, loaded.decoder.device, loaded.decoder.num_layers)
     except BaseException as error:
         group.break_off(f"the head was not loaded: {type(error).__name__}")
         raise

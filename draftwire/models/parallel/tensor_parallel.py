@@ -16,8 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from draftwire.errors import InvalidRequestError
-from draftwire.models.cached_model import CachedModel, IdRows
-from draftwire.models.decoder import Decoder, DraftingDecoder
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_storage import StoredFeatures
 from draftwire.models.parallel.process_group import ProcessGroup
 from draftwire.models.parallel.step_plan import (
@@ -28,6 +27,7 @@ from draftwire.models.parallel.step_plan import (
     StepPlan,
     host_ids,
 )
+from draftwire.models.pass_engine import IdRows, PassEngine
 from draftwire.models.sequence_model import Segment
 
 
@@ -64,10 +64,8 @@ class ParallelModel(CachedModel):
 
     def __init__(
         self,
-        decoder: Decoder,
+        engine: PassEngine,
         cache_tokens: int,
-        is_static: bool = False,
-        drafting: DraftingDecoder | None = None,
         features: Callable[[int], StoredFeatures] | None = None,
         *,
         group: ProcessGroup,
@@ -77,7 +75,7 @@ class ParallelModel(CachedModel):
         shard. Features are kept on rank 0 alone: hidden states are whole on every rank. `count` is that of `fit`, on
         this rank; None if the size of the cache is not to be found.
         """
-        super().__init__(decoder, cache_tokens, is_static, drafting, features)
+        super().__init__(engine, cache_tokens, features)
         self.group = group
         self._count = count
         self._plans = PlanChannel(group)

@@ -8,7 +8,6 @@ from draftwire.engine.cache_sizing import FeatureUser, size_while_loading
 from draftwire.errors import InvalidRequestError
 from draftwire.method.quantization import Quantization
 from draftwire.models.card import ModelCard, path_of
-from draftwire.models.decoder import Decoder
 from draftwire.models.script import is_scripted
 from draftwire.models.sequence_model import SequenceModel
 from draftwire.options.heads.draft_head import DraftHead
@@ -48,15 +47,15 @@ class TargetHead:
         self.fingerprint = b""
         self.feature_size = 0
 
-    def load(self, card: ModelCard, decoder: Decoder) -> FeatureUser:
-        """Loads it in the target's type and onto its device, with room in its cache for the largest step."""
+    def load(self, card: ModelCard, device: torch.device, num_layers: int) -> FeatureUser:
+        """Loads it in the type and onto the device of a target of so many layers, with room for the largest step."""
         dtype = getattr(torch, card.description.dtype)
-        fusion = load_fusion(*self._folders, dtype, decoder.device)
+        fusion = load_fusion(*self._folders, dtype, device)
         self.fingerprint, self.feature_size = fusion.fingerprint, fusion.config.hidden_size
-        check_taps(fusion.config.taps, decoder.num_layers)
+        check_taps(fusion.config.taps, num_layers)
         if not self._drafts:
             return FeatureUser(FeatureSource(fusion.config.taps, fusion.fuse), 0, self.resize)
-        head = self._head = load_head(*self._folders, self._cache_tokens, dtype, str(decoder.device))
+        head = self._head = load_head(*self._folders, self._cache_tokens, dtype, str(device))
         return FeatureUser(FeatureSource(head.config.taps, head.fuse), head.token_bytes, self.resize)
 
     @property

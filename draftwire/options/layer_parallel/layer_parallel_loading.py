@@ -15,6 +15,7 @@ from draftwire.models.loading import load_model
 from draftwire.models.parallel.process_group import ProcessGroup
 from draftwire.models.parallel.sharded_loading import LOADING_SECONDS
 from draftwire.models.parallel.tensor_parallel import ParallelModel
+from draftwire.models.torch_engine import TorchEngine
 from draftwire.options.layer_parallel.layer_groups import LayerGroups, LayerParallelism, groups_of_size, written
 from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder, Ranks
 from draftwire.options.layer_parallel.layer_settings import LayerParallelSettings
@@ -83,7 +84,7 @@ def load_draft_rank(config: RankConfig) -> LoadedRank:
     log.info("models.layers_grouped", groups=written(loaded.groups), rank=group.rank)
     # Not static: graphs with collectives in them have not been tried on GPUs.
     count, num_tokens = count_of(fitter, loaded.card), size_while_loading(config.engine)
-    model = ParallelModel(loaded.exact, num_tokens, drafting=loaded.drafting, group=group, count=count)
+    model = ParallelModel(TorchEngine(loaded.exact, drafting=loaded.drafting), num_tokens, group=group, count=count)
     return LoadedRank(loaded.card, model, group, count)
 
 

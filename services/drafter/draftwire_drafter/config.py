@@ -98,8 +98,19 @@ class DrafterConfig:
             is_head is (self.heads.head is not None),
             f"a head is for strategies {', '.join(HEAD_NAMES)}, and for these alone",
         )
+        self._check_engine()
         is_lean = self.loading.decoder != "transformers" or not self.layers.is_parallel
         require(is_lean, "layer_parallel_size and layer_groups need decoder lean, or auto, not transformers")
+
+    def _check_engine(self) -> None:
+        """Refuses engines that cannot draft, or not so."""
+        loading = self.loading
+        require(loading.engine != "vllm", "engine vllm runs targets: drafters have auto, draftwire or openvino")
+        is_openvino = loading.engine == "openvino" or loading.weights != "auto"
+        has_layers = self.layers.is_parallel
+        require(not (is_openvino and has_layers), "layer_parallel_size and layer_groups need engine draftwire")
+        has_trees = self.engine.max_tree_nodes > 0
+        require(not (is_openvino and has_trees), "max_tree_nodes of a drafter needs engine draftwire")
 
     @property
     def wanted_group(self) -> WantedGroup:

@@ -34,30 +34,16 @@ class TensorParallelSettings:
         require(0.0 < self.tensor_parallel_timeout_s < float("inf"), "tensor_parallel_timeout_s must be positive")
 
 
-ENGINES = ("draftwire", "vllm")
-
-
 @dataclass(frozen=True, slots=True)
-class TargetEngineSettings:
-    """Engine of the target's forward passes; see docs/vllm.md."""
+class VllmSettings:
+    """What vLLM runs the target with; see docs/vllm.md."""
 
-    engine: str = "draftwire"
-    """Engine that runs the target: "draftwire", our own code and transformers, or "vllm", for its models, quantisation,
-    kernels and parallelism; that needs draftwire[vllm]. Rules, sessions, drafters and gateway are the same."""
     vllm_args: str | None = None
     """Arguments of vLLM's engine in JSON, by vLLM's names: {"tensor_parallel_size": 4, "quantization": "fp8"}. What
     other options set, and what this cannot serve exactly, is refused."""
 
     def __post_init__(self) -> None:
-        require(self.engine in ENGINES, f"engine must be {' or '.join(ENGINES)}, not {self.engine!r}")
-        has_use = self.vllm_args is None or self.is_vllm
-        require(has_use, "vllm_args are for engine vllm")
         _ = self.arguments  # validates
-
-    @property
-    def is_vllm(self) -> bool:
-        """Whether vLLM runs the target."""
-        return self.engine == "vllm"
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -105,7 +91,7 @@ class VerifierConfig:
     server: ServerSettings = field(default_factory=lambda: ServerSettings(port=50052, metrics_port=9052))
     engine: EngineSettings = field(default_factory=EngineSettings)
     parallel: TensorParallelSettings = field(default_factory=TensorParallelSettings)
-    target: TargetEngineSettings = field(default_factory=TargetEngineSettings)
+    vllm: VllmSettings = field(default_factory=VllmSettings)
     texts: TextDraftSettings = field(default_factory=TextDraftSettings)
     heads: HeadSettings = field(default_factory=HeadSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
@@ -126,7 +112,11 @@ class VerifierConfig:
         require(all(is_path), f"block_sources takes package.module:Class, by commas, not {self.block_sources!r}")
         require(self.tls.tls_target_name is None, "tls_target_name sets nothing here: a verifier calls nobody")
 
-        if self.target.is_vllm:
+        require(self.vllm.vllm_args is None or self.is_vllm, "vllm_args are for engine vllm")
+        is_spread = self.parallel.tensor_parallel_size > 1
+        require(not (is_spread and self.loading.engine == "openvino"), "engine openvino runs a target in one process")
+        require(not (is_spread and self.loading.weights != "auto"), "weights are of engine openvino, for one process")
+        if self.is_vllm:
             self._check_vllm()
 
     def _check_vllm(self) -> None:
@@ -147,8 +137,13 @@ class VerifierConfig:
         may_choose = loading.device in ("cpu", "cuda")
         require(may_choose, f"device {loading.device} with engine vllm: CUDA_VISIBLE_DEVICES says which GPUs it takes")
         size = self.parallel.tensor_parallel_size
-        is_said_once = size == 1 or self.target.arguments.get("tensor_parallel_size", size) == size
+        is_said_once = size == 1 or self.vllm.arguments.get("tensor_parallel_size", size) == size
         require(is_said_once, "tensor_parallel_size and that of vllm_args differ: set one of them")
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether vLLM runs the target."""
+        return self.loading.engine == "vllm"
 
     @property
     def own_rules(self) -> tuple[str, ...]:
@@ -164,7 +159,7 @@ class VerifierConfig:
     def wanted_group(self) -> WantedGroup:
         """Size and limits of the group of processes."""
         parallel = self.parallel
-        size = 1 if self.target.is_vllm else parallel.tensor_parallel_size  # vLLM starts its ranks itself
+        size = 1 if self.is_vllm else parallel.tensor_parallel_size  # vLLM starts its ranks itself
         timeout_s = parallel.tensor_parallel_timeout_s
         return WantedGroup("verifier", "tensor_parallel_size", size, timeout_s)
 

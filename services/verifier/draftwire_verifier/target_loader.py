@@ -52,7 +52,7 @@ class TargetLoader:
             InvalidRequestError: something cannot be loaded as the settings say; the message says what.
             OSError: files cannot be read.
         """
-        return self._load_vllm() if self._config.target.is_vllm else self._load_own()
+        return self._load_vllm() if self._config.is_vllm else self._load_own()
 
     def _load_vllm(self) -> LoadedEngine:
         from draftwire_verifier.vllm.vllm_engine import load_vllm

@@ -124,7 +124,7 @@ def engine_arguments(config: VerifierConfig, context_length: int) -> dict[str, A
     Raises:
         InvalidRequestError: `vllm_args` has one that is refused.
     """
-    given = config.target.arguments
+    given = config.vllm.arguments
     check_arguments(given)
     loading, engine = config.loading, config.engine
     is_sized = isinstance(engine.kv_cache_tokens, int)

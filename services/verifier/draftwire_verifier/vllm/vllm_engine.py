@@ -67,7 +67,7 @@ def load_vllm(config: VerifierConfig) -> LoadedVllm:
         InvalidRequestError: vLLM is missing or another release, an argument is refused, or the model cannot be served.
         OSError: files cannot be read.
     """
-    check_arguments(config.target.arguments)
+    check_arguments(config.vllm.arguments)
     release = check_installed()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -77,7 +77,7 @@ def load_vllm(config: VerifierConfig) -> LoadedVllm:
 
     from draftwire_verifier.vllm.gated_scheduler import GatedRequest
 
-    check_arguments(config.target.arguments, {one.name for one in fields(EngineArgs)})
+    check_arguments(config.vllm.arguments, {one.name for one in fields(EngineArgs)})
     check_device(config.loading.device, current_platform.device_type)
     card = load_card(config.loading.model, config.loading.revision)
     try:
@@ -104,7 +104,7 @@ def load_vllm(config: VerifierConfig) -> LoadedVllm:
         dtype=_numerics(model.dtype, settings.cache_config.cache_dtype),
         vocab_size=model.get_vocab_size(),
         context_length=model.max_model_len,
-        weights_fingerprint=sha256(b"vllm" + law_of(config.target.arguments) + b"".join(digests)).digest(),
+        weights_fingerprint=sha256(b"vllm" + law_of(config.vllm.arguments) + b"".join(digests)).digest(),
     )
     log.info("verifier.vllm_started", release=release, ranks=len(digests), dtype=description.dtype)
     return LoadedVllm(replace(card, description=description), VllmEngine(core, config.engine, fault, GatedRequest.open))

@@ -1,0 +1,113 @@
+"""Loads models for OpenVINO, where it is asked for or is the faster engine."""
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from draftwire.errors import InvalidRequestError
+from draftwire.models.card import path_of
+from draftwire.models.configuration import config_of
+from draftwire.models.lean_model import LeanModel
+from draftwire.models.lean_reading import why_not_read
+from draftwire.models.loading import LoadedModel, dtype_on_cpu, load_lean_model
+from draftwire.models.openvino import runtime
+from draftwire.runtime.settings import ModelSettings
+
+MOST_PARAMETERS = 2**28
+"""Parameters up to which float32 on OpenVINO is faster than bfloat16 on our own decoder, where the CPU multiplies that:
+of larger models a step takes as long as reading the weights, of which bfloat16 is half."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenVinoModel:
+    """A model to be compiled."""
+
+    loaded: LoadedModel
+    """With weights in float32, whose card and fingerprint are of those."""
+    quantizes: bool
+    """Whether it is to be run with weights of eight bits."""
+
+    @property
+    def network(self) -> LeanModel:
+        """The weights."""
+        assert isinstance(self.loaded.model, LeanModel), "it was loaded as one"
+        return self.loaded.model
+
+    @property
+    def name(self) -> str:
+        """Engine and weights, as descriptions have them: what computes alike."""
+        return f"{'u8' if self.quantizes else 'float32'}/openvino"
+
+    @property
+    def described(self) -> LoadedModel:
+        """The model with the card of what is computed: its numerics are those of this engine and these weights."""
+        card = self.loaded.card
+        marked = card.description.weights_fingerprint + f"{self.name} {runtime.RELEASE}".encode()
+        fingerprint = hashlib.sha256(marked).digest()
+        description = replace(card.description, dtype=self.name, weights_fingerprint=fingerprint)
+        return replace(self.loaded, card=replace(card, description=description))
+
+
+def load_for_openvino(settings: ModelSettings, why_not: str = "", *, reads_trees: bool = False) -> OpenVinoModel | None:
+    """Loads a model for OpenVINO, if the settings ask for that or leave the choice and it is the faster engine.
+
+    Args:
+        settings: of the model.
+        why_not: reason why whoever loads it cannot use this engine; empty if there is none.
+        reads_trees: whether the model is to read token trees.
+
+    Returns:
+        The model; None if another engine is to run it.
+
+    Raises:
+        InvalidRequestError: OpenVINO is asked for and cannot run the model, which the message explains; no weights have
+            been read then. Otherwise as `load_lean_model`.
+        OSError: as `load_lean_model`.
+    """
+    is_asked_for = settings.engine == "openvino" or settings.weights != "auto"
+    if settings.engine not in ("auto", "openvino"):
+        return None
+    reason = why_not or why_not_with(settings) or runtime.why_not_here() or why_not_model(settings, reads_trees)
+    loaded = None if reason else load_lean_model(settings.model, "float32")
+    if loaded is None:
+        if not is_asked_for:
+            return None
+        what = "engine openvino" if settings.engine == "openvino" else f"weights {settings.weights}"
+        raise InvalidRequestError(f"{what}: {reason or 'its weights are not those of its configuration'}")
+    if not is_asked_for and _is_faster_in_bfloat16(loaded):
+        return None
+    return OpenVinoModel(loaded, quantizes=settings.weights == "u8")
+
+
+def why_not_with(settings: ModelSettings) -> str:
+    """Returns the reason why other settings of a model rule OpenVINO out; empty if they do not."""
+    if torch.device(settings.device).type != "cpu":
+        return f"it runs on CPUs, not on {settings.device}"
+    if settings.dtype not in ("auto", "float32"):
+        return f"it computes in float32, not in {settings.dtype}"
+    return "" if settings.decoder == "auto" else f"decoder {settings.decoder} is of engine draftwire"
+
+
+def why_not_model(settings: ModelSettings, reads_trees: bool) -> str:
+    """Returns the reason why OpenVINO cannot run a model, by its configuration; empty if it can.
+
+    Raises:
+        InvalidRequestError: the folder is or lacks something.
+        OSError: its files cannot be read.
+    """
+    path = path_of(settings.model, settings.dtype)
+    if not Path(path).is_dir():
+        return f"it reads the weights of a folder: huggingface-cli download {path} --local-dir FOLDER"
+    config = config_of(path)
+    if reason := why_not_read(config):
+        return f"it runs models of the Llama family alone, and {reason}"
+    kinds = getattr(config, "layer_types", None) or ()
+    has_windows = bool(config.sliding_window) if config.model_type == "mistral" else "sliding_attention" in kinds
+    return "it reads no token trees with sliding windows: max_tree_nodes" if has_windows and reads_trees else ""
+
+
+def _is_faster_in_bfloat16(loaded: LoadedModel) -> bool:
+    num_parameters = sum(weight.numel() for weight in loaded.model.parameters())
+    return num_parameters > MOST_PARAMETERS and dtype_on_cpu(loaded.model) is torch.bfloat16
