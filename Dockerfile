@@ -57,8 +57,10 @@ RUN --mount=type=bind,source=wheels,target=/wheels \
 
 FROM builder AS model-dependencies
 ARG TORCH_BUILD=cpu
+# services,openvino adds the engine of docs/cpu.md.
+ARG EXTRAS=services
 RUN --mount=type=bind,source=wheels,target=/wheels \
-    $INSTALL '.[services]' \
+    $INSTALL ".[$EXTRAS]" \
  && pip --python /opt/draftwire/bin/python uninstall -y draftwire \
  && build=$(/opt/draftwire/bin/python -B -c 'import torch; print("cuda" if torch.version.cuda else "cpu")') \
  && { test "$build" = "$TORCH_BUILD" || { echo "this is the $build build of torch, not $TORCH_BUILD" >&2; exit 1; }; } \

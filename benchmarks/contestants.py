@@ -32,7 +32,7 @@ from draftwire.verification.target import Judging, judge
 
 ANSWER_SECONDS = 600.0
 """How long a worker may take to load its models, or to continue the prompts of a task."""
-ENGINES = {"openvino": "openvino_engine.py", "vllm": "vllm_engine.py"}
+ENGINES = {"openvino": "openvino_engine.py", "vllm": "vllm_engine.py", "llama": "llama_engine.py"}
 """Scripts of other engines, in the folder `engines`."""
 
 
@@ -102,8 +102,8 @@ class Contestant(ABC):
 class Served(Contestant):
     """Our three processes."""
 
-    def __init__(self, name: str, client: Client, salts: Iterator[int], num_draft_tokens: int) -> None:
-        """`salts` are unused numbers, one for the cache salt of each task."""
+    def __init__(self, name: str, client: Client, salts: Iterator[int], num_draft_tokens: int | None) -> None:
+        """`salts` are unused numbers, one for the cache salt of each task. Without `num_draft_tokens` they choose."""
         super().__init__(name, num_draft_tokens)
         self._client = client
         self._salts = salts
@@ -117,7 +117,7 @@ class Served(Contestant):
             max_tokens=task.num_tokens,
             temperature=task.temperature,
             seed=task.seed,
-            num_speculative_tokens=self.num_draft_tokens or 0,
+            num_speculative_tokens=self.num_draft_tokens,
             rejection_sample_method="block",
             cache_salt=str(next(self._salts)),  # else the second completion of a prompt would hit the prefix cache
         )
@@ -202,7 +202,15 @@ class Decoded(Contestant):
 class Engine(Contestant):
     """Another engine, run by the Python of its own environment. A context manager."""
 
-    def __init__(self, name: str, script: list[str], pair: Pair, resources: Resources, num_draft_tokens: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        script: list[str],
+        pair: Pair,
+        resources: Resources,
+        num_draft_tokens: int,
+        weights: str = "f32",
+    ) -> None:
         """Starts the engine and waits until it has loaded its models.
 
         Args:
@@ -211,10 +219,12 @@ class Engine(Contestant):
             pair: models.
             resources: what it may use.
             num_draft_tokens: in each block; 0 decodes plainly.
+            weights: f32 or u8, of engines that have both.
         """
         super().__init__(name, num_draft_tokens or None)
         options: dict[str, object] = {
             "--target": pair.target,
+            "--weights": weights,
             "--threads": resources.threads,
             "--max-sessions": resources.max_sessions,
             "--cache-tokens": resources.cache_tokens,
@@ -314,7 +324,7 @@ def _set_assistant(config: Any, num_draft_tokens: int | None) -> None:
 def serve_decoder(connection: Connection, pair: Pair, resources: Resources) -> None:
     """Main of the process that continues prompts with our decoder and the computations of a verifier's step."""
     configure_logging("console", "decoder")
-    settings = ModelSettings(pair.target, dtype="float32", threads=resources.threads)
+    settings = ModelSettings(pair.target, dtype="float32", threads=resources.threads, engine="draftwire")
     model = load_target(settings, EngineSettings(kv_cache_tokens=resources.cache_tokens)).model
     rule = rule_named("block")
     connection.send({})

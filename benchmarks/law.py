@@ -16,16 +16,17 @@ import random
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from scipy.stats import chi2
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.report import progress
@@ -81,12 +82,20 @@ def save_tiny_pair(folder: Path) -> tuple[Path, Path]:
 
 
 @torch.inference_mode()
-def exact_law(model_folder: Path, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
-    """Returns the model's own law of the last `JUDGED` of `LENGTH` tokens after `PROMPT`."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64)
+def exact_law(
+    model_folder: Path, sampling: SamplingParams, logits_of: Callable[[Tensor], Tensor] | None = None
+) -> dict[tuple[int, ...], float]:
+    """Returns the model's own law of the last `JUDGED` of `LENGTH` tokens after `PROMPT`.
+
+    Args:
+        model_folder: of the model.
+        sampling: parameters of the texts.
+        logits_of: returns the logits after each token of `[texts, tokens]` ids, `[texts, tokens, vocab]`; by default
+            transformers does, in float64.
+    """
     texts = list(product(range(VOCAB_SIZE), repeat=LENGTH - 1))
     ids = torch.tensor([[*PROMPT, *text] for text in texts])
-    logits = model(input_ids=ids).logits[:, len(PROMPT) - 1 :]
+    logits = (logits_of or _logits_of(model_folder))(ids)[:, len(PROMPT) - 1 :]
     spans = [Span(sampling, LENGTH, [*PROMPT, *text], len(PROMPT)) for text in texts]
     rows = probabilities_of_spans(logits.flatten(0, 1), spans).reshape(logits.shape)  # [texts, LENGTH, vocab]
     masses = rows[:, :-1].gather(-1, ids[:, len(PROMPT) :].unsqueeze(-1)).prod(1) * rows[:, -1]  # [texts, vocab]
@@ -95,6 +104,11 @@ def exact_law(model_folder: Path, sampling: SamplingParams) -> dict[tuple[int, .
         for token, mass in enumerate(last):
             law[(*text, token)[-JUDGED:]] += mass
     return dict(law)
+
+
+def _logits_of(model_folder: Path) -> Callable[[Tensor], Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64)
+    return lambda ids: cast(Tensor, model(input_ids=ids).logits)
 
 
 def draw_completions(

@@ -4,19 +4,22 @@
     python -m benchmarks.peers --pairs DIR --engines transformers openvino vllm --openvino ov/bin/python \
         --vllm vllm/bin/python --sessions 1 4 8 16 --prompt-tokens 16
 
-Float32, at temperature 0 and 1, by number of sessions and length of the prompts. The contestants:
+Computed in float32, at temperature 0 and 1, by number of sessions and length of the prompts. The contestants:
 
     transformers                  `generate`, all sessions as one batch
     transformers assisted         `generate(assistant_model=...)` with defaults, one session only
     transformers assisted, tuned  the same with the best constant number of draft tokens and no confidence threshold
     openvino                      OpenVINO GenAI's pipeline with continuous batching
     openvino drafts               the same with the drafter as its draft model
+    llama                         llama.cpp's server with weights in Q8_0
     vllm                          vLLM
     vllm drafts                   the same with the drafter as its draft model
     vllm remote                   the same with our drafter service, by contrib/vllm_remote_drafter: `--vllm-remote`
     decoder                       our decoder in a process alone: `judge` with empty blocks, no services
     plain                         our three processes without draft tokens
     speculative                   our three processes with the best block length, rule `block`
+    chosen                        our three processes, which choose block lengths
+    ... u8                        with weights in eight bits: `--weights f32 u8`
     plain on vllm                 the same with the verifier's target on vLLM: `--verifier-on-vllm PYTHON`
     speculative on vllm
 
@@ -78,8 +81,10 @@ from draftwire.client import Client
 
 EMBEDDED = "embedded"
 TRANSFORMERS, ASSISTED, TUNED = "transformers", "transformers assisted", "transformers assisted, tuned"
-DECODER, PLAIN, SPECULATIVE = "decoder", "plain", "speculative"
+DECODER, PLAIN, SPECULATIVE, CHOSEN = "decoder", "plain", "speculative", "chosen"
 ON_VLLM = " on vllm"
+U8 = " u8"
+"""Ends the names of contestants with weights in eight bits."""
 VLLM_REMOTE = "vllm remote"
 RATIOS = (
     (PLAIN + ON_VLLM, "vllm"),
@@ -99,6 +104,13 @@ RATIOS = (
     (PLAIN, DECODER),
     *((PLAIN, engine) for engine in ENGINES),
     *((SPECULATIVE, f"{engine} drafts") for engine in ENGINES),
+    *((CHOSEN, other) for other in (PLAIN, SPECULATIVE, "openvino", "openvino drafts")),
+    *(
+        (CHOSEN + U8, other)
+        for other in (PLAIN + U8, SPECULATIVE + U8, f"openvino{U8}", f"openvino drafts{U8}", "llama")
+    ),
+    *((PLAIN + U8, other) for other in (PLAIN, f"openvino{U8}", "llama")),
+    (SPECULATIVE + U8, f"openvino drafts{U8}"),
 )
 ASSISTANT_TOKENS = (1, 2, 3, 4, 5, 8)
 """Numbers of draft tokens in the sweep of transformers."""
@@ -138,17 +150,17 @@ def _copy_endless(source: Path, copy: Path) -> Path:
 class Arena:
     """All contestants, running."""
 
-    client: Client
+    clients: dict[str, Client]
+    """Of our services, by what their contestants' names end with: those with weights in float32 come first."""
     decoder: Worker
     transformers: Worker | None
     engines: list[Engine]
-    on_vllm: Client | None = None
-    """Of services whose verifier runs on vLLM."""
     salts: Iterator[int] = field(default_factory=count)
 
-    def served(self, name: str, num_draft_tokens: int) -> Contestant:
-        """Returns our three processes with a block length."""
-        return Served(name, self.client, self.salts, num_draft_tokens)
+    def served(self, name: str, num_draft_tokens: int | None, kind: str | None = None) -> Contestant:
+        """Returns our three processes with a block length, or with lengths of their choice; of a kind of services."""
+        kind = next(iter(self.clients)) if kind is None else kind
+        return Served(name, self.clients[kind], self.salts, num_draft_tokens)
 
     def assisted(self, name: str, num_draft_tokens: int | None) -> Contestant:
         """Returns assisted generation with a number of draft tokens."""
@@ -162,11 +174,9 @@ class Arena:
             generated.append(Generated(TRANSFORMERS, self.transformers, False))
             if num_sessions == 1:
                 generated += [self.assisted(ASSISTED, None), self.assisted(TUNED, assistant_tokens)]
-        own = [Decoded(DECODER, self.decoder), self.served(PLAIN, 0), self.served(SPECULATIVE, block_length)]
-        if self.on_vllm is not None:
-            for name, length in ((PLAIN, 0), (SPECULATIVE, block_length)):
-                own.append(Served(name + ON_VLLM, self.on_vllm, self.salts, length))
-        return [*generated, *self.engines, *own]
+        lengths: dict[str, int | None] = {PLAIN: 0, SPECULATIVE: block_length, CHOSEN: None}
+        own = [self.served(name + kind, length, kind) for kind in self.clients for name, length in lengths.items()]
+        return [*generated, *self.engines, Decoded(DECODER, self.decoder), *own]
 
 
 class StackOnVllm(LocalStack):
@@ -189,7 +199,7 @@ def arena(pair: Pair, arguments: argparse.Namespace) -> Iterator[Arena]:
     most = max(arguments.sessions)
     longest = max(arguments.prompt_tokens) + arguments.max_tokens + max(arguments.block_lengths) + 32
     texts = most * -(-longest // CACHE_BLOCK) * CACHE_BLOCK
-    options = stack_options(pair.target, pair.drafter, max(arguments.block_lengths))
+    options = stack_options(pair.target, pair.drafter, None)
     for service in ("verifier", "drafter"):
         options[service].update(dtype="float32", kv_cache_tokens=texts)
         options[service].update(max_added_latency_ms=arguments.max_added_latency_ms)
@@ -198,30 +208,35 @@ def arena(pair: Pair, arguments: argparse.Namespace) -> Iterator[Arena]:
     resources = Resources(options["verifier"]["threads"], most, texts)
     with ExitStack() as cleanup:
         engines = []
-        for name, num_draft_tokens in product(ENGINES, sorted({0, arguments.engine_draft_tokens})):
-            if name in arguments.engines:
+        for name, drafts, weights in product(ENGINES, sorted({0, arguments.engine_draft_tokens}), arguments.weights):
+            is_other = name != "openvino" and weights != "f32"  # which has its own weights
+            if name in arguments.engines and not (is_other or (name == "llama" and drafts)):
                 script = engine_script(name, getattr(arguments, name))
-                title = f"{name} drafts" if num_draft_tokens else name
-                engines.append(cleanup.enter_context(Engine(title, script, pair, resources, num_draft_tokens)))
+                title = f"{name} drafts" if drafts else name
+                title += U8 if weights == "u8" else ""
+                engines.append(cleanup.enter_context(Engine(title, script, pair, resources, drafts, weights)))
         decoder = cleanup.enter_context(Worker(serve_decoder, pair, resources))
         transformers = None
         if TRANSFORMERS in arguments.engines:
             transformers = cleanup.enter_context(Worker(serve_transformers, pair, resources))
             transformers.wait_ready()
-        stack = cleanup.enter_context(LocalStack(options))
-        client = cleanup.enter_context(Client(stack.address))
+        clients = {}
+        for weights in arguments.weights:
+            kinds = {} if weights == "f32" else {"weights": weights}
+            own = {name: {**one, **({} if name == "gateway" else kinds)} for name, one in options.items()}
+            stack = cleanup.enter_context(LocalStack(own))
+            clients[U8 if kinds else ""] = cleanup.enter_context(Client(stack.address))
         if arguments.vllm_remote:
             drafter = f"draftwire:127.0.0.1:{stack.services['drafter'].port}"
             script, drafted_by = engine_script("vllm", arguments.vllm), replace(pair, drafter=drafter)
-            own = Engine(VLLM_REMOTE, script, drafted_by, resources, arguments.engine_draft_tokens)
-            engines.append(cleanup.enter_context(own))
-        on_vllm = None
+            remote = Engine(VLLM_REMOTE, script, drafted_by, resources, arguments.engine_draft_tokens)
+            engines.append(cleanup.enter_context(remote))
         if arguments.verifier_on_vllm is not None:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{resources.threads - 1}")
             other = cleanup.enter_context(StackOnVllm(options, arguments.verifier_on_vllm))
-            on_vllm = cleanup.enter_context(Client(other.address))
+            clients[ON_VLLM] = cleanup.enter_context(Client(other.address))
         decoder.wait_ready()
-        yield Arena(client, decoder, transformers, engines, on_vllm)
+        yield Arena(clients, decoder, transformers, engines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +347,7 @@ def compare(
     lengths = {TUNED: arguments.assistant_tokens, SPECULATIVE: arguments.block_lengths}
     best = {name: own[0] for name, own in lengths.items()}
     measure(running.contestants(cell.num_sessions, *best.values()), groups[:1], warm_up, 0)
-    makers = {SPECULATIVE: running.served}
+    makers: dict[str, Callable[..., Contestant]] = {SPECULATIVE: running.served}
     if running.transformers is not None and cell.num_sessions == 1:
         makers[TUNED] = running.assisted
     rates: dict[str, dict[str, float]] = {}
@@ -441,6 +456,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", choices=(TRANSFORMERS, *ENGINES), default=[TRANSFORMERS])
     for engine in ENGINES:
         parser.add_argument(f"--{engine}", metavar="PYTHON", help=f"of the environment of {engine}")
+    parser.add_argument("--weights", nargs="+", choices=("f32", "u8"), default=["f32"], help="of ours and of openvino")
     parser.add_argument("--vllm-remote", action="store_true", help="vLLM with our drafter too, in that environment")
     parser.add_argument("--verifier-on-vllm", metavar="PYTHON", help="of an environment with draftwire[vllm]")
     parser.add_argument("--engine-draft-tokens", type=int, default=4, help="of other engines; 0: they only run plain")

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # Builds the images of the three services without a network, from wheels that are fetched into wheels/ first.
 # On Linux, with Python 3.11. Variables: TAG (local), TORCH_BUILD (cpu or cuda), DOCKER (docker), PYTHON (python3.11),
-# BASE_IMAGE (that of the Dockerfile), such as python:3.11-slim@sha256:..., and NO_CACHE=1 to build every layer anew.
+# EXTRAS (services; services,openvino adds the engine of docs/cpu.md), BASE_IMAGE (that of the Dockerfile), such as
+# python:3.11-slim@sha256:..., and NO_CACHE=1 to build every layer anew.
 # SOURCE_DATE_EPOCH (the date of the commit) is the date of the images, where the builder can set it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-DOCKER=${DOCKER:-docker} PYTHON=${PYTHON:-python3.11} TORCH_BUILD=${TORCH_BUILD:-cpu}
+DOCKER=${DOCKER:-docker} PYTHON=${PYTHON:-python3.11} TORCH_BUILD=${TORCH_BUILD:-cpu} EXTRAS=${EXTRAS:-services}
 tag=${TAG:-local}
 if [ "$TORCH_BUILD" = cuda ]; then model_tag=$tag-cuda; else model_tag=$tag; fi
 export DOCKER_BUILDKIT=1
 
 build_of='import sys, zipfile; exec(zipfile.ZipFile(sys.argv[1]).read("torch/version.py")); print("cuda" if cuda else "cpu")'
-fetched=wheels/fetched-$TORCH_BUILD
+fetched=wheels/fetched-$TORCH_BUILD-${EXTRAS//,/-}
 if [ ! -e "$fetched" ] || [ pyproject.toml -nt "$fetched" ] || [ constraints.txt -nt "$fetched" ]; then
   rm -f wheels/*.whl wheels/fetched-*
   fetch="$PYTHON -m pip download -q --disable-pip-version-check -d wheels -f wheels -c constraints.txt"
@@ -20,7 +21,7 @@ if [ ! -e "$fetched" ] || [ pyproject.toml -nt "$fetched" ] || [ constraints.txt
     echo "pip finds another build of torch than $TORCH_BUILD: set PIP_EXTRA_INDEX_URL to PyTorch's index of those" >&2
     exit 1
   fi
-  $fetch setuptools '.[services,kubernetes]'
+  $fetch setuptools ".[$EXTRAS,kubernetes]"
   touch "$fetched"
 fi
 
@@ -35,6 +36,7 @@ for service in gateway verifier drafter; do
   also=(); if [ $service = gateway ]; then also=(--tag draftwire-gateway:"$tag"); fi
   "$DOCKER" build --network none --target $service --tag "$image" "${also[@]}" "${base[@]}" "${anew[@]}" \
     --build-arg PIP_NO_INDEX=1 --build-arg SOURCE_DATE_EPOCH="$epoch" \
-    --build-arg TORCH_BUILD="$TORCH_BUILD" --build-arg VERSION="$version" --build-arg REVISION="$revision" .
+    --build-arg TORCH_BUILD="$TORCH_BUILD" --build-arg EXTRAS="$EXTRAS" \
+    --build-arg VERSION="$version" --build-arg REVISION="$revision" .
   echo "$image: $("$DOCKER" image inspect -f '{{.Size}}' "$image") bytes"
 done

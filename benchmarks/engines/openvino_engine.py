@@ -1,6 +1,7 @@
-"""OpenVINO GenAI: its pipeline with continuous batching, in float32. Needs openvino-genai and optimum-intel.
+"""OpenVINO GenAI: its pipeline with continuous batching, computed in float32, with weights in float32 or in eight bits,
+as `--weights` says. Needs openvino-genai and optimum-intel.
 
-A model is converted when it is first used, into the folder `openvino` beside its weights.
+A model is converted when it is first used, into a folder beside its weights.
 """
 
 import subprocess
@@ -19,7 +20,7 @@ import openvino
 from openvino_tokenizers import convert_tokenizer
 from optimum.intel import OVModelForCausalLM
 from transformers import AutoTokenizer
-model = OVModelForCausalLM.from_pretrained(sys.argv[1], export=True, load_in_8bit=False, compile=False)
+model = OVModelForCausalLM.from_pretrained(sys.argv[1], export=True, load_in_8bit=sys.argv[3] == "u8", compile=False)
 model.save_pretrained(sys.argv[2])
 parts = convert_tokenizer(AutoTokenizer.from_pretrained(sys.argv[1]), with_detokenizer=True)
 for part, name in zip(parts, ("tokenizer", "detokenizer")):
@@ -44,9 +45,11 @@ def load() -> Callable[[Task], list[list[int]]]:
     }
     draft = {}
     if options.drafter is not None:
-        draft = {"draft_model": openvino_genai.draft_model(converted(options.drafter), "CPU", **settings)}
+        draft = {
+            "draft_model": openvino_genai.draft_model(converted(options.drafter, options.weights), "CPU", **settings)
+        }
     pipeline = openvino_genai.ContinuousBatchingPipeline(
-        converted(options.target), scheduler, "CPU", {**settings, **draft}
+        converted(options.target, options.weights), scheduler, "CPU", {**settings, **draft}
     )
 
     def generate(task: Task) -> list[list[int]]:
@@ -66,11 +69,11 @@ def load() -> Callable[[Task], list[list[int]]]:
     return generate
 
 
-def converted(folder: str) -> str:
+def converted(folder: str, weights: str) -> str:
     """Returns the folder of a model in OpenVINO's format."""
-    result = Path(folder) / "openvino"
+    result = Path(folder) / f"openvino_{weights}"
     if not result.exists():
-        subprocess.run([sys.executable, "-c", EXPORT, folder, str(result)], check=True)
+        subprocess.run([sys.executable, "-c", EXPORT, folder, str(result), weights], check=True)
     return str(result)
 
 

@@ -25,6 +25,7 @@ def parse_options(description: str | None) -> argparse.Namespace:
     parser.add_argument("--target", required=True, help="folder of the model")
     parser.add_argument("--drafter", help="folder of a draft model; the engine decodes plainly without")
     parser.add_argument("--num-draft-tokens", type=int, default=4)
+    parser.add_argument("--weights", default="f32", help="f32 or u8, of engines that have both")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-sessions", type=int, required=True, help="most prompts of a task")
     parser.add_argument("--cache-tokens", type=int, required=True, help="room of the KV cache")

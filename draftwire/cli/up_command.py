@@ -88,6 +88,20 @@ HeadOption = Annotated[
         "Folder of a head of the target, which drafts inside the verifier: no drafter is started unless one is named.",
     ),
 ]
+EngineOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Engine of both models: auto, draftwire, openvino; see docs/cpu.md.",
+        show_default="the services' own: auto",
+    ),
+]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="How openvino stores both models' weights: auto, f32, u8.",
+        show_default="the services' own: auto, as they are",
+    ),
+]
 SpeculativeOption = Annotated[
     int | None,
     _option(
@@ -114,6 +128,8 @@ def up(
     target: TargetOption = None,
     drafter: DrafterOption = None,
     draft_head: HeadOption = None,
+    engine: EngineOption = None,
+    weights: WeightsOption = None,
     port: Annotated[int, _port("gateway")] = 50051,
     verifier_port: Annotated[int, _port("verifier")] = 50052,
     drafter_port: Annotated[int, _port("drafter")] = 50053,
@@ -134,7 +150,7 @@ def up(
     verifier --help`.
     """
     guard_stderr(ends_with_reader=True)  # the services outlive a full disk, and so does this
-    options = stack_options(target, drafter, num_speculative_tokens, draft_head)
+    options = stack_options(target, drafter, num_speculative_tokens, draft_head, {"engine": engine, "weights": weights})
     ports = {"gateway": port, "verifier": verifier_port, "drafter": drafter_port}
     needed = {"port" if name == "gateway" else f"{name}-port": ports[name] for name in options}
     needed["http-port"] = http_port or 0
@@ -235,7 +251,11 @@ class LogScreen:
 
 
 def stack_options(
-    target: str | None, drafter: str | None, num_speculative_tokens: int | None, draft_head: str | None = None
+    target: str | None,
+    drafter: str | None,
+    num_speculative_tokens: int | None,
+    draft_head: str | None = None,
+    computing: Mapping[str, str | None] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Returns the options of a `LocalStack`.
 
@@ -245,6 +265,7 @@ def stack_options(
             verifier drafts by itself.
         num_speculative_tokens: draft tokens per round where a request does not say; None chooses by measurement.
         draft_head: folder of a head that drafts inside the verifier; None if there is none.
+        computing: settings by which both models are run; one that is None is the services' own.
 
     Raises:
         InvalidRequestError: no model is named and the embedded pair is not installed, or a model's folder lacks
@@ -267,6 +288,8 @@ def stack_options(
         defaults = {"threads": threads_for(model), **(drafts if service == "drafter" else {})}
         settings = {name: _or_variable(service, name, default) for name, default in defaults.items()}
         options[service] = {"model": model, **settings}
+        if service == "verifier" or not are_text_drafters(strategy):
+            options[service] |= {name: value for name, value in (computing or {}).items() if value is not None}
     if draft_head is not None:
         options["verifier"]["draft_head"] = draft_head
     return options

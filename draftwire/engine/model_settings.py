@@ -47,5 +47,6 @@ def refuse_settings_of_weights(settings: ModelSettings, what: str) -> None:
     Raises:
         InvalidRequestError: such a setting is not at its default.
     """
-    plain = ModelSettings(settings.model, threads=settings.threads)
-    require(settings == plain, f"{what} has no revision, dtype, device or decoder")
+    engine = "draftwire" if settings.engine == "draftwire" else "auto"
+    plain = ModelSettings(settings.model, threads=settings.threads, engine=engine)
+    require(settings == plain, f"{what} has no revision, dtype, weights, device, engine or decoder")

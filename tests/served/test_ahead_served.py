@@ -37,7 +37,8 @@ def test_going_ahead_is_chosen_by_measurement() -> None:
     options = {name: {"model": SCRIPT, "threads": 1} for name in ("verifier", "drafter")}
     gateway = {"draft_ahead_rounds": 2, "draft_ahead_branches": 16, "local_drafts": "none"}
     with InProcessStack({**options, "gateway": gateway}) as running, Client(running.address) as client:
-        result = client.generate("a", max_tokens=1200, ignore_eos=True)
+        client.generate("a", max_tokens=800, ignore_eos=True)  # from which it is learnt
+        result = client.generate("a", max_tokens=400, ignore_eos=True)
         (choice,) = client.explain_speculation().choices
     (load,) = choice.loads
     assert {way.drafter for way in load.estimates} == {"", "scripted", "scripted, ahead"}
