@@ -98,7 +98,7 @@ def metrics_of(service: str) -> ServiceMetrics:
         return metrics
     engine = VerifierMetrics() if service == "verifier" else DrafterMetrics()
     engine.watch_certificates(dict)
-    engine.watch(IDLE, "model")
+    engine.watch(IDLE, "model", "float32")
     if isinstance(engine, VerifierMetrics):
         engine.watch_waits(DraftWaits(float), HeldTally())
     return engine

@@ -47,23 +47,26 @@ class EngineMetrics(ServiceMetrics):
         self._step_s.observe(seconds)
         self._step_sessions.observe(num_sessions)
 
-    def watch(self, scheduler: SessionBook[Any, Any], model_name: str) -> None:
-        """Exports the counters and gauges that a scheduler keeps itself, read at each scrape."""
+    def watch(self, scheduler: SessionBook[Any, Any], model_name: str, dtype: str) -> None:
+        """Exports the counters and gauges that a scheduler keeps itself, read at each scrape, and what its model is."""
         self.of_model.model_name = model_name
-        self.registry.register(_SchedulerCollector(scheduler))
+        self.registry.register(_SchedulerCollector(scheduler, dtype))
         self.of_model.registry.register(_CacheCollector(scheduler))
 
 
 class _SchedulerCollector(Collector):
     """Collects a scheduler's values at each scrape of `/metrics`."""
 
-    def __init__(self, scheduler: SessionBook[Any, Any]) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: SessionBook[Any, Any], dtype: str) -> None:
+        self._scheduler, self._dtype = scheduler, dtype
 
     @override
     def collect(self) -> Iterable[Metric]:
         scheduler = self._scheduler
         sessions = list(scheduler.sessions.values())
+        model = GaugeMetricFamily(PREFIX + "model_info", "1, by the numerics of the model.", labels=["dtype"])
+        model.add_metric([self._dtype], 1.0)
+        yield model
         yield GaugeMetricFamily(PREFIX + "num_sessions", "Open sessions.", value=len(sessions))
         dropped = CounterMetricFamily(
             PREFIX + "messages_dropped",

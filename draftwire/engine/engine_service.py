@@ -140,7 +140,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
             pacer.learn(num_tokens, 0, seconds)
         steps = tuple(WarmUpStep(num_tokens, max(1, round(seconds * 1e6))) for num_tokens, seconds in costs)
         self.card = replace(self.card, description=replace(self.description, warm_up_steps=steps))
-        self.metrics.watch(self._scheduler, self.description.name)
+        self.metrics.watch(self._scheduler, self.description.name, self.description.dtype)
 
     def busy_s(self) -> float:
         """Returns for how many seconds the current call on the torch thread has run; 0 if none runs."""

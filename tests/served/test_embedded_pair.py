@@ -81,7 +81,7 @@ SETTINGS = [
     ("token", 8, 16, 4),
     *(
         pytest.param(rule, block_length, concurrency, NUM_PROMPTS, marks=pytest.mark.slow)
-        for rule, block_length, concurrency in [("block", 8, 16), ("token", 8, 3), ("coupled", 1, 16)]
+        for rule, block_length, concurrency in [("block", 8, 16), ("coupled", 1, 16)]
     ),
     *(
         pytest.param(rule, block_length, concurrency, NUM_PROMPTS, marks=pytest.mark.evidence)
@@ -89,6 +89,7 @@ SETTINGS = [
             *((rule, 8, 16) for rule in RULES if rule != "block"),
             *((rule, 1, 16) for rule in RULES if rule != "coupled"),
             ("block", 4, 1),
+            ("token", 8, 3),
         ]
     ),
 ]

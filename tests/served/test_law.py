@@ -269,13 +269,12 @@ CASES = [
     LawCase(PAIR, "block", SAMPLES, concurrency=3, tier="slow"),
     LawCase(PAIR, "token", SAMPLES, tier="slow"),
     LawCase(PAIR, "coupled", SAMPLES, nodes=NODES, tier="slow"),
-    LawCase(PAIR, "coupled", SAMPLES, concurrency=3, nodes=NODES, tier="slow"),
     *(
         LawCase(PAIR, rule, samples, concurrency, tier="evidence")
         for rule in LOSSLESS[1:]
         for concurrency, samples in ((1, 150), (3, 500))
     ),
-    LawCase(PAIR, "block", 500, concurrency=3, nodes=NODES, tier="evidence"),
+    *(LawCase(PAIR, rule, 500, concurrency=3, nodes=NODES, tier="evidence") for rule in ("block", "coupled")),
     *(LawCase(PAIR, rule, 2_000, tier="evidence") for rule in LOSSLESS),
     *(LawCase(PAIR, rule, 2_000, nodes=NODES, tier="evidence") for rule in ("block", "coupled")),
     LawCase(on_decoders("transformers", "transformers"), "block", SAMPLES, 32, tier="slow"),

@@ -5,7 +5,7 @@ import torch
 from benchmarks.prompts import load_prompts
 from benchmarks.reproducibility import BLOCK_LENGTHS, CONCURRENCIES, LARGEST_LEAD, compare
 
-NUM_PROMPTS = 4
+NUM_PROMPTS = 3
 NUM_TOKENS = 24
 
 

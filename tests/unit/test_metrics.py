@@ -159,7 +159,7 @@ def verdict(num_drafted: int, num_accepted: int, queue_us: int = 0) -> Verdict:
 
 def test_positions_are_counted_as_far_as_they_were_judged_and_accepted() -> None:
     metrics = VerifierMetrics()
-    metrics.watch(IDLE, "big")
+    metrics.watch(IDLE, "big", "float32")
     for num_drafted, num_accepted in ((2, 2), (4, 1), (1, 0), (0, 0)):
         metrics.count(verdict(num_drafted, num_accepted))
     per_position = [
