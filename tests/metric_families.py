@@ -41,6 +41,7 @@ UNITS = {
     "requests": "choices of requests",
     "sessions|_lost$": "sessions",
     "usage_perc$": "share, 0 to 1",
+    "model_info$": "1",
     "audit_evidence$": "powers of ten",
     "audit_(sum|variance)$": "tokens, nats",
     "drafter_(proven|quarantined)$": "0 or 1",

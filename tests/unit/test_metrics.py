@@ -205,9 +205,10 @@ def test_cache_is_counted_in_tokens_of_which_unread_ones_take_no_room_yet() -> N
     }
     room = SimpleNamespace(size=64, num_reserved=48, usage=0.75)
     metrics = VerifierMetrics()
-    metrics.watch(SimpleNamespace(sessions=sessions, dropped={"odd": 2}, prefix_tokens={}, room=room), "big")
+    metrics.watch(SimpleNamespace(sessions=sessions, dropped={"odd": 2}, prefix_tokens={}, room=room), "big", "u8")
     of_cache = {"kv_cache_size_tokens": 64.0, "kv_cache_reserved_tokens": 48.0, "kv_cache_used_tokens": 19.0}
     assert_values(metrics, of_cache | {"num_sessions": 2.0})
+    assert value(metrics, "model_info", dtype="u8") == 1.0
     assert value(metrics, "kv_cache_usage_perc", **OF_MODEL) == 0.75
     dropped = {reason: value(metrics, "messages_dropped_total", reason=reason) for reason in ("odd", "stale")}
     assert dropped == {"odd": 2.0, "stale": 0.0}
