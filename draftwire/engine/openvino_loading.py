@@ -25,7 +25,7 @@ class OpenVinoModel:
     """A model to be compiled."""
 
     loaded: LoadedModel
-    """With weights in float32, whose card and fingerprint are of those."""
+    """Its weights in float32, with the card and fingerprint of those."""
     quantizes: bool
     """Whether it is to be run with weights of eight bits."""
 

@@ -18,7 +18,7 @@ class Storage(Protocol):
 
     @property
     def features(self) -> StoredFeatures | None:
-        """What is kept of the hidden states beside them; None if nothing is."""
+        """Hidden states that are kept beside them, as far as they are; None if none are."""
 
     @property
     def token_bytes_of_layers(self) -> list[int]:

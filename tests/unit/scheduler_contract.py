@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from draftwire.engine.admission import ClosedEarly
 from draftwire.engine.prefill import LARGEST_CHUNK, SMALLEST_CHUNK, ChunkCost, PrefillPacer
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, ProtocolViolationError, UnavailableError
-from draftwire.models.kv_cache import blocks_for
+from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
 
 CONTEXT_LENGTH = 12
 PROMPT = [1, 2, 3, 4]
@@ -125,19 +125,25 @@ class SchedulerContract:
     def test_session_without_room_is_refused_until_another_closes(self) -> None:
         for options, opened in (
             ({"max_sessions": 2}, [{}, {}]),
-            ({"kv_cache_tokens": 160}, [{"max_len": 100}, {"max_len": 48}]),  # all 10 blocks
-            ({"kv_cache_tokens": 160}, [{"max_len": 100}]),  # 3 blocks are left, and 4 wanted
+            (
+                {"kv_cache_tokens": 10 * BLOCK_SIZE},
+                [{"max_len": 7 * BLOCK_SIZE - 12}, {"max_len": 3 * BLOCK_SIZE}],
+            ),  # all
+            (
+                {"kv_cache_tokens": 10 * BLOCK_SIZE},
+                [{"max_len": 7 * BLOCK_SIZE - 12}],
+            ),  # 3 blocks are left, and 4 wanted
         ):
             scheduler = self.side.make_scheduler(context_length=1000, **options)
             for number, changes in enumerate(opened, 1):
                 scheduler.open(self.side.make_spec(number, **changes), lease_id=0)
             before = set(scheduler.sessions), scheduler.room.num_free_blocks
             with pytest.raises(NoRoomError):
-                scheduler.open(self.side.make_spec(9, max_len=49), lease_id=0)
+                scheduler.open(self.side.make_spec(9, max_len=3 * BLOCK_SIZE + 1), lease_id=0)
             assert (set(scheduler.sessions), scheduler.room.num_free_blocks) == before
             assert ids_of(next_step(scheduler)) == list(range(1, len(opened) + 1))
             scheduler.close(1, 0)
-            scheduler.open(self.side.make_spec(9, max_len=49), lease_id=0)
+            scheduler.open(self.side.make_spec(9, max_len=3 * BLOCK_SIZE + 1), lease_id=0)
             assert set(scheduler.sessions) == (before[0] - {(1, 0)}) | {(9, 0)}
 
     def test_spec_out_of_range_is_refused_and_reserves_nothing(self) -> None:

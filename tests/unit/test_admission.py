@@ -35,10 +35,13 @@ def test_refusal_changes_nothing_and_says_when_to_try_again(max_sessions: int, n
 
 
 @given(
-    kv_cache_tokens=st.integers(1, 200),
-    wishes=st.lists(st.tuples(st.integers(1, 80), st.booleans()), max_size=30),
+    kv_cache_tokens=st.integers(1, 12 * BLOCK_SIZE),
+    wishes=st.lists(st.tuples(st.integers(1, 5 * BLOCK_SIZE), st.booleans()), max_size=30),
 )
-@example(kv_cache_tokens=10 * BLOCK_SIZE, wishes=[(7 * BLOCK_SIZE, False), (3 * BLOCK_SIZE + 1, False), (48, False)])
+@example(
+    kv_cache_tokens=10 * BLOCK_SIZE,
+    wishes=[(7 * BLOCK_SIZE, False), (3 * BLOCK_SIZE + 1, False), (3 * BLOCK_SIZE, False)],
+)
 def test_cache_has_room_for_whatever_was_admitted(kv_cache_tokens: int, wishes: list[tuple[int, bool]]) -> None:
     """Sessions use all that they reserved, in whole blocks; the cache of the same size never refuses one of them."""
     room, cache = Room(max_sessions=5, kv_cache_tokens=kv_cache_tokens), KvCache(kv_cache_tokens)

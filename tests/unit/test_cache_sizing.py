@@ -25,7 +25,7 @@ from draftwire.engine.ranks.place import Place
 from draftwire.errors import InvalidRequestError
 from draftwire.method.tree_limits import num_read_nodes
 from draftwire.models.cached_model import CachedModel
-from draftwire.models.kv_cache import BLOCK_SIZE
+from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
 from draftwire.models.script import Script
 from draftwire.models.sequence_model import Reading
 from draftwire.options.layer_parallel.layer_settings import LayerParallelSettings
@@ -336,7 +336,8 @@ def test_cache_that_holds_a_tree_and_no_text_is_refused() -> None:
 
 def test_scripted_target_has_room_for_every_session_to_fill_its_context() -> None:
     core = loaded_core("scripted:context_length=100", AUTO)
-    assert (core.kv_cache_tokens, core.description.context_length) == (304, 100), "whole blocks"
+    num_tokens = blocks_for(AUTO.max_sessions * 100) * BLOCK_SIZE
+    assert (core.kv_cache_tokens, core.description.context_length) == (num_tokens, 100), "whole blocks"
 
 
 @pytest.mark.usefixtures("little_memory")

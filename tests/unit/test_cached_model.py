@@ -102,7 +102,7 @@ def play(subject: Subject, generator: random.Random, num_steps: int) -> None:
     """Carries out random steps, each of which checks every logit that it gives, in too little room for all."""
     cache = subject.model.cache
     texts = [random_ids(generator, 120) for _ in range(3)]
-    texts += [texts[0][:40] + random_ids(generator, 80)]
+    texts += [texts[0][: 5 * BLOCK_SIZE // 2] + random_ids(generator, 120 - 5 * BLOCK_SIZE // 2)]
     for _ in range(num_steps):
         live = list(subject.texts)
         if len(live) < 5 and generator.random() < 0.5:
@@ -144,12 +144,12 @@ def play(subject: Subject, generator: random.Random, num_steps: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_any_schedule_gives_the_logits_of_a_fresh_pass(subject: Subject, seed: int) -> None:
-    subject.model = CachedModel(subject.model._engine, 18 * BLOCK_SIZE)
+    subject.model = CachedModel(subject.model._engine, 9 * BLOCK_SIZE)
     play(subject, random.Random(seed), 25)
 
 
 @settings(max_examples=12)
-@given(generator=st.randoms(use_true_random=False), num_blocks=st.integers(6, 20))
+@given(generator=st.randoms(use_true_random=False), num_blocks=st.integers(3, 10))
 def test_any_schedule_in_any_room_gives_the_logits_of_a_fresh_pass(generator: random.Random, num_blocks: int) -> None:
     play(make("llama", num_blocks), generator, 12)
 

@@ -34,7 +34,7 @@ from draftwire.method.rounds import (
     SendDrafted,
 )
 from draftwire.models.cached_model import appended
-from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
 from draftwire.models.sequence_model import Reading
 from draftwire.options.ahead.ahead_drafting import AheadDrafting
 from draftwire.options.ahead.branch_drafter import BranchItem, BranchWork
@@ -589,7 +589,7 @@ def test_full_cache_leaves_branches_out() -> None:
     rig.calibrate(text, len(PROMPT))
     rig.run(3)
     filler = rig.model.cache.open()
-    rig.model.cache.append(filler, rig.model.cache.num_free_blocks * 16)
+    rig.model.cache.append(filler, rig.model.cache.num_free_blocks * BLOCK_SIZE)
     rig.run()
     assert not rig.blocks_of(2)
     rig.model.cache.close(filler)

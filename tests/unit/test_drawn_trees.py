@@ -17,6 +17,7 @@ from draftwire.method.quantization import Encoding, Quantization
 from draftwire.method.randomness import uniforms
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_engine import TorchEngine
 from draftwire.models.torch_models import torch_model
 from draftwire.options.trees.growth_plan import GrowthPlan, WantedTree
 from draftwire.options.trees.token_tree import ROOT, TokenTree
@@ -175,7 +176,7 @@ def test_row_without_numbers_ends_what_grows_there() -> None:
         def extend(self, *arguments: Any) -> Any:
             return super().extend(*arguments) * torch.nan
 
-    drafter = TreeModelDrafter(Spoilt(DRAFTER, 2048), 512)
+    drafter = TreeModelDrafter(Spoilt(TorchEngine(DRAFTER), 2048), 512)
     request = replace(drawn_request(SAMPLINGS["plain"], None, 12), tree=GROWN, is_coupled=True, needs_probs=False)
     (draft,) = drafted(drafter, (drafter.open(PROMPT, ALONE), request))
     assert TokenTree.of(draft.parents, len(draft.token_ids)).depth == 1

@@ -59,6 +59,8 @@ CERTAIN = Script(acceptance=(1.0,))
 DRAFTER = 7
 PERMIT_KEY = bytes(range(16))
 PROMPT = list(range(40))
+SHARED = list(range(5 * BLOCK_SIZE // 2))
+"""Two blocks and a half."""
 
 
 class Verifier:
@@ -136,7 +138,7 @@ def is_empty(cache: KvCache) -> bool:
 # The target's engine
 
 
-@pytest.mark.parametrize("cache_tokens", [16, 40, CACHE_TOKENS])
+@pytest.mark.parametrize("cache_tokens", [BLOCK_SIZE, 5 * BLOCK_SIZE // 2, CACHE_TOKENS])
 def test_warm_up_of_the_target_leaves_the_cache_empty(cache_tokens: int) -> None:
     model = ScriptedTarget(CERTAIN, cache_tokens)
     costs = TargetEngine(model, cache_tokens).warm_up()
@@ -209,18 +211,18 @@ def test_block_that_is_set_aside_is_audited_and_its_round_is_a_plain_one(rule: s
 @every(
     ("second", "salts", "reused"),
     [
-        ([*PROMPT[:33], 7, 8], ("", ""), 2 * BLOCK_SIZE),  # whole blocks
-        (PROMPT[:32], ("", ""), BLOCK_SIZE),  # its last token is read in any case
-        (PROMPT, ("a", "a"), 2 * BLOCK_SIZE),
-        (PROMPT, ("a", "b"), 0),
-        (PROMPT, ("a", ""), 0),
+        ([*SHARED[: 2 * BLOCK_SIZE + 1], 7, 8], ("", ""), 2 * BLOCK_SIZE),  # whole blocks
+        (SHARED[: 2 * BLOCK_SIZE], ("", ""), BLOCK_SIZE),  # its last token is read in any case
+        (SHARED, ("a", "a"), 2 * BLOCK_SIZE),
+        (SHARED, ("a", "b"), 0),
+        (SHARED, ("a", ""), 0),
     ],
 )
 def test_beginning_read_under_the_same_salt_is_reused_and_reported(
     second: list[int], salts: tuple[str, str], reused: int, is_closed: bool
 ) -> None:
     verifier = Verifier()
-    verifier.open(1, cache_salt=salts[0])
+    verifier.open(1, SHARED, cache_salt=salts[0])
     verifier.run()
     if is_closed:
         verifier.close(1)
@@ -230,13 +232,13 @@ def test_beginning_read_under_the_same_salt_is_reused_and_reported(
     assert isinstance(verdict, Verdict)
     assert verdict.num_cached_tokens == reused
     assert sum(result.num_tokens for result, _ in steps) == len(second) - reused
-    assert verifier.scheduler.prefix_tokens == {"queried": len(PROMPT) + len(second), "reused": reused}
+    assert verifier.scheduler.prefix_tokens == {"queried": len(SHARED) + len(second), "reused": reused}
 
 
 def test_sessions_that_were_admitted_never_run_out_of_cache() -> None:
     """Three sessions that fill the cache to the last block and decode to their ends."""
     verifier = Verifier(cache_tokens=12 * BLOCK_SIZE)
-    sessions = [verifier.open(n, [n] * 20, plain_rounds=99, max_len=4 * BLOCK_SIZE) for n in (1, 2, 3)]
+    sessions = [verifier.open(n, [n] * len(SHARED), plain_rounds=99, max_len=4 * BLOCK_SIZE) for n in (1, 2, 3)]
     assert verifier.scheduler.room.num_free_blocks == 0
     told = verifier.run()
     assert all(isinstance(result, Verdict) for _, result in told)
@@ -245,7 +247,7 @@ def test_sessions_that_were_admitted_never_run_out_of_cache() -> None:
 
 @settings(max_examples=40)
 @given(
-    prompts=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 1)), min_size=1, max_size=6),
+    prompts=st.lists(st.tuples(st.integers(1, 9 * BLOCK_SIZE // 2), st.integers(0, 1)), min_size=1, max_size=6),
     acceptance=st.floats(0.0, 1.0),
     lengths=st.lists(st.integers(0, 8), min_size=1, max_size=12),
     leaves=st.integers(0, 12),
@@ -456,7 +458,7 @@ def test_beginning_that_another_session_of_the_drafter_has_read_is_reused(salts:
 @settings(max_examples=40)
 @given(
     make=st.sampled_from([scripted, with_cache]),
-    prompts=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 1)), min_size=1, max_size=5),
+    prompts=st.lists(st.tuples(st.integers(1, 9 * BLOCK_SIZE // 2), st.integers(0, 1)), min_size=1, max_size=5),
     rounds=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8), st.integers(0, 2)), min_size=1, max_size=12),
     leaves=st.integers(0, 12),
 )

@@ -39,7 +39,8 @@ from draftwire_verifier.feature_feeds import FeatureFeeds, encoded_features
 from draftwire_verifier.server import VerifierServicer
 
 TOKENS = ["a", "b", "ab", "c", "<e>"]
-PROMPT = [(3 * place) % 4 for place in range(3 * BLOCK_SIZE + 2)]
+PROMPT = [(3 * place) % 4 for place in range(3 * BLOCK_SIZE + 18)]
+"""What is read beside three blocks from the prefix cache is enough for the same kernels as a cold prompt's."""
 KEY = bytes(range(KEY_BYTES))
 """Of the session's permits."""
 SIZE = 16
@@ -47,7 +48,7 @@ SIZE = 16
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_spelling_model(tmp_path_factory.mktemp("target"), TOKENS, 4, seed=1, context_length=128)
+    return save_spelling_model(tmp_path_factory.mktemp("target"), TOKENS, 4, seed=1, context_length=256)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(target: Path, heads: HeadSettings) -> VerifierConfig:
     return VerifierConfig(
-        ModelSettings(str(target), threads=1), engine=EngineSettings(kv_cache_tokens=512), heads=heads
+        ModelSettings(str(target), threads=1), engine=EngineSettings(kv_cache_tokens=32 * BLOCK_SIZE), heads=heads
     )
 
 
@@ -93,7 +94,13 @@ def open_again(core: VerifierCore, drafter: Drafter, encoding: FeatureEncoding |
 
 def open_session(core: VerifierCore, session_id: int = 1, **changes: Any) -> TargetSession:
     lease_id, _ = core.open_lease()
-    given = {"token_ids": PROMPT, "plain_rounds": 1, "max_len": 120, "permit_key": KEY, "stop_token_ids": frozenset()}
+    given = {
+        "token_ids": PROMPT,
+        "plain_rounds": 1,
+        "max_len": len(PROMPT) + 70,
+        "permit_key": KEY,
+        "stop_token_ids": frozenset(),
+    }
     core.open_session(target_spec(session_id=session_id, **given | changes), lease_id)
     return core._scheduler.sessions[session_id, 0]
 

@@ -14,6 +14,7 @@ from torch.nn.functional import silu
 from transformers import AutoConfig
 
 from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.options.heads.draft_head import DraftHead, HeadState, PairReading
 from draftwire.options.heads.head_formats import TargetFacts, required_shapes, shape_of
 from draftwire.options.heads.head_loading import build_head, load_head, read_shape
@@ -243,7 +244,7 @@ def drafted(head: DraftHead, features: list[Tensor]) -> list[list[Tensor]]:
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_medusa_equals_its_authors_formula(blocks: int, suffix: str, target: Path, tmp_path: Path) -> None:
     checkpoint = medusa_of_authors(tmp_path / "head", VOCAB, blocks=blocks).write(suffix)
-    head = load_head(checkpoint.folder, target, 64, torch.float64)
+    head = load_head(checkpoint.folder, target, 4 * BLOCK_SIZE, torch.float64)
     features = features_for(head, 8)
     for found, own in zip(drafted(head, features), features, strict=True):
         expected = medusa_reference(checkpoint, last_norm(target)(own[-1]), blocks)
@@ -252,7 +253,7 @@ def test_medusa_equals_its_authors_formula(blocks: int, suffix: str, target: Pat
 
 def test_hydra_equals_its_authors_formula(target: Path, tmp_path: Path) -> None:
     checkpoint = hydra_of_authors(tmp_path / "head", VOCAB).write("pt")
-    head = load_head(checkpoint.folder, target, 64, torch.float64)
+    head = load_head(checkpoint.folder, target, 4 * BLOCK_SIZE, torch.float64)
     features = features_for(head, 9)
     embeddings = weights_of(target)["model.embed_tokens.weight"]
     for found, own, text, tokens in zip(drafted(head, features), features, TEXTS, DRAWN, strict=True):
@@ -275,7 +276,7 @@ def test_medusa_in_the_speculators_format_shares_the_targets_output(target: Path
         "medusa_vocab_size": VOCAB,
         "original_lm_head": True,
     }
-    head = load_head(own.write().folder, target, 64, torch.float64)
+    head = load_head(own.write().folder, target, 4 * BLOCK_SIZE, torch.float64)
     output = weights_of(target)["lm_head.weight"]
     features = features_for(head, 10)
     for found, each in zip(drafted(head, features), features, strict=True):
@@ -301,7 +302,7 @@ def test_drafted_ids_are_known_by_either_tensor(target: Path, tmp_path: Path) ->
     finite = []
     for missing in ("t2d", "d2t"):
         kept = {name: tensor for name, tensor in checkpoint.tensors.items() if name != missing}
-        head = load_head(replace(checkpoint, tensors=kept).write().folder, target, 64, torch.float64)
+        head = load_head(replace(checkpoint, tensors=kept).write().folder, target, 4 * BLOCK_SIZE, torch.float64)
         finite.append(drafted(head, features_for(head, 1))[0][0].isfinite())
     assert torch.equal(finite[0], checkpoint.tensors["t2d"])
     assert torch.equal(finite[1], checkpoint.tensors["t2d"])
@@ -366,14 +367,14 @@ def test_pickles_run_no_code(target: Path, tmp_path: Path) -> None:
 
 
 def test_full_cache_leaves_the_sequences_as_they_were(target: Path, tmp_path: Path) -> None:
-    head = CASES["speculators"](tmp_path / "head", target).load(cache_tokens=16)
+    head = CASES["speculators"](tmp_path / "head", target).load(cache_tokens=BLOCK_SIZE)
     first, second = head.open(), head.open()
-    state = head.read([PairReading(first, [1] * 16, torch.zeros(16, HIDDEN, dtype=torch.float64))])
+    state = head.read([PairReading(first, [1] * BLOCK_SIZE, torch.zeros(BLOCK_SIZE, HIDDEN, dtype=torch.float64))])
     with pytest.raises(NoRoomError):
         head.extend(state, torch.tensor([1]))
     with pytest.raises(NoRoomError):
         head.read([PairReading(second, [1], torch.zeros(1, HIDDEN, dtype=torch.float64))])
-    assert (first.length, second.length) == (16, 0)
+    assert (first.length, second.length) == (BLOCK_SIZE, 0)
 
 
 EAGLE3 = {"vocab_size": 128256, "draft_vocab_size": 32000}

@@ -18,6 +18,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_engine import TorchEngine
 from draftwire.models.torch_models import torch_model
 from draftwire.options.logprobs.session_logprobs import LogprobsReport
 from draftwire.options.trees.token_tree import TokenTree
@@ -285,7 +286,7 @@ class Spoilt(CachedModel):
 def test_path_ends_at_a_node_with_a_bad_row_and_the_next_round_fails() -> None:
     right = [judgement.token_ids[0] for judgement in plain_text(COUPLED, SAMPLINGS["plain"], 6)]
     place = next(place for place in range(1, 6) if right[place] not in {PROMPT[-1], *right[:place]})
-    model = Spoilt(DECODER, 4096)
+    model = Spoilt(TorchEngine(DECODER), 4096)
     model.bad = frozenset({right[place]})
     session = Session(model, COUPLED, SAMPLINGS["plain"], {})
     other = Session(model, COUPLED, SAMPLINGS["plain"], {})

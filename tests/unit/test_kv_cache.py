@@ -32,7 +32,11 @@ from tests.cache_integrity import check_integrity
 NULL_SLOTS = range(NULL_BLOCK * BLOCK_SIZE, (NULL_BLOCK + 1) * BLOCK_SIZE)
 Key = tuple[str, str]
 """Salt and text up to the end of a block."""
-TEXTS = ("a" * 200, "a" * 32 + "b" * 168, "b" * 200, "a" * 64 + "c" * 136)
+A_BIT = BLOCK_SIZE // 2
+TEXTS = tuple(
+    first * num_blocks * BLOCK_SIZE + second * (25 * A_BIT - num_blocks * BLOCK_SIZE)
+    for first, num_blocks, second in (("a", 0, "a"), ("a", 2, "b"), ("b", 0, "b"), ("a", 4, "c"))
+)
 SALTS = ("", "tenant")
 
 
@@ -106,7 +110,7 @@ class KvCacheMachine(RuleBasedStateMachine):
             self.write(one, position, (one.salt, one.text[: position + 1]))
         return True
 
-    @rule(text=st.sampled_from(TEXTS), length=st.integers(0, 90), salt=st.sampled_from(SALTS))
+    @rule(text=st.sampled_from(TEXTS), length=st.integers(0, 11 * A_BIT), salt=st.sampled_from(SALTS))
     def open(self, text: str, length: int, salt: str) -> None:
         sequence = self.cache.open(ids(text[:length]), salt)
         holds: list[Key | None] = []
@@ -122,7 +126,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.live.append(Expected(sequence, salt, text[:num_reused], holds))
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), text=st.sampled_from(TEXTS), count=st.integers(1, 50))
+    @rule(data=st.data(), text=st.sampled_from(TEXTS), count=st.integers(1, 6 * A_BIT))
     def append(self, data: st.DataObject, text: str, count: int) -> None:
         one = self.pick(data)
         self.grow(one, text[len(one.text) :][:count] or "d")
@@ -152,7 +156,7 @@ class KvCacheMachine(RuleBasedStateMachine):
             self.users.setdefault(key, 1)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), num_nodes=st.integers(0, 24))
+    @rule(data=st.data(), num_nodes=st.integers(0, 3 * A_BIT))
     def read_tree_and_keep_path(self, data: st.DataObject, num_nodes: int) -> None:
         one = self.pick(data)
         text, base_len = one.text, len(one.text)
@@ -267,19 +271,20 @@ def num_known(cache: KvCache, text: str) -> int:
 
 
 def test_text_left_longest_ago_is_lost_first_from_its_end() -> None:
-    for num_lost, left in enumerate([[16, 32, 16], [16, 16, 16], [16, 0, 16], [16, 0, 0], [0, 0, 0]]):
+    for num_lost, left in enumerate([[1, 2, 1], [1, 1, 1], [1, 0, 1], [1, 0, 0], [0, 0, 0]]):
         cache = KvCache(4 * BLOCK_SIZE)
-        for text in ("a" * 16, "b" * 32, "c" * 16):
-            cache.close(read(cache, text))
-        assert num_known(cache, "a" * 17) == 16  # which makes it the youngest
+        for letter, num_blocks in zip("abc", (1, 2, 1), strict=True):
+            cache.close(read(cache, letter * num_blocks * BLOCK_SIZE))
+        assert num_known(cache, "a" * (BLOCK_SIZE + 1)) == BLOCK_SIZE  # which makes it the youngest
         cache.append(cache.open(), num_lost * BLOCK_SIZE)
-        assert [num_known(cache, letter * 33) for letter in "abc"] == left
+        known = [num_known(cache, letter * (2 * BLOCK_SIZE + 1)) for letter in "abc"]
+        assert known == [num_blocks * BLOCK_SIZE for num_blocks in left]
 
 
 def test_forgetting_what_is_published_or_unread_is_a_bug_of_the_caller() -> None:
-    cache = KvCache(200)
-    sequence = read(cache, "a" * 40)
-    for length in (31, 41):
+    cache, num_tokens = KvCache(12 * BLOCK_SIZE), 5 * BLOCK_SIZE // 2
+    sequence = read(cache, "a" * num_tokens)
+    for length in (2 * BLOCK_SIZE - 1, num_tokens + 1):
         with pytest.raises(AssertionError):
             cache.truncate(sequence, length)
     with pytest.raises(AssertionError, match="after its parent"):
@@ -291,7 +296,7 @@ def test_forgetting_what_is_published_or_unread_is_a_bug_of_the_caller() -> None
     with pytest.raises(AssertionError, match="after a tree"):
         cache.append(sequence, 1)
     with pytest.raises(AssertionError):
-        cache.fork(sequence, 41)
+        cache.fork(sequence, num_tokens + 1)
 
 
 def test_tree_that_is_cut_keeps_its_first_nodes() -> None:
@@ -330,7 +335,7 @@ def test_slots_of_a_texts_end_are_found_without_reading_its_beginning() -> None:
     for num_published in (3, 30, 300):
         cache = KvCache(800 * BLOCK_SIZE)
         sequence = read(cache, "a" * (num_published * BLOCK_SIZE + 5))
-        cache.append(sequence, 20, (-1, *range(19)))
+        cache.append(sequence, BLOCK_SIZE + 4, (-1, *range(BLOCK_SIZE + 3)))
         by_fork = num_looked_at(sequence, partial(cache.fork, sequence, sequence.base))
         by_path = num_looked_at(sequence, partial(cache.keep_path, sequence, (0, 1)))
         looked_at.add((by_fork - num_published, by_path))
@@ -428,8 +433,9 @@ COMPLAINTS = {
 @pytest.mark.parametrize("plant", COMPLAINTS)
 def test_check_of_integrity_notices(plant: Callable[[KvCache, CachedSequence, CachedSequence], None]) -> None:
     cache = KvCache(20 * BLOCK_SIZE)
-    one, two = read(cache, "a" * 40), read(cache, "a" * 16 + "b" * 24)
-    cache.close(read(cache, "c" * 40))
+    num_more = 3 * BLOCK_SIZE // 2
+    one, two, other = (read(cache, first * BLOCK_SIZE + second * num_more) for first, second in ("aa", "ab", "cc"))
+    cache.close(other)
     check_integrity(cache)
     plant(cache, one, two)
     with pytest.raises(AssertionError, match=COMPLAINTS[plant]):

@@ -28,6 +28,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.sequence_model import Reading
+from draftwire.models.torch_engine import TorchEngine
 from draftwire.options.model_free.continued_chains import ContinuedDrafter
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.session_parameters import ALONE
@@ -68,7 +69,7 @@ class CountingModel(ExtendsByReading, CachedModel):
     """Notes how many tokens each call reads for each sequence."""
 
     def __init__(self, model: PreTrainedModel, cache_tokens: int) -> None:
-        super().__init__(decoder_of(model), cache_tokens)
+        super().__init__(TorchEngine(decoder_of(model)), cache_tokens)
         self.calls: list[list[int]] = []
 
     def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
@@ -486,19 +487,19 @@ def test_step_with_nothing_to_do_reads_nothing(drafter: LanguageModelDrafter) ->
 
 
 def test_beginning_that_another_session_has_read_is_not_read_again(drafter: LanguageModelDrafter) -> None:
-    prompt = [number % VOCAB_SIZE for number in range(50)]
+    prompt = [number % VOCAB_SIZE for number in range(3 * BLOCK_SIZE + 2)]
     first = drafter.open(prompt, salted("tenant"))
     expected = fresh(drafter, prompt, request())
     assert_equal(drafted(drafter, first, request()), expected)
     second, stranger = drafter.open(prompt, salted("tenant")), drafter.open(prompt, salted("other tenant"))
-    assert (first.num_reused, second.num_reused, stranger.num_reused) == (0, 48, 0)
+    assert (first.num_reused, second.num_reused, stranger.num_reused) == (0, 3 * BLOCK_SIZE, 0)
     assert second.num_unread == 2
     drafter.model.calls.clear()
     assert_equal(drafted(drafter, second, request()), expected)
     assert drafter.model.calls[0] == [2]
     assert_equal(drafted(drafter, stranger, request()), expected)
     first.close()
-    assert drafter.open(prompt[:40], salted("tenant")).num_reused == 32
+    assert drafter.open(prompt[: 5 * BLOCK_SIZE // 2], salted("tenant")).num_reused == 2 * BLOCK_SIZE
 
 
 def test_drafted_tokens_are_never_offered_to_other_sequences(drafter: LanguageModelDrafter) -> None:

@@ -625,7 +625,8 @@ def mixed_plans(count: int) -> list[Plan]:
     plans = []
     for index in range(count):
         generator = random.Random(index)
-        shared = TEXTS[index % 2][: generator.choice([0, 5, 16, 17, 33, 48])]
+        num_shared = generator.choice([0, 5, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE])
+        shared = TEXTS[index % 2][:num_shared]
         own = [generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 20))]
         plans.append(
             Plan(
@@ -680,7 +681,7 @@ def test_sessions_together_write_what_each_writes_in_one_process(models: Models)
 
 def test_second_turn_of_a_chat_reuses_what_the_first_has_written(models: Models) -> None:
     stack = Stack(models)
-    first = stack.open(Plan(tuple(TEXTS[2][:20]), 40, SamplingParams(), block_lengths=(5,)))
+    first = stack.open(Plan(tuple(TEXTS[2][: BLOCK_SIZE + 4]), 2 * BLOCK_SIZE, SamplingParams(), block_lengths=(5,)))
     assert first is not None
     stack.finish()
     second = stack.open(Plan((*first.committed.ids, 3, 1), 20, SamplingParams(), block_lengths=(5,), seed=1))

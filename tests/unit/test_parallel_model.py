@@ -48,7 +48,8 @@ from draftwire.models.parallel.step_plan import (
 from draftwire.models.parallel.tensor_parallel import ParallelModel, check_divides, follow
 from draftwire.models.sequence_model import FeatureSpan, Reading, Segment
 from draftwire.models.static_steps import StaticSteps
-from draftwire.models.torch_engine import TorchEngine, torch_model
+from draftwire.models.torch_engine import TorchEngine
+from draftwire.models.torch_models import torch_model
 from draftwire.options.heads.taps import FeatureSource
 from draftwire.options.layer_parallel.layer_groups import LayerParallelism
 from draftwire.options.layer_parallel.layer_parallel import LayerParallelDecoder
@@ -241,7 +242,7 @@ def featured(model: CachedModel) -> Tensor:
     nodes = (-1, 0, -1, 2)
     model.read([Reading(second, [*ids[second.length :], 1, 2, 3, 4], 1, nodes), Reading(first, [5], 0)])
     model.keep_path(second, [2, 3])
-    return model.features([FeatureSpan(second, 0, len(ids) + 2), FeatureSpan(first, 40, len(ids) + 1)])
+    return model.features([FeatureSpan(second, 0, len(ids) + 2), FeatureSpan(first, len(ids) - 8, len(ids) + 1)])
 
 
 def features_of_group(group: ProcessGroup, path: str) -> Tensor | None:
@@ -289,11 +290,11 @@ def fitted(group: ProcessGroup, path: str, counts: list[int]) -> Any:
     return model.cache.num_blocks, num_tokens, logits.clone()
 
 
-@pytest.mark.parametrize("counts", [[96, 48], [48, 96]])
+@pytest.mark.parametrize("counts", [[6 * BLOCK_SIZE, 3 * BLOCK_SIZE], [3 * BLOCK_SIZE, 6 * BLOCK_SIZE]])
 def test_all_ranks_take_what_fits_on_each(counts: list[int], ranks: Ranks, folders: dict[str, str]) -> None:
     path = folders["llama with all biases"]
     (num_blocks, num_tokens, logits), other = ranks.run(2, fitted, path, counts)
-    assert (num_blocks, num_tokens, other) == (3, 48, 3)
+    assert (num_blocks, num_tokens, other) == (3, 3 * BLOCK_SIZE, 3)
     whole = torch_model(decoder_of(load_model(path, "float32").model), 64)
     assert (logits - whole.read([Reading(whole.cache.open(), [1, 2, 3], 1)])).abs().max() < 1e-4
 

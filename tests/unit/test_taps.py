@@ -193,7 +193,7 @@ def test_a_pass_that_fails_leaves_the_features_of_what_was_read() -> None:
     sequence = subject.open([])
     subject.read((sequence, list(range(8))))
     with pytest.raises(NoRoomError):
-        subject.model.read([Reading(sequence, [1] * 40, 1)])
+        subject.model.read([Reading(sequence, [1] * 2 * BLOCK_SIZE, 1)])
     subject.check()
 
 

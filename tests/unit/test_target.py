@@ -182,7 +182,10 @@ def row_of(decided: list[Decided], index: int) -> tuple[Tensor, Tensor]:
 def test_blocks_of_a_mixed_step_are_judged_as_if_each_were_alone(seed: int) -> None:
     model = fresh_model()
     generator = random.Random(seed)
-    texts = [random_ids(generator, generator.choice([1, 2, 15, 16, 17, 40, 90])) for _ in range(10)]
+    texts = [
+        random_ids(generator, generator.choice([1, 2, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 40, 90]))
+        for _ in range(10)
+    ]
     sequences = [model.cache.open(text, f"alone {next(salts)}") for text in texts]
     counts = set()
     for number in range(5):
@@ -354,11 +357,11 @@ def test_empty_step_reads_nothing(model: WatchedModel) -> None:
 
 
 def test_long_prompt_is_read_in_parts_while_others_are_decided(model: WatchedModel) -> None:
-    generator = random.Random(4)
-    prompt, other = random_ids(generator, 45), random_ids(generator, 6)
-    reading = replace(judging(model, generator, prompt, 3), max_read=20)
+    generator, part_len = random.Random(4), BLOCK_SIZE + 4
+    prompt, other = random_ids(generator, 2 * part_len + 5), random_ids(generator, 6)
+    reading = replace(judging(model, generator, prompt, 3), max_read=part_len)
     sequence = model.cache.open(other)
-    for number, length in enumerate((20, 40)):
+    for number, length in enumerate((part_len, 2 * part_len)):
         deciding = judging(model, generator, other, 2, number, sequence)
         step = judge(model, [reading, deciding])
         assert step.outcomes[0] == StillReading()
@@ -392,10 +395,11 @@ def test_unread_tokens_within_the_limit_are_decided_and_beyond_it_read() -> None
 def test_logits_that_are_not_finite_after_the_text_fail_it_alone(number: float, place: int) -> None:
     model = fresh_model()
     generator = random.Random(9)
-    parts = [judging(model, generator, random_ids(generator, 40), 3) for _ in range(3)]
-    parts.append(replace(judging(model, generator, random_ids(generator, 40), 3), max_read=4))
+    num_tokens = 5 * BLOCK_SIZE // 2
+    parts = [judging(model, generator, random_ids(generator, num_tokens), 3) for _ in range(3)]
+    parts.append(replace(judging(model, generator, random_ids(generator, num_tokens), 3), max_read=4))
     sick = parts[place].sequence
-    judge(model, [replace(parts[place], max_read=20)])
+    judge(model, [replace(parts[place], max_read=BLOCK_SIZE + 4)])
     before = (sick.length, sick.num_published, sick.blocks.copy())
     model.bad = {sick: (3, number)}
     step = judge(model, parts)
@@ -428,15 +432,15 @@ def test_impossible_token_is_no_failure_of_the_model(model: WatchedModel) -> Non
 
 def test_committed_beginning_is_published_to_sessions_of_the_same_salt(model: WatchedModel) -> None:
     generator = random.Random(12)
-    prompt = random_ids(generator, 50)
+    prompt = random_ids(generator, 3 * BLOCK_SIZE + 2)
     first = judging(model, generator, prompt, 4, sequence=model.cache.open(prompt, "tenant"))
     judge(model, [first])
-    for salt, reused in (("tenant", 48), ("other tenant", 0)):
+    for salt, reused in (("tenant", 3 * BLOCK_SIZE), ("other tenant", 0)):
         sequence = model.cache.open(prompt, salt)
         assert sequence.num_reused == reused
         second = replace(first, sequence=sequence)
         step = judge(model, [second])
-        assert step.num_tokens == 50 - reused + 4
+        assert step.num_tokens == len(prompt) - reused + 4
         assert step.outcomes == [by_hand(REFERENCE, second)[0]]
 
 
@@ -466,7 +470,9 @@ def test_draft_tokens_are_never_offered_before_they_are_committed(rule: str) -> 
 def test_step_without_room_changes_no_sequence() -> None:
     model = WatchedModel(torch_model(decoder_of(NETWORK), 4 * BLOCK_SIZE))
     generator = random.Random(13)
-    parts = [judging(model, generator, random_ids(generator, count), 2) for count in (20, 40)]
+    parts = [
+        judging(model, generator, random_ids(generator, count), 2) for count in (BLOCK_SIZE + 4, 2 * BLOCK_SIZE + 8)
+    ]
     with pytest.raises(NoRoomError):
         judge(model, parts)
     check_integrity(model.cache)

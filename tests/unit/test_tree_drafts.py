@@ -17,6 +17,7 @@ from draftwire.method.block_shape import CHAIN
 from draftwire.method.keys import DrawKey
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
+from draftwire.models.torch_engine import TorchEngine
 from draftwire.models.torch_models import torch_model
 from draftwire.options.trees.growth_plan import WantedTree
 from draftwire.options.trees.token_tree import TokenTree
@@ -167,7 +168,7 @@ def test_tree_that_is_cut_has_fewer_depths_and_bad_rows_end_paths() -> None:
             logits[token_ids == whole.token_ids[0]] = torch.nan
             return logits
 
-    spoilt = TreeModelDrafter(Spoilt(DRAFTER, 2048), 512)
+    spoilt = TreeModelDrafter(Spoilt(TorchEngine(DRAFTER), 2048), 512)
     (draft,) = drafted(spoilt, (spoilt.open(PROMPT, ALONE), request(SAMPLINGS["plain"], shape)))
     own = TokenTree(draft.parents)
     ends = [node for node, token in enumerate(draft.token_ids) if token == whole.token_ids[0]]
@@ -183,7 +184,7 @@ def test_sequence_without_finite_logits_has_no_tree_and_harms_no_other() -> None
             logits[0] = torch.nan
             return logits
 
-    drafter = TreeModelDrafter(Bad(DRAFTER, 2048), 512)
+    drafter = TreeModelDrafter(Bad(TorchEngine(DRAFTER), 2048), 512)
     wanted = request(replace(SAMPLINGS["plain"], top_k=8), SHAPES["planned"])
     step = drafter.step([Drafting(drafter.open(PROMPT, salted(salt)), wanted) for salt in ("a", "b")])
     first, second = step.drafts

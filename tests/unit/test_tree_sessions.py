@@ -26,6 +26,7 @@ from draftwire.method.round_parts import BranchLimits, TreePart
 from draftwire.method.rounds import DraftTree, ReceivedBlock, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.method.tree_limits import num_read_nodes
+from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.script import Script
 from draftwire.options.ahead.ahead_drafting import AheadDrafting
 from draftwire.options.scripted.scripted_drafter import ScriptedDrafter
@@ -167,11 +168,12 @@ def test_greedy_trees_and_chains_come_without_distributions(rule: str) -> None:
 
 
 def test_session_with_trees_reserves_room_or_is_refused_without_it() -> None:
-    scheduler = verifier.make_scheduler(kv_cache_tokens=16)
+    scheduler = verifier.make_scheduler(context_length=BLOCK_SIZE, kv_cache_tokens=BLOCK_SIZE)
+    wanted = {"rule": "coupled", "max_len": BLOCK_SIZE - 4}
     scheduler.max_tree_nodes, scheduler.tree_rule_for = 8, tree_rule_for
     with pytest.raises(NoRoomError):
-        scheduler.open(verifier.make_spec(rule="coupled", max_tree_nodes=8), 1)
-    scheduler.open(verifier.make_spec(rule="coupled", max_tree_nodes=4), 1)
+        scheduler.open(verifier.make_spec(max_tree_nodes=8, **wanted), 1)
+    scheduler.open(verifier.make_spec(max_tree_nodes=4, **wanted), 1)
     for changes, said in (
         ({"max_tree_nodes": 9}, "above the verifier's limit 8"),
         ({"rule": "token"}, "token takes no token trees"),

@@ -133,7 +133,7 @@ class OpenVinoPass:
 
 
 class StepLayout:
-    """Where the new tokens of some sequences are; see `draftwire.models.openvino.graph` for the arrays."""
+    """Places of the new tokens of some sequences; see `draftwire.models.openvino.graph` for the arrays."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         """Takes segments whose sequences' lengths include the new tokens."""

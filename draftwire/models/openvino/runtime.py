@@ -13,7 +13,7 @@ from draftwire.errors import InvalidRequestError
 
 RELEASE = "2026.4.1"
 INSTRUCTIONS = "avx2"
-"""Of CPUs that this has been run on, as Linux names them."""
+"""Instructions of the CPUs that this has been run on, as Linux names them."""
 CPU_INFORMATION = Path("/proc/cpuinfo")
 TELEMETRY = "openvino_telemetry"
 

@@ -36,7 +36,7 @@ class TensorParallelSettings:
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """What vLLM runs the target with; see docs/vllm.md."""
+    """Settings of a target that vLLM runs; see docs/vllm.md."""
 
     vllm_args: str | None = None
     """Arguments of vLLM's engine in JSON, by vLLM's names: {"tensor_parallel_size": 4, "quantization": "fp8"}. What
