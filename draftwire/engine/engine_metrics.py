@@ -64,7 +64,9 @@ class _SchedulerCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         scheduler = self._scheduler
         sessions = list(scheduler.sessions.values())
-        model = GaugeMetricFamily(PREFIX + "model_info", "Numerics of the model, in a label of the value 1.", labels=["dtype"])
+        model = GaugeMetricFamily(
+            PREFIX + "model_info", "Numerics of the model, in a label of the value 1.", labels=["dtype"]
+        )
         model.add_metric([self._dtype], 1.0)
         yield model
         yield GaugeMetricFamily(PREFIX + "num_sessions", "Open sessions.", value=len(sessions))

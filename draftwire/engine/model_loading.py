@@ -118,16 +118,15 @@ def _compile(
     make_head: MakeHead | None,
 ) -> FittedModel[CachedModel]:
     """Returns the model that OpenVINO runs."""
-    network, card = chosen.network, chosen.loaded.card
-    head = None if make_head is None else make_head(card, network.device, network.config.num_hidden_layers)
+    network, num_layers = chosen.network, chosen.network.config.num_hidden_layers
+    head = None if make_head is None else make_head(chosen.loaded.card, network.device, num_layers)
     source = None if head is None else head.source
     taps = () if source is None else source(BLOCK_SIZE).layers
     compiled = OpenVinoEngine(network, threads=settings.threads, quantizes=chosen.quantizes, taps=taps)
     log.info("models.engine_chosen", engine="openvino", weights=chosen.name)
     model = CachedModel(compiled, size_while_loading(engine), source)
-    card = chosen.described.card
-    count = count_of(fitter, card, head)
-    return FittedModel(card, model, None if count is None else partial(model.fit, count))
+    count = count_of(fitter, chosen.card, head)
+    return FittedModel(chosen.card, model, None if count is None else partial(model.fit, count))
 
 
 def move_weights(settings: ModelSettings, device: torch.device, resident: int) -> None:

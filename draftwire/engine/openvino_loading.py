@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from draftwire.errors import InvalidRequestError
-from draftwire.models.card import path_of
+from draftwire.models.card import ModelCard, path_of
 from draftwire.models.configuration import config_of
 from draftwire.models.lean_model import LeanModel
 from draftwire.models.lean_reading import why_not_read
@@ -41,13 +41,13 @@ class OpenVinoModel:
         return f"{'u8' if self.quantizes else 'float32'}/openvino"
 
     @property
-    def described(self) -> LoadedModel:
-        """The model with the card of what is computed: its numerics are those of this engine and these weights."""
+    def card(self) -> ModelCard:
+        """Card of what is computed: its numerics are those of this engine and these weights."""
         card = self.loaded.card
         marked = card.description.weights_fingerprint + f"{self.name} {runtime.RELEASE}".encode()
         fingerprint = hashlib.sha256(marked).digest()
         description = replace(card.description, dtype=self.name, weights_fingerprint=fingerprint)
-        return replace(self.loaded, card=replace(card, description=description))
+        return replace(card, description=description)
 
 
 def load_for_openvino(settings: ModelSettings, why_not: str = "", *, reads_trees: bool = False) -> OpenVinoModel | None:
@@ -70,14 +70,14 @@ def load_for_openvino(settings: ModelSettings, why_not: str = "", *, reads_trees
     if settings.engine not in ("auto", "openvino"):
         return None
     reason = why_not or why_not_with(settings) or runtime.why_not_here() or why_not_model(settings, reads_trees)
+    if not is_asked_for and (reason or _is_faster_in_bfloat16(settings)):
+        return None
     loaded = None if reason else load_lean_model(settings.model, "float32")
     if loaded is None:
         if not is_asked_for:
             return None
         what = "engine openvino" if settings.engine == "openvino" else f"weights {settings.weights}"
         raise InvalidRequestError(f"{what}: {reason or 'its weights are not those of its configuration'}")
-    if not is_asked_for and _is_faster_in_bfloat16(loaded):
-        return None
     return OpenVinoModel(loaded, quantizes=settings.weights == "u8")
 
 
@@ -108,6 +108,9 @@ def why_not_model(settings: ModelSettings, reads_trees: bool) -> str:
     return "it reads no token trees with sliding windows: max_tree_nodes" if has_windows and reads_trees else ""
 
 
-def _is_faster_in_bfloat16(loaded: LoadedModel) -> bool:
-    num_parameters = sum(weight.numel() for weight in loaded.model.parameters())
-    return num_parameters > MOST_PARAMETERS and dtype_on_cpu(loaded.model) is torch.bfloat16
+def _is_faster_in_bfloat16(settings: ModelSettings) -> bool:
+    """Whether our own decoder is faster with a model that OpenVINO can run: see `MOST_PARAMETERS`."""
+    with torch.device("meta"):
+        model = LeanModel(config_of(path_of(settings.model, settings.dtype)))
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    return settings.dtype == "auto" and num_parameters > MOST_PARAMETERS and dtype_on_cpu(model) is torch.bfloat16
