@@ -45,8 +45,9 @@ def tail_law(pair: tuple[Path, Path]) -> dict[tuple[int, ...], float]:
 def stopping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessStack]:
     """Models that often draw the token that ends their texts."""
     folder = tmp_path_factory.mktemp("stopping")
+    options = {"sharpness": 2.0, "context_length": 4 * BLOCK_SIZE, "tokens": WORDS, "stop_token_id": STOP}
     target, drafter = (
-        save_tiny_model(folder / name, len(WORDS), seed=seed, sharpness=2.0, tokens=WORDS, stop_token_id=STOP)
+        save_tiny_model(folder / name, len(WORDS), seed=seed, **options)
         for name, seed in (("target", 3), ("drafter", 5))
     )
     with InProcessStack(stack_options(target, drafter)) as running:
@@ -107,17 +108,17 @@ def test_choice_of_a_seed_has_the_same_text_in_every_batch_under_coupled(client:
     assert [one.choice for one in many] == list(range(5))
 
 
-def test_prompt_of_several_choices_is_computed_once(stack: InProcessStack, client: Client) -> None:
-    """Up to its last block, of which at least the last token is read by each."""
+def test_prompt_of_several_choices_is_computed_once(stopping: InProcessStack) -> None:
+    """Up to its last block, of which at least the last token is read by each; in a context of several blocks."""
+    options = {"num_choices": 8, "max_tokens": 6, "num_speculative_tokens": 0, "ignore_eos": True}
     for length in (2 * BLOCK_SIZE + 8, 2 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE):
         prompt, covered = [index % VOCAB_SIZE for index in range(length)], (length - 1) // BLOCK_SIZE * BLOCK_SIZE
-        before = {name: read_metric(stack, "verifier", f"prefix_cache_{name}") for name in ("queries", "hits")}
-        (completions,) = client.generate_many(
-            prompt, num_choices=8, max_tokens=6, num_speculative_tokens=0, cache_salt=secrets.token_hex(8)
-        )
+        before = {name: read_metric(stopping, "verifier", f"prefix_cache_{name}") for name in ("queries", "hits")}
+        with Client(stopping.address) as client:
+            (completions,) = client.generate_many(prompt, cache_salt=secrets.token_hex(8), **options)
         assert [one.statistics.num_cached_prompt_tokens for one in completions] == [0, *[covered] * 7], length
-        assert read_metric(stack, "verifier", "prefix_cache_queries") - before["queries"] == 8 * length
-        assert read_metric(stack, "verifier", "prefix_cache_hits") - before["hits"] == 7 * covered
+        assert read_metric(stopping, "verifier", "prefix_cache_queries") - before["queries"] == 8 * length
+        assert read_metric(stopping, "verifier", "prefix_cache_hits") - before["hits"] == 7 * covered
 
 
 def test_prompts_of_every_kind_are_completed_as_if_asked_for_alone(client: Client) -> None:

@@ -250,7 +250,7 @@ def test_full_verifier_refuses_with_no_room(pair: tuple[Path, Path]) -> None:
 def test_prompt_that_was_read_before_is_not_read_again(stack: InProcessStack, client: Client) -> None:
     """The metrics tell at both services; another salt reads again."""
     names = ("prefix_cache_queries", "prefix_cache_hits")
-    prompt = [index % 3 for index in range(2 * BLOCK_SIZE + 8)]
+    prompt = [index % 3 for index in range(BLOCK_SIZE + 8)]
     wait_until(lambda: client.generate(PROMPT, max_tokens=30).statistics.num_drafts > 0, "the drafter is connected")
 
     def tried(*salts: str) -> tuple[list[list[int]], list[list[float]]] | None:
@@ -269,7 +269,7 @@ def test_prompt_that_was_read_before_is_not_read_again(stack: InProcessStack, cl
 
     trials = (tried(f"first {number}", f"first {number}", f"second {number}") for number in range(20))
     ids, counts = next(trial for trial in trials if trial is not None)
-    read, reused = [len(prompt), 0] * 2, [len(prompt), 2 * BLOCK_SIZE] * 2
+    read, reused = [len(prompt), 0] * 2, [len(prompt), BLOCK_SIZE] * 2
     assert counts == [read, reused, read]
     assert ids[0] == ids[1] == ids[2]
 

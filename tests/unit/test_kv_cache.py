@@ -32,9 +32,10 @@ from tests.cache_integrity import check_integrity
 NULL_SLOTS = range(NULL_BLOCK * BLOCK_SIZE, (NULL_BLOCK + 1) * BLOCK_SIZE)
 Key = tuple[str, str]
 """Salt and text up to the end of a block."""
-A_BIT = BLOCK_SIZE // 2
+HALF = BLOCK_SIZE // 2
+"""Tokens of half a block."""
 TEXTS = tuple(
-    first * num_blocks * BLOCK_SIZE + second * (25 * A_BIT - num_blocks * BLOCK_SIZE)
+    first * num_blocks * BLOCK_SIZE + second * (25 * HALF - num_blocks * BLOCK_SIZE)
     for first, num_blocks, second in (("a", 0, "a"), ("a", 2, "b"), ("b", 0, "b"), ("a", 4, "c"))
 )
 SALTS = ("", "tenant")
@@ -110,7 +111,7 @@ class KvCacheMachine(RuleBasedStateMachine):
             self.write(one, position, (one.salt, one.text[: position + 1]))
         return True
 
-    @rule(text=st.sampled_from(TEXTS), length=st.integers(0, 11 * A_BIT), salt=st.sampled_from(SALTS))
+    @rule(text=st.sampled_from(TEXTS), length=st.integers(0, 11 * HALF), salt=st.sampled_from(SALTS))
     def open(self, text: str, length: int, salt: str) -> None:
         sequence = self.cache.open(ids(text[:length]), salt)
         holds: list[Key | None] = []
@@ -126,7 +127,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.live.append(Expected(sequence, salt, text[:num_reused], holds))
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), text=st.sampled_from(TEXTS), count=st.integers(1, 6 * A_BIT))
+    @rule(data=st.data(), text=st.sampled_from(TEXTS), count=st.integers(1, 6 * HALF))
     def append(self, data: st.DataObject, text: str, count: int) -> None:
         one = self.pick(data)
         self.grow(one, text[len(one.text) :][:count] or "d")
@@ -156,7 +157,7 @@ class KvCacheMachine(RuleBasedStateMachine):
             self.users.setdefault(key, 1)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), num_nodes=st.integers(0, 3 * A_BIT))
+    @rule(data=st.data(), num_nodes=st.integers(0, 3 * HALF))
     def read_tree_and_keep_path(self, data: st.DataObject, num_nodes: int) -> None:
         one = self.pick(data)
         text, base_len = one.text, len(one.text)
