@@ -21,6 +21,7 @@ from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import LoadedModel, load_lean_model, load_model
 from draftwire.models.openvino.openvino_engine import OpenVinoEngine
+from draftwire.models.openvino.warming import warm_up
 from draftwire.models.script import Script, is_scripted
 from draftwire.models.scripted import ScriptedTarget
 from draftwire.models.sequence_model import SequenceModel
@@ -125,8 +126,16 @@ def _compile(
     compiled = OpenVinoEngine(network, threads=settings.threads, quantizes=chosen.quantizes, taps=taps)
     log.info("models.engine_chosen", engine="openvino", weights=chosen.name)
     model = CachedModel(compiled, size_while_loading(engine), source)
+    warm_up(model)
     count = count_of(fitter, chosen.card, head)
-    return FittedModel(chosen.card, model, None if count is None else partial(model.fit, count))
+
+    def fit() -> int:
+        assert count is not None
+        num_tokens = model.fit(count)
+        warm_up(model)
+        return num_tokens
+
+    return FittedModel(chosen.card, model, None if count is None else fit)
 
 
 def move_weights(settings: ModelSettings, device: torch.device, resident: int) -> None:
