@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,15 +13,18 @@ from cached_subjects import OPENVINO_SUBJECTS, assert_equal, lean_copy, make, ne
 from test_cached_model import play
 from test_token_tree_passes import Planted, path_to, random_parents
 from tiny_models import save_tiny_model, tiny_network
+from torch import Tensor
 
 from draftwire.engine.model_loading import load_draft_model, load_target
 from draftwire.engine.openvino_loading import load_for_openvino
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
+from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.openvino import runtime
 from draftwire.models.openvino.openvino_engine import OpenVinoEngine
 from draftwire.models.openvino.quantized_weights import LEVELS, QuantizedMatrix
+from draftwire.models.openvino.warming import MOST_ROWS, warm_up
 from draftwire.models.sequence_model import FeatureSpan, Reading
 from draftwire.models.torch_models import torch_model
 from draftwire.options.heads.taps import FeatureSource
@@ -103,6 +107,25 @@ def test_features_are_those_of_our_own_decoder() -> None:
         found.append(each.features([FeatureSpan(first, 1, 5), FeatureSpan(second, 0, 1)]))
         assert each.token_bytes[0] > 0
     assert (found[0] - found[1]).abs().max() < 1e-5 * found[1].abs().max()
+
+
+def test_warm_up_makes_each_usual_step_and_leaves_nothing() -> None:
+    """In a cache of one block too, whose 32 tokens bound it."""
+
+    class Counting(CachedModel):
+        sizes: list[int]
+
+        def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
+            self.sizes.append(readings[0].keep)
+            return super().read(readings, fuzzily)
+
+    engine = OpenVinoEngine(lean_copy(network("llama")[0]), threads=1, quantizes=True)
+    for num_blocks, most in ((4, MOST_ROWS), (1, BLOCK_SIZE)):
+        model = Counting(engine, num_blocks * BLOCK_SIZE)
+        model.sizes = []
+        warm_up(model)
+        assert model.sizes == [*range(most, 0, -1)]
+        assert not model.cache.sequences
 
 
 def test_row_depends_on_its_own_text_alone() -> None:

@@ -1,8 +1,9 @@
-"""Steps of the usual sizes, made before they are needed: the plugin prepares itself for each number of rows that it meets,
-which takes 3 to 25 ms once.
+"""Steps of the usual sizes, made before they are needed: the plugin prepares itself for each number of rows that it
+meets, which takes 3 to 25 ms once.
 """
 
 from draftwire.models.cached_model import CachedModel
+from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.sequence_model import Reading
 
 MOST_ROWS = 40
@@ -12,7 +13,7 @@ MOST_ROWS = 40
 def warm_up(model: CachedModel) -> None:
     """Makes a step of each number of rows, the most first, as far as the cache has room, and forgets them."""
     sequence = model.cache.open()
-    for num_rows in range(min(MOST_ROWS, model.cache.num_blocks), 0, -1):
+    for num_rows in range(min(MOST_ROWS, model.cache.num_blocks * BLOCK_SIZE), 0, -1):
         model.read([Reading(sequence, [0] * num_rows, num_rows)])
         model.cache.truncate(sequence, 0)
     model.cache.close(sequence)
