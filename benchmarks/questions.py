@@ -10,8 +10,9 @@ The verifier has a head, and a drafter without a model drafts from earlier place
     matches       from earlier places alone, as much as is chosen
     head of 1     by the head alone, one token a round; of 2, and so on
 
-At each temperature every question is answered by every way in turn, in an order of its own, from the same seed: plain
-and chosen `--turns` times, others `--other-turns` times. A ratio is of tokens/s, by medians of one question's turns.
+At each temperature every question is answered by every way in turn, in an order of its own: plain and chosen `--turns`
+times, others `--other-turns` times. No seed is given: with one, lengths are not chosen above temperature 0. A ratio is
+of tokens/s, by medians of one question's turns.
 """
 
 import argparse
@@ -88,7 +89,6 @@ def main() -> None:
                     for way in random.Random(turn * 1000 + number).sample(order, len(order)):
                         how = {
                             "temperature": temperature,
-                            "seed": turn,
                             "max_tokens": arguments.max_tokens,
                             **ways[way],
                         }

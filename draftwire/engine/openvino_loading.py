@@ -15,10 +15,6 @@ from draftwire.models.loading import LoadedModel, dtype_on_cpu, load_lean_model
 from draftwire.models.openvino import runtime
 from draftwire.runtime.settings import ModelSettings
 
-MOST_PARAMETERS = 2**28
-"""Parameters up to which float32 on OpenVINO is faster than bfloat16 on our own decoder, where the CPU multiplies that:
-of larger models a step takes as long as reading the weights, of which bfloat16 is half."""
-
 
 @dataclass(frozen=True, slots=True)
 class OpenVinoModel:
@@ -70,7 +66,7 @@ def load_for_openvino(settings: ModelSettings, why_not: str = "", *, reads_trees
     if settings.engine not in ("auto", "openvino"):
         return None
     reason = why_not or why_not_with(settings) or runtime.why_not_here() or why_not_model(settings, reads_trees)
-    if not is_asked_for and (reason or _is_faster_in_bfloat16(settings)):
+    if not is_asked_for and (reason or _is_in_bfloat16(settings)):
         return None
     loaded = None if reason else load_lean_model(settings.model, "float32")
     if loaded is None:
@@ -108,9 +104,8 @@ def why_not_model(settings: ModelSettings, reads_trees: bool) -> str:
     return "it reads no token trees with sliding windows: max_tree_nodes" if has_windows and reads_trees else ""
 
 
-def _is_faster_in_bfloat16(settings: ModelSettings) -> bool:
-    """Whether our own decoder is faster with a model that OpenVINO can run: see `MOST_PARAMETERS`."""
+def _is_in_bfloat16(settings: ModelSettings) -> bool:
+    """Whether our own decoder would compute in bfloat16, and be faster than OpenVINO in float32."""
     with torch.device("meta"):
         model = LeanModel(config_of(path_of(settings.model, settings.dtype)))
-    num_parameters = sum(weight.numel() for weight in model.parameters())
-    return settings.dtype == "auto" and num_parameters > MOST_PARAMETERS and dtype_on_cpu(model) is torch.bfloat16
+    return settings.dtype == "auto" and dtype_on_cpu(model) is torch.bfloat16

@@ -191,8 +191,7 @@ def test_drafters_use_it_too_unless_they_grow_trees(folder: Path) -> None:
         DrafterConfig(settings, engine=growing)
 
 
-def test_large_models_in_bfloat16_stay_with_our_own_decoder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftwire.engine.openvino_loading.MOST_PARAMETERS", 10)
+def test_what_our_own_decoder_computes_in_bfloat16_stays_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftwire.engine.openvino_loading.dtype_on_cpu", lambda _: torch.bfloat16)
     assert load_for_openvino(ModelSettings(str(folder))) is None
     assert load_for_openvino(ModelSettings(str(folder), engine="openvino")) is not None
