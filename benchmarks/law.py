@@ -40,7 +40,7 @@ from draftwire.verification.rule import facts_of
 from tests.tiny_models import save_tiny_model
 
 VOCAB_SIZE = 3
-PROMPT = [1, 1, 2, 2, 2, 0, 0, 1, 2, 2, 2, 2, 1, 1, 2, 2, 0, 1, 2, 1]
+PROMPT = [0, 2, 0, 2, 2, 2, 0, 0, 0, 2, 1, 1, 0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 1, 2, 2, 2, 2, 1, 1, 2, 2, 0, 1, 2, 1]
 """Longer than a block of the KV cache, so that most completions hit the prefix cache."""
 LENGTH = 9
 """Tokens of each completion."""
@@ -51,7 +51,7 @@ COMPARED = (JUDGED, 3)
 hundred completions show; see `tests/served/test_law.py`.
 """
 BLOCK_LENGTH = 3
-CONTEXT_LENGTH = 64
+CONTEXT_LENGTH = 96
 CONCURRENCY = 16
 LOSSLESS = [name for name, rule in RULES.items() if rule.is_lossless]
 SMALLEST_CELL = 5.0

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from observing import read_metric, wait_until
 from transformers import AutoModelForCausalLM
 
-from benchmarks.law import LOSSLESS, stack_options
+from benchmarks.law import CONTEXT_LENGTH, LOSSLESS, stack_options
 from benchmarks.relay import free_port
 from draftwire.client import Client
 from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
@@ -136,7 +136,7 @@ def test_tokens_stream_as_they_are_committed(client: Client) -> None:
 BAD_REQUESTS = {
     "empty text": ({"prompt": ""}, "prompt is empty"),
     "empty ids": ({"prompt": []}, "prompt is empty"),
-    "prompt as long as the context": ({"prompt": [1] * 64}, "context"),
+    "prompt as long as the context": ({"prompt": [1] * CONTEXT_LENGTH}, "context"),
     "id beyond the vocabulary": ({"prompt": [3]}, "token ids"),
     "negative temperature": ({"temperature": -0.1}, "temperature"),
     "NaN temperature": ({"temperature": math.nan}, "temperature"),
@@ -157,7 +157,7 @@ BAD_REQUESTS = {
     "no token possible": ({"allowed_token_ids": [1], "stop_token_ids": [1], "min_tokens": 2}, "allowed_token_ids"),
     "more tokens at least than at most": ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
     "unknown rule": ({"rejection_sample_method": "magic"}, "block, token"),
-    "tokens beyond the context": ({"max_tokens": 61}, "max_tokens"),
+    "tokens beyond the context": ({"max_tokens": CONTEXT_LENGTH - 3}, "max_tokens"),
     "too long blocks": ({"num_speculative_tokens": 17}, "num_speculative_tokens"),
     "empty stop string": ({"stop": [""]}, "stop"),
     "too many stop strings": ({"stop": ["a"] * 17}, "stop"),
