@@ -40,7 +40,7 @@ from tests.unit.verdict_parts import strategy_of, watched_of
 torch.set_num_threads(1)
 
 VOCAB_SIZE = 5
-CACHE_TOKENS = 2048
+CACHE_TOKENS = 4096
 PROMPT = [1, 2, 3, 4, 0, 2]
 HEAD = "eagle3"
 SEEDS = range(2)

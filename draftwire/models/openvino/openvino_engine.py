@@ -98,6 +98,7 @@ class OpenVinoPass:
         self._ports = {port.get_any_name(): index for index, port in enumerate(compiled.inputs)}
         self._held: dict[str, NDArray[Any]] = {}
         """Memory of the inputs, which OpenVINO reads where it is."""
+        self._outputs: tuple[Tensor, Tensor] | None = None
         self._feature_size = compiled.outputs[1].get_partial_shape()[1].get_length() if storage.features else 0
         for name, cache in storage.caches.items():
             self._set(name, cache.numpy())
@@ -107,14 +108,13 @@ class OpenVinoPass:
         layout = StepLayout(segments)
         ids = token_ids.numpy() if isinstance(token_ids, Tensor) else np.array(token_ids, np.int64)
         self._set("input_ids", ids)
-        self._set("kept", np.array(kept, np.int64))
+        self._set("kept", np.array(kept if len(kept) else [0], np.int64))
         for name, array in layout.inputs().items():
             self._set(name, array)
-        logits = torch.empty(len(kept), self._vocab_size)
-        if len(kept):
-            self._request.set_output_tensor(0, self._tensor(logits.numpy(), shared_memory=True))
         features = self._storage.features
-        states = torch.empty(len(ids), self._feature_size)
+        logits, states = torch.empty(max(1, len(kept)), self._vocab_size), torch.empty(len(ids), self._feature_size)
+        self._outputs = logits, states  # OpenVINO knows their memory until the next pass
+        self._request.set_output_tensor(0, self._tensor(logits.numpy(), shared_memory=True))
         if features is not None:
             self._request.set_output_tensor(1, self._tensor(states.numpy(), shared_memory=True))
         self._request.infer()
@@ -125,7 +125,7 @@ class OpenVinoPass:
                 for each in segments
             ]
             features.take(dict(zip(features.layers, tapped, strict=True)), torch.from_numpy(np.concatenate(slots)))
-        return logits
+        return logits[: len(kept)]
 
     def _set(self, name: str, array: NDArray[Any]) -> None:
         self._held[name] = array
