@@ -1,5 +1,6 @@
 """Forward passes by OpenVINO: the logits of a fresh pass, whatever was read, shared, rolled back and kept."""
 
+import os
 import random
 import subprocess
 import sys
@@ -255,6 +256,24 @@ def test_machine_that_it_was_not_tried_on_is_refused_in_words(elsewhere: Path, m
     assert why_no_openvino() == "it needs Linux on x86-64, and this is Linux on aarch64"
     monkeypatch.setattr(runtime, "version", lambda _: "2026.3.0-1")
     assert why_no_openvino().startswith(f"OpenVINO 2026.3.0-1 is installed, and {runtime.RELEASE} is needed: pip")
+
+
+def test_signals_arrive_where_models_have_come_and_gone() -> None:
+    """In a process of its own: a stack for signals that is gone would end it."""
+    code = """
+import gc, signal, sys
+sys.path[:0] = ["tests", "tests/unit"]
+from cached_subjects import make
+models = [make("llama by openvino") for _ in range(3)]
+while models:  # the first one first
+    del models[0]
+    gc.collect()
+signal.signal(signal.SIGTERM, lambda *_: print("arrived"))
+signal.raise_signal(signal.SIGTERM)
+"""
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, ["arrived"])
 
 
 def test_nothing_is_sent_and_nothing_is_written_at_home(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from draftwire.models.kv_cache import BLOCK_SIZE, NULL_BLOCK, blocks_for, slots_
 from draftwire.models.kv_storage import StoredFeatures
 from draftwire.models.lean_model import LeanModel
 from draftwire.models.openvino.graph import KEY_CACHE, VALUE_CACHE, GraphBuilder
-from draftwire.models.openvino.runtime import import_openvino
+from draftwire.models.openvino.runtime import core, import_openvino
 from draftwire.models.packing import distances_in, positions_of
 from draftwire.models.pass_engine import IdRows
 from draftwire.models.sequence_model import Segment
@@ -31,7 +31,6 @@ class OpenVinoEngine:
         """Compiles a graph, which has weights of its own then; arguments as of `GraphBuilder`, and how many threads run
         it.
         """
-        ov = import_openvino()
         self.device = torch.device("cpu")
         self.vocab_size = int(model.config.vocab_size)
         self.taps = tuple(taps)
@@ -45,7 +44,7 @@ class OpenVinoEngine:
             "ENABLE_CPU_PINNING": False,  # services share their cores
         }
         graph = GraphBuilder(model, quantizes=quantizes, taps=taps).build()
-        self.compiled = ov.Core().compile_model(graph, "CPU", settings)
+        self.compiled = core().compile_model(graph, "CPU", settings)
 
     def begin(
         self, num_slots: int, features: StoredFeatures | None

@@ -5,6 +5,7 @@ That operation is private to OpenVINO: its inputs were 13, 17, 21, 25 and 28 in 
 
 import platform
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -48,3 +49,11 @@ def import_openvino() -> Any:
     import openvino
 
     return openvino
+
+
+@cache
+def core() -> Any:
+    """Returns the one `openvino.Core` of this process, which is never let go: its CPU plugin gives the thread another
+    stack for signals, and of several plugins the last one to go leaves a stack that is freed.
+    """
+    return import_openvino().Core()
