@@ -32,7 +32,7 @@ from draftwire.v1 import drafter_pb2, gateway_pb2, model_pb2, session_pb2, verif
 from tests.observing import wait_until
 
 VOCAB_SIZE = 3
-CONTEXT_LENGTH = 64
+CONTEXT_LENGTH = 96
 MAX_MESSAGE_BYTES = 8 * 2**20
 MAX_DRAFT_TOKENS = 16
 """The limits of the stack that the inputs are tried on."""
@@ -910,7 +910,7 @@ def _gateway_rows() -> list[Row]:
         ("a prompt as long as the context", INVALID, prompt_ids([1] * CONTEXT_LENGTH), "context"),
         ("a prompt of 1,000,000 tokens", INVALID, prompt_ids([1] * 10**6), "token_ids"),
         ("a text of 4,000,001 characters", INVALID, generate(token_ids=None, text="x" * 4_000_001), "characters"),
-        ("a text as long as the context", INVALID, generate(token_ids=None, text="t1 " * 64), "context"),
+        ("a text as long as the context", INVALID, generate(token_ids=None, text="t1 " * CONTEXT_LENGTH), "context"),
         ("an id that is the vocabulary's size", INVALID, prompt_ids([1, VOCAB_SIZE]), "token ids"),
         ("an id of 2^32 - 1", INVALID, prompt_ids([LARGEST]), "token ids"),
         ("a chat without messages", INVALID, chat([]), "prompt is empty"),
