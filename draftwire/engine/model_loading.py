@@ -126,16 +126,17 @@ def _compile(
     compiled = OpenVinoEngine(network, threads=settings.threads, quantizes=chosen.quantizes, taps=taps)
     log.info("models.engine_chosen", engine="openvino", weights=chosen.name)
     model = CachedModel(compiled, size_while_loading(engine), source)
-    warm_up(model)
     count = count_of(fitter, chosen.card, head)
+    if count is None:
+        warm_up(model)
+        return FittedModel(chosen.card, model)
 
     def fit() -> int:
-        assert count is not None
         num_tokens = model.fit(count)
         warm_up(model)
         return num_tokens
 
-    return FittedModel(chosen.card, model, None if count is None else fit)
+    return FittedModel(chosen.card, model, fit)
 
 
 def move_weights(settings: ModelSettings, device: torch.device, resident: int) -> None:

@@ -28,8 +28,8 @@ KEY_CACHE, VALUE_CACHE = "key_cache", "value_cache"
 
 
 class GraphBuilder:
-    """Builds the graph of one model, with weights of its own: constants that share the memory of Python's arrays let go
-    of these on threads that do not have Python's lock.
+    """Builds the graph of one model. Its constants share the memory of the model's weights where they can: copies would
+    stay beside what the plugin packs.
     """
 
     def __init__(self, model: LeanModel, *, quantizes: bool, taps: Sequence[int] = ()) -> None:
@@ -61,7 +61,7 @@ class GraphBuilder:
         ]
         longest = self._parameter("max_context_len", "i32", [])
         trees = [self._parameter("qq_bias", "u8", [-1]), self._parameter("qq_bias_begins", "i32", [-1])]
-        table = op.constant(_array(base.embed_tokens.weight))
+        table = op.constant(_array(base.embed_tokens.weight), shared_memory=True)
         rows = self._unsqueezed(op.gather(table, ids, self._int64(0)), 1)
         angles = self._angles(positions)
         states = {}
@@ -130,7 +130,7 @@ class GraphBuilder:
         """Returns the node of an `[out, in]` matrix; one of eight bits in the pattern that the plugin keeps packed."""
         op = self._op
         if not self._quantizes:
-            return op.constant(_array(weight))
+            return op.constant(_array(weight), shared_memory=True)
         packed = QuantizedMatrix.of(weight)
         levels, zeros = (op.convert(op.constant(each), "f32") for each in (packed.levels, packed.zeros))
         return op.multiply(op.subtract(levels, zeros), op.constant(packed.scales))
@@ -196,5 +196,5 @@ def _is_output(node: Any) -> bool:
 
 
 def _array(weight: Tensor) -> Any:
-    """Returns the array of a float32 weight."""
+    """Returns the array of a float32 weight, whose memory it shares."""
     return np.ascontiguousarray(weight.detach().numpy())
