@@ -34,6 +34,7 @@ evidence: $(INSTALLED)  ## by hand, two hours: other random examples, a million 
 	$(BIN)/python -m pytest tests/unit tests/contract -n 2 -m "not slow" --hypothesis-profile=random
 	$(BIN)/python -m pytest tests/served tests/slow -n 2 --dist loadfile -m evidence
 	$(BIN)/python -m tests.fuzz --messages 1000000
+	$(BIN)/python -m tests.fuzz --gguf 10000
 	$(BIN)/python -m tests.chaos --seconds 60 --concurrency 16
 	$(BIN)/python -m benchmarks.law --samples 20000
 	$(BIN)/python -m benchmarks.soak --minutes 20
@@ -43,8 +44,9 @@ check-rules: $(INSTALLED)  ## prove every verification rule by enumeration, also
 	$(BIN)/draftwire check-rule
 	$(BIN)/draftwire check-rule $(STUDIED_RULES)
 
-fuzz: $(INSTALLED)  ## feed a million broken draft blocks to the decoder
+fuzz: $(INSTALLED)  ## feed a million broken draft blocks to the decoder, and ten thousand broken GGUF files to what checks them
 	$(BIN)/python -m tests.fuzz --messages 1000000
+	$(BIN)/python -m tests.fuzz --gguf 10000
 
 chaos: $(INSTALLED)  ## break services and links at random under load, and check every token
 	$(BIN)/python -m tests.chaos --seconds 60 --concurrency 16

@@ -34,6 +34,8 @@ ANSWER_SECONDS = 600.0
 """How long a worker may take to load its models, or to continue the prompts of a task."""
 ENGINES = {"openvino": "openvino_engine.py", "vllm": "vllm_engine.py", "llama": "llama_engine.py"}
 """Scripts of other engines, in the folder `engines`."""
+NGRAM = "ngram"
+"""In the place of a draft model: drafts from earlier places of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Pair:
     name: str
     target: str
     drafter: str
-    """Folders."""
+    """Folders; the drafter can be `NGRAM`."""
     temperatures: tuple[float, ...]
 
 
@@ -276,11 +278,11 @@ def serve_transformers(connection: Connection, pair: Pair, resources: Resources)
     torch.set_num_threads(resources.threads)
     set_verbosity_error()
     disable_progress_bar()
-    target, assistant = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        for folder in (pair.target, pair.drafter)
-    )
-    passes = dict.fromkeys((target, assistant), 0)
+    target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
+    assistant = None
+    if pair.drafter != NGRAM:
+        assistant = AutoModelForCausalLM.from_pretrained(pair.drafter, dtype=torch.float32).eval()
+    passes = {target: 0} if assistant is None else {target: 0, assistant: 0}
 
     def count_pass(model: Any, _inputs: object) -> None:
         passes[model] += 1
@@ -293,7 +295,9 @@ def serve_transformers(connection: Connection, pair: Pair, resources: Resources)
         options: dict[str, Any] = {"do_sample": False}
         if task.temperature:
             options = {"do_sample": True, "temperature": task.temperature, "top_k": 0, "top_p": 1.0}
-        if is_assisted:
+        if is_assisted and assistant is None:
+            options["prompt_lookup_num_tokens"] = num_draft_tokens or LOOKED_UP_TOKENS
+        elif is_assisted and assistant is not None:
             options["assistant_model"] = assistant
             _set_assistant(assistant.generation_config, num_draft_tokens)
         prompts = torch.tensor(task.prompts)
@@ -305,13 +309,17 @@ def serve_transformers(connection: Connection, pair: Pair, resources: Resources)
         )
         seconds = time.perf_counter() - started
         token_ids = output[:, prompts.shape[1] :].tolist()
-        if not is_assisted:
+        if not is_assisted or assistant is None:
             return Run(token_ids, seconds, passes[target] * len(token_ids))
         # Each pass of the assistant drafts a token, and each of the target adds one to those that it accepts.
         accepted = len(token_ids[0]) - passes[target]
         return Run(token_ids, seconds, passes[target], passes[target], passes[assistant], accepted)
 
     _answer_all(connection, generate)
+
+
+LOOKED_UP_TOKENS = 10
+"""Drafted by a lookup in the text, which has no default: what transformers' own guide takes."""
 
 
 def _set_assistant(config: Any, num_draft_tokens: int | None) -> None:

@@ -35,7 +35,7 @@ from benchmarks.relay import Relay
 from benchmarks.report import read_metric, write_report
 from benchmarks.round_profile import Round, Span, read_rounds, read_spans, traced
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up_command import embedded_model
+from draftwire.cli.named_models import embedded_model
 from draftwire.v1 import gateway_pb2_grpc
 
 ACCEPTANCE = "acceptance=0.8/0.7/0.6/0.5"

@@ -27,7 +27,7 @@ from typing_extensions import override
 from benchmarks.paired import Ratio, ratio_of
 from benchmarks.relay import free_port
 from benchmarks.report import progress
-from draftwire.cli.up_command import embedded_model
+from draftwire.cli.named_models import embedded_model
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.lean_decoder import LeanDecoder

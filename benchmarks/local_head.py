@@ -17,7 +17,8 @@ from benchmarks.adaptive import Cell, run_turn
 from benchmarks.paired import Ratio, ratio_of
 from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up_command import embedded_model, stack_options
+from draftwire.cli.named_models import embedded_model
+from draftwire.cli.up_command import stack_options
 from draftwire.client import AsyncClient
 
 LENGTHS = (1, 2, 3, 4, 6, 8)

@@ -26,7 +26,7 @@ from benchmarks.load import Answer, Ask, complete
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up_command import embedded_model
+from draftwire.cli.named_models import embedded_model
 from draftwire.v1 import gateway_pb2_grpc
 
 CONTEXT_LENGTH = 8192

@@ -21,13 +21,14 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.adaptive import SCRIPTED_CACHE, Cell, run_turn
-from benchmarks.contestants import Engine, Pair, Resources, Task, engine_script
+from benchmarks.contestants import NGRAM, Engine, Pair, Resources, Task, engine_script
 from benchmarks.model_free_replay import works
 from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up_command import embedded_model, stack_options
+from draftwire.cli.named_models import embedded_model
+from draftwire.cli.up_command import stack_options
 from draftwire.client import AsyncClient
 from draftwire.models.card import load_card
 from draftwire.options.model_free.store_building import build_store, read_tokens
@@ -35,7 +36,7 @@ from draftwire.options.model_free.store_building import build_store, read_tokens
 MODEL = "model"
 """Stands for the name of the draft model."""
 NUM_PROMPTS = 40
-NGRAM, NGRAM_TOKENS = "ngram", 8
+NGRAM_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,17 @@
     python -m benchmarks.peers --pairs embedded --output benchmarks/results/peers.json
     python -m benchmarks.peers --pairs DIR --engines transformers openvino vllm --openvino ov/bin/python \
         --vllm vllm/bin/python --sessions 1 4 8 16 --prompt-tokens 16
+    python -m benchmarks.peers --pairs DIR --engines openvino llama --openvino ov/bin/python --llama ov/bin/python \
+        --weights f32 u8 --services openvino "openvino u8" --block-lengths 4
 
-Computed in float32, at temperature 0 and 1, by number of sessions and length of the prompts. The contestants:
+At temperature 0 and 1, by number of sessions and length of the prompts. The contestants:
 
     transformers                  `generate`, all sessions as one batch
     transformers assisted         `generate(assistant_model=...)` with defaults, one session only
     transformers assisted, tuned  the same with the best constant number of draft tokens and no confidence threshold
     openvino                      OpenVINO GenAI's pipeline with continuous batching
     openvino drafts               the same with the drafter as its draft model
+    openvino u8                   the same with weights in eight bits: `--weights f32 u8`; and with drafts
     llama                         llama.cpp's server with weights in Q8_0
     vllm                          vLLM
     vllm drafts                   the same with the drafter as its draft model
@@ -19,9 +22,11 @@ Computed in float32, at temperature 0 and 1, by number of sessions and length of
     plain                         our three processes without draft tokens
     speculative                   our three processes with the best block length, rule `block`
     chosen                        our three processes, which choose block lengths
-    ... u8                        with weights in eight bits: `--weights f32 u8`
-    plain on vllm                 the same with the verifier's target on vLLM: `--verifier-on-vllm PYTHON`
-    speculative on vllm
+    plain on openvino u8 ...      our services computed otherwise: `--services`, which are float32 unless it says else
+    plain on vllm ...             the same with the verifier's target on vLLM: `--verifier-on-vllm PYTHON`
+
+All are in float32 that do not say else, and all drafts of others of `--engine-draft-tokens` tokens. `--without` names
+contestants that are not to run.
 
 The two best settings, by median rates, are found by a sweep at the start of the run, unless only one is to be tried.
 Then every repetition has every contestant continue every group of prompts, one group for all sessions at a time; they
@@ -32,9 +37,10 @@ read prompts in as few steps as the others do, by `--max-added-latency-ms`, not 
 
 Other engines (benchmarks/engines) run by the Python of environments of their own.
 
-A pair is `embedded`, or a folder with `target/`, `drafter/` and a `synthesis.json` that names the temperature that the
-pair was made for, the only one at which it is run. No text ends early: all run on copies of the models (links to the
-weights) without stop tokens, so that no token has to be masked.
+A pair is `embedded`, a folder with `target/`, `drafter/` and a `synthesis.json` that names the temperature that the
+pair was made for, at which it is run unless `--temperatures` says else, or the folder of one model: all drafts are then
+from earlier places of the text, by the lookup that each contestant has. No text ends early: all run on copies of the
+models (links to the weights) without stop tokens, so that no token has to be masked.
 """
 
 import argparse
@@ -58,6 +64,7 @@ from tokenizers import Tokenizer
 from benchmarks.contestants import (
     ANSWER_SECONDS,
     ENGINES,
+    NGRAM,
     Contestant,
     Decoded,
     Engine,
@@ -76,42 +83,54 @@ from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up_command import embedded_model, stack_options
+from draftwire.cli.named_models import embedded_model
+from draftwire.cli.up_command import stack_options
 from draftwire.client import Client
 
 EMBEDDED = "embedded"
 TRANSFORMERS, ASSISTED, TUNED = "transformers", "transformers assisted", "transformers assisted, tuned"
 DECODER, PLAIN, SPECULATIVE, CHOSEN = "decoder", "plain", "speculative", "chosen"
-ON_VLLM = " on vllm"
-U8 = " u8"
-"""Ends the names of contestants with weights in eight bits."""
+FLOAT32, BFLOAT16, ON_OPENVINO, ON_OPENVINO_U8, ON_VLLM = "float32", "bfloat16", "openvino", "openvino u8", "vllm"
+SERVICES: dict[str, dict[str, object]] = {
+    FLOAT32: {"engine": "draftwire", "dtype": "float32"},
+    BFLOAT16: {"engine": "draftwire", "dtype": "bfloat16"},
+    ON_OPENVINO: {"engine": "openvino"},
+    ON_OPENVINO_U8: {"engine": "openvino", "weights": "u8"},
+}
+"""Options of both models, by kind of services."""
 VLLM_REMOTE = "vllm remote"
-RATIOS = (
-    (PLAIN + ON_VLLM, "vllm"),
-    (PLAIN + ON_VLLM, PLAIN),
-    (SPECULATIVE + ON_VLLM, PLAIN + ON_VLLM),
-    (SPECULATIVE + ON_VLLM, SPECULATIVE),
-    (SPECULATIVE + ON_VLLM, "vllm drafts"),
-    (SPECULATIVE + ON_VLLM, VLLM_REMOTE),
-    (VLLM_REMOTE, "vllm"),
-    (VLLM_REMOTE, "vllm drafts"),
-    (SPECULATIVE, PLAIN),
-    (SPECULATIVE, ASSISTED),
-    (SPECULATIVE, TUNED),
-    (SPECULATIVE, TRANSFORMERS),
-    (DECODER, TRANSFORMERS),
-    (PLAIN, TRANSFORMERS),
-    (PLAIN, DECODER),
-    *((PLAIN, engine) for engine in ENGINES),
-    *((SPECULATIVE, f"{engine} drafts") for engine in ENGINES),
-    *((CHOSEN, other) for other in (PLAIN, SPECULATIVE, "openvino", "openvino drafts")),
-    *(
-        (CHOSEN + U8, other)
-        for other in (PLAIN + U8, SPECULATIVE + U8, f"openvino{U8}", f"openvino drafts{U8}", "llama")
-    ),
-    *((PLAIN + U8, other) for other in (PLAIN, f"openvino{U8}", "llama")),
-    (SPECULATIVE + U8, f"openvino drafts{U8}"),
-)
+
+
+def served_name(name: str, kind: str) -> str:
+    """Returns the name of a contestant of ours."""
+    return name if kind == FLOAT32 else f"{name} on {kind}"
+
+
+def compared() -> Iterator[tuple[str, str]]:
+    """Yields the contestants whose ratios are reported, where both ran."""
+    yield from (
+        (SPECULATIVE, ASSISTED),
+        (SPECULATIVE, TUNED),
+        (SPECULATIVE, TRANSFORMERS),
+        (DECODER, TRANSFORMERS),
+        (PLAIN, TRANSFORMERS),
+        (PLAIN, DECODER),
+        (VLLM_REMOTE, "vllm"),
+        (VLLM_REMOTE, "vllm drafts"),
+        (served_name(SPECULATIVE, ON_VLLM), VLLM_REMOTE),
+    )
+    kinds = (*SERVICES, ON_VLLM)
+    for kind in kinds:
+        plain, speculative, chosen = (served_name(name, kind) for name in (PLAIN, SPECULATIVE, CHOSEN))
+        yield from ((speculative, plain), (chosen, plain), (chosen, speculative))
+        rivals = ("openvino u8", "llama") if kind == ON_OPENVINO_U8 else ("openvino", "vllm")
+        for rival in rivals:
+            yield from ((plain, rival), (speculative, f"{rival} drafts"), (chosen, rival), (chosen, f"{rival} drafts"))
+    for name in (PLAIN, SPECULATIVE, CHOSEN):
+        own = [served_name(name, kind) for kind in kinds]
+        yield from ((other, first) for index, first in enumerate(own) for other in own[index + 1 :])
+
+
 ASSISTANT_TOKENS = (1, 2, 3, 4, 5, 8)
 """Numbers of draft tokens in the sweep of transformers."""
 BLOCK_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -129,6 +148,8 @@ def endless(pair: Pair) -> Iterator[Pair]:
     with tempfile.TemporaryDirectory() as folder:
         copies = {"target": pair.target, "drafter": pair.drafter}
         for name, source in copies.items():
+            if source == NGRAM:
+                continue
             copies[name] = str(_copy_endless(Path(source).expanduser().resolve(), Path(folder) / name))
         yield Pair(pair.name, copies["target"], copies["drafter"], pair.temperatures)
 
@@ -151,10 +172,12 @@ class Arena:
     """All contestants, running."""
 
     clients: dict[str, Client]
-    """Of our services, by what their contestants' names end with: those with weights in float32 come first."""
-    decoder: Worker
+    """Of our services, by their kind: a key of `SERVICES`, or `ON_VLLM`."""
+    decoder: Worker | None
     transformers: Worker | None
     engines: list[Engine]
+    without: Sequence[str]
+    """Names of contestants that are not to run."""
     salts: Iterator[int] = field(default_factory=count)
 
     def served(self, name: str, num_draft_tokens: int | None, kind: str | None = None) -> Contestant:
@@ -169,14 +192,18 @@ class Arena:
 
     def contestants(self, num_sessions: int, assistant_tokens: int, block_length: int) -> list[Contestant]:
         """Returns all that continue so many prompts at once, with the best settings."""
-        generated: list[Contestant] = []
+        everyone: list[Contestant] = []
         if self.transformers is not None:
-            generated.append(Generated(TRANSFORMERS, self.transformers, False))
+            everyone.append(Generated(TRANSFORMERS, self.transformers, False))
             if num_sessions == 1:
-                generated += [self.assisted(ASSISTED, None), self.assisted(TUNED, assistant_tokens)]
+                everyone += [self.assisted(ASSISTED, None), self.assisted(TUNED, assistant_tokens)]
+        everyone += self.engines
+        if self.decoder is not None:
+            everyone.append(Decoded(DECODER, self.decoder))
         lengths: dict[str, int | None] = {PLAIN: 0, SPECULATIVE: block_length, CHOSEN: None}
-        own = [self.served(name + kind, length, kind) for kind in self.clients for name, length in lengths.items()]
-        return [*generated, *self.engines, Decoded(DECODER, self.decoder), *own]
+        for kind, (name, length) in product(self.clients, lengths.items()):
+            everyone.append(self.served(served_name(name, kind), length, kind))
+        return [contestant for contestant in everyone if contestant.name not in self.without]
 
 
 class StackOnVllm(LocalStack):
@@ -193,39 +220,50 @@ class StackOnVllm(LocalStack):
         return self._python if name == "verifier" else super().interpreter(name)
 
 
+def computed(
+    options: Mapping[str, Mapping[str, object]], pair: Pair, how: Mapping[str, object]
+) -> dict[str, dict[str, object]]:
+    """Returns options of services with settings by which models are run."""
+    with_models = {"verifier"} if pair.drafter == NGRAM else {"verifier", "drafter"}
+    return {service: {**own, **(how if service in with_models else {})} for service, own in options.items()}
+
+
 @contextmanager
 def arena(pair: Pair, arguments: argparse.Namespace) -> Iterator[Arena]:
     """Starts all contestants on a pair."""
     most = max(arguments.sessions)
     longest = max(arguments.prompt_tokens) + arguments.max_tokens + max(arguments.block_lengths) + 32
     texts = most * -(-longest // CACHE_BLOCK) * CACHE_BLOCK
-    options = stack_options(pair.target, pair.drafter, None)
+    options = stack_options(pair.target, pair.target if pair.drafter == NGRAM else pair.drafter, None)
+    if pair.drafter == NGRAM:
+        options["drafter"]["strategy"] = "suffix"
     for service in ("verifier", "drafter"):
-        options[service].update(dtype="float32", kv_cache_tokens=texts)
-        options[service].update(max_added_latency_ms=arguments.max_added_latency_ms)
+        options[service].update(kv_cache_tokens=texts, max_added_latency_ms=arguments.max_added_latency_ms)
         if arguments.threads is not None:
             options[service]["threads"] = arguments.threads
     resources = Resources(options["verifier"]["threads"], most, texts)
     with ExitStack() as cleanup:
         engines = []
         for name, drafts, weights in product(ENGINES, sorted({0, arguments.engine_draft_tokens}), arguments.weights):
-            is_other = name != "openvino" and weights != "f32"  # which has its own weights
-            if name in arguments.engines and not (is_other or (name == "llama" and drafts)):
+            has_only = {"llama": (0, "u8"), "vllm": (drafts, "f32")}  # numbers of draft tokens, and weights
+            title = f"{name} u8" if weights == "u8" and name not in has_only else name
+            title += " drafts" if drafts else ""
+            if name not in arguments.engines or title in arguments.without:
+                continue
+            if has_only.get(name, (drafts, weights)) == (drafts, weights):
                 script = engine_script(name, getattr(arguments, name))
-                title = f"{name} drafts" if drafts else name
-                title += U8 if weights == "u8" else ""
                 engines.append(cleanup.enter_context(Engine(title, script, pair, resources, drafts, weights)))
-        decoder = cleanup.enter_context(Worker(serve_decoder, pair, resources))
+        decoder = None
+        if DECODER not in arguments.without:
+            decoder = cleanup.enter_context(Worker(serve_decoder, pair, resources))
         transformers = None
         if TRANSFORMERS in arguments.engines:
             transformers = cleanup.enter_context(Worker(serve_transformers, pair, resources))
             transformers.wait_ready()
         clients = {}
-        for weights in arguments.weights:
-            kinds = {} if weights == "f32" else {"weights": weights}
-            own = {name: {**one, **({} if name == "gateway" else kinds)} for name, one in options.items()}
-            stack = cleanup.enter_context(LocalStack(own))
-            clients[U8 if kinds else ""] = cleanup.enter_context(Client(stack.address))
+        for kind in arguments.services:
+            stack = cleanup.enter_context(LocalStack(computed(options, pair, SERVICES[kind])))
+            clients[kind] = cleanup.enter_context(Client(stack.address))
         if arguments.vllm_remote:
             drafter = f"draftwire:127.0.0.1:{stack.services['drafter'].port}"
             script, drafted_by = engine_script("vllm", arguments.vllm), replace(pair, drafter=drafter)
@@ -233,10 +271,12 @@ def arena(pair: Pair, arguments: argparse.Namespace) -> Iterator[Arena]:
             engines.append(cleanup.enter_context(remote))
         if arguments.verifier_on_vllm is not None:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{resources.threads - 1}")
-            other = cleanup.enter_context(StackOnVllm(options, arguments.verifier_on_vllm))
+            own = computed(options, pair, {"dtype": "float32"})
+            other = cleanup.enter_context(StackOnVllm(own, arguments.verifier_on_vllm))
             clients[ON_VLLM] = cleanup.enter_context(Client(other.address))
-        decoder.wait_ready()
-        yield Arena(clients, decoder, transformers, engines)
+        if decoder is not None:
+            decoder.wait_ready()
+        yield Arena(clients, decoder, transformers, engines, arguments.without)
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +427,7 @@ def summarize(measurements: list[Measurement], is_greedy: bool) -> dict[str, Any
         own[each.contestant][each.repetition] = each
     medians = _medians(measurements)
     ratios = {}
-    for name, baseline in RATIOS:
+    for name, baseline in compared():
         if name in own and baseline in own:
             rates = [[own[each][turn].tokens_per_second for turn in own[name]] for each in (name, baseline)]
             ratios[f"{name} / {baseline}"] = ratio_of(*rates)
@@ -409,11 +449,12 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def _agreement(own: dict[str, dict[int, Measurement]]) -> dict[str, float]:
-    """Returns how many texts of each contestant equal those of our plain services.
+    """Returns how many texts of each contestant equal those of our plain services of the first kind.
 
     Greedy texts differ only at near-ties, which passes of different shapes round differently.
     """
-    expected = next(iter(own[PLAIN].values())).token_ids
+    reference = next(name for name in (*(served_name(PLAIN, kind) for kind in SERVICES), *own) if name in own)
+    expected = next(iter(own[reference].values())).token_ids
     return {
         name: statistics.mean(
             float(text == other) for one in turns.values() for text, other in zip(one.token_ids, expected, strict=True)
@@ -439,6 +480,8 @@ def read_pair(name: str) -> Pair:
     if name == EMBEDDED:
         return Pair(EMBEDDED, embedded_model("target"), embedded_model("drafter"), (0.0, 1.0))
     folder = Path(name)
+    if not (folder / "target").exists():
+        return Pair(folder.name, name, NGRAM, (0.0, 1.0))
     temperature = float(json.loads((folder / "synthesis.json").read_text())["temperature"])
     return Pair(folder.name, str(folder / "target"), str(folder / "drafter"), (temperature,))
 
@@ -456,7 +499,9 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", choices=(TRANSFORMERS, *ENGINES), default=[TRANSFORMERS])
     for engine in ENGINES:
         parser.add_argument(f"--{engine}", metavar="PYTHON", help=f"of the environment of {engine}")
-    parser.add_argument("--weights", nargs="+", choices=("f32", "u8"), default=["f32"], help="of ours and of openvino")
+    parser.add_argument("--weights", nargs="+", choices=("f32", "u8"), default=["f32"], help="of openvino")
+    parser.add_argument("--services", nargs="+", choices=(*SERVICES,), default=[FLOAT32], help="kinds of ours")
+    parser.add_argument("--without", nargs="*", default=[], metavar="NAME", help="contestants that are not to run")
     parser.add_argument("--vllm-remote", action="store_true", help="vLLM with our drafter too, in that environment")
     parser.add_argument("--verifier-on-vllm", metavar="PYTHON", help="of an environment with draftwire[vllm]")
     parser.add_argument("--engine-draft-tokens", type=int, default=4, help="of other engines; 0: they only run plain")

@@ -29,7 +29,8 @@ from draftwire.cli.up_command import threads_for
 from draftwire.client import Client
 
 PLAIN, CHOSEN, HEAD, MATCHES = "plain", "chosen", "head", "matches"
-QUESTIONS = Path(__file__).parent / "questions.json"
+QUESTIONS = Path(__file__).parent / "questions.jsonl"
+"""Each with its kind. No text that a head is trained on has eight words of one in a row."""
 
 
 def ways_of(head: str, lengths: list[int]) -> dict[str, dict[str, Any]]:
@@ -66,7 +67,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2], help="of drafts of the head")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    questions = json.loads(QUESTIONS.read_text())[: arguments.questions]
+    lines = QUESTIONS.read_text(encoding="utf-8").splitlines()[: arguments.questions]
+    questions = [json.loads(line)["question"] for line in lines]
     ways = ways_of("eagle3", arguments.lengths)
     computing = {"engine": arguments.engine, "weights": arguments.weights}
     options = {

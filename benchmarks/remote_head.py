@@ -24,7 +24,7 @@ from benchmarks.prompts import load_prompts
 from benchmarks.relay import Relay, free_port
 from benchmarks.report import read_metric, write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up_command import embedded_model
+from draftwire.cli.named_models import embedded_model
 from draftwire.client import Client
 from draftwire.options.heads.feature_format import FeatureEncoding
 

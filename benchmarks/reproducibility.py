@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up_command import embedded_model, stack_options
+from draftwire.cli.named_models import embedded_model
+from draftwire.cli.up_command import stack_options
 from draftwire.client import Client, Completion
 from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.method.randomness import exponentials

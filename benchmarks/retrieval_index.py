@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import write_report
-from draftwire.cli.up_command import embedded_model
+from draftwire.cli.named_models import embedded_model
 from draftwire.models.card import load_card
 from draftwire.options.model_free.retrieval import RetrievalText
 from draftwire.options.model_free.retrieval_store import MAX_MATCH, SUFFIXES, TOKENS, RetrievalStore

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.prompts import load_prompts
 from benchmarks.report import read_metric, write_report
 from draftwire.cli.local_stack import LocalStack, ServiceProcess
-from draftwire.cli.up_command import embedded_model
+from draftwire.cli.named_models import embedded_model
 from draftwire.client import Client
 
 SAMPLE_SECONDS = 5.0

@@ -31,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 from typing_extensions import override
 
 from benchmarks.report import progress, write_report
-from draftwire.cli.up_command import embedded_model
+from draftwire.cli.named_models import embedded_model
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import CachedSequence

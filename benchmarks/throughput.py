@@ -19,7 +19,7 @@ from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, read_metric, write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up_command import embedded_model
+from draftwire.cli.named_models import embedded_model
 
 MODES = {"plain": 0, "speculative": 4}
 """Draft tokens per round."""

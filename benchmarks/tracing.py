@@ -28,7 +28,7 @@ from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up_command import embedded_model
+from draftwire.cli.named_models import embedded_model
 
 SERVICES = ("gateway", "verifier", "drafter")
 OFF, ON, BASELINE = "off", "on", "baseline"

@@ -40,7 +40,7 @@ from benchmarks.prompts import load_prompts
 from benchmarks.relay import Relay, free_port
 from benchmarks.report import progress, read_metric, write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up_command import embedded_model
+from draftwire.cli.named_models import embedded_model
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.distributions import DenseRows, quantize

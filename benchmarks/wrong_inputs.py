@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import write_report
-from draftwire.cli.up_command import embedded_model
+from draftwire.cli.named_models import embedded_model
 
 MAX_SECONDS = 60.0
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"

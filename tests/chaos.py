@@ -35,7 +35,7 @@ from benchmarks.prompts import load_prompts
 from benchmarks.relay import Relay, free_port
 from benchmarks.report import read_metric
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up_command import embedded_model
+from draftwire.cli.named_models import embedded_model
 from draftwire.client import Client
 from draftwire.errors import DraftwireError, NoRoomError, UnavailableError
 from draftwire.verification.deciding import NEAR_TIE

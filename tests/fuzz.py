@@ -1,6 +1,7 @@
 """Feeds broken draft blocks to what decodes them, and compares it with a slow reading of the format in plain Python.
 
     python -m tests.fuzz --messages 1000000 [--seed N]
+    python -m tests.fuzz --gguf 10000               # broken files of models instead: tests/gguf_fuzz.py
 
 Messages come in batches, as a drafter sends them: some are valid and keep their meaning whatever stands beside them;
 the others were mutated, as bytes or field by field. Each is refused, or has exactly the meaning that the slow reading
@@ -25,6 +26,7 @@ from draftwire.method.encoding import DenseProbs, Supports
 from draftwire.method.rounds import ReceivedBlock
 from draftwire.runtime import messages
 from draftwire.v1 import session_pb2
+from tests import gguf_fuzz
 
 SPARSE = session_pb2.DISTRIBUTION_ENCODING_SPARSE_UINT16
 FLOAT32 = session_pb2.DISTRIBUTION_ENCODING_DENSE_FLOAT32
@@ -570,8 +572,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Feeds broken draft blocks to what decodes them.")
     parser.add_argument("--messages", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gguf", type=int, metavar="FILES", help="broken GGUF files in the place of messages")
     options = parser.parse_args()
     started_at = time.perf_counter()
+    if options.gguf is not None:
+        for reason, number in gguf_fuzz.run(options.gguf, options.seed).most_common():
+            print(f"{number:>7,} {reason}")
+        print(f"seconds  {time.perf_counter() - started_at:.1f}")
+        return
     counts = run(options.messages, options.seed)
     seconds = time.perf_counter() - started_at
     print(f"messages {counts.messages:,}, of these unchanged {counts.valid:,}")

@@ -27,6 +27,10 @@ for part, name in zip(parts, ("tokenizer", "detokenizer")):
     openvino.save_model(part, f"{sys.argv[2]}/openvino_{name}.xml")
 """
 """Runs in a process of its own, whose memory is free afterwards."""
+NGRAM = "ngram"
+"""In the place of a draft model: drafts from earlier places of the text."""
+LARGEST_MATCH = 3
+"""Tokens by which such a place is found, as in OpenVINO's own sample."""
 BLOCK_SIZE = 32
 """Tokens of a block of the KV cache on a CPU."""
 
@@ -43,8 +47,10 @@ def load() -> Callable[[Task], list[list[int]]]:
         "KV_CACHE_PRECISION": "f32",
         "INFERENCE_NUM_THREADS": options.threads,
     }
-    draft = {}
-    if options.drafter is not None:
+    draft: dict[str, object] = {}
+    if options.drafter == NGRAM:
+        draft = {"prompt_lookup": True}
+    elif options.drafter is not None:
         draft = {
             "draft_model": openvino_genai.draft_model(converted(options.drafter, options.weights), "CPU", **settings)
         }
@@ -62,6 +68,8 @@ def load() -> Callable[[Task], list[list[int]]]:
             how.temperature, how.top_p, how.top_k, how.rng_seed = task["temperature"], 1.0, 2**31 - 1, task["seed"]
         if options.drafter is not None:
             how.num_assistant_tokens = options.num_draft_tokens
+        if options.drafter == NGRAM:
+            how.max_ngram_size = LARGEST_MATCH
         prompts = [openvino.Tensor(np.array([ids], dtype=np.int64)) for ids in task["prompts"]]
         results = pipeline.generate(prompts, [how] * len(prompts))
         return [list(result.m_generation_ids[0]) for result in results]

@@ -11,6 +11,7 @@ from draftwire.cli.chat_command import chat
 from draftwire.cli.check_rule_command import check_rule
 from draftwire.cli.demo_command import demo
 from draftwire.cli.exits import FAILED, MISUSED, complain, end, end_in_silence
+from draftwire.cli.fetch_command import fetch_model
 from draftwire.cli.generate_command import generate
 from draftwire.cli.health_command import health
 from draftwire.cli.index_command import index_app
@@ -34,6 +35,7 @@ for name in SERVICES:
     serve_app.command(name, cls=PlainHelp)(serve_command(name))
 for command in (up, demo, generate, chat, models, bench, health, check_rule, token, train):
     app.command()(command)
+app.command("fetch")(fetch_model)
 app.add_typer(index_app, name="index")
 
 

@@ -48,7 +48,7 @@ def demo(
     color_complaints(display.when)
     console = make_console(stderr=True, when=display.when)
     writer = TextWriter(display)
-    options = stack_options(target, drafter, num_speculative_tokens)
+    options = stack_options(target, drafter, num_speculative_tokens, console=console)
     interrupt_on_signals()
     with ExitStack() as cleanup:
         with console.status("starting drafter, verifier and gateway"):

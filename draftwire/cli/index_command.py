@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftwire.cli.exits import FAILED, MISUSED, end
-from draftwire.cli.up_command import embedded_model
+from draftwire.cli.named_models import embedded_model
 from draftwire.errors import InvalidRequestError
 
 if TYPE_CHECKING:

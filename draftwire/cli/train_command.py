@@ -36,6 +36,13 @@ def train(
     mlp_width: Annotated[
         int | None, typer.Option(min=1, help="Width of EAGLE-3's MLP.", show_default="the target's")
     ] = None,
+    own_output: Annotated[
+        bool,
+        typer.Option(
+            "--own-output/--target-output",
+            help="Whether EAGLE-3 has an output layer of its own, or takes the target's rows, which are not stored.",
+        ),
+    ] = True,
     batch_tokens: Annotated[int, typer.Option(min=64, help="Tokens of an optimiser step.")] = 2048,
     window: Annotated[int, typer.Option(min=32, help="Tokens of a training text.")] = 256,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
@@ -70,6 +77,7 @@ def train(
             taps=tuple(layers) if layers else None,
             draft_vocab_size=draft_vocabulary,
             intermediate_size=mlp_width,
+            trains_output=own_output,
             batch_tokens=batch_tokens,
             phases=(Phase(1.0, window),),
             seed=seed,

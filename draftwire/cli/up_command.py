@@ -15,8 +15,10 @@ import typer
 from draftwire.cli.colors import visible
 from draftwire.cli.connection_options import DEFAULT_ADDRESS
 from draftwire.cli.exits import FAILED, end
+from draftwire.cli.named_models import EMBEDDED, embedded_model, folder_of
 from draftwire.cli.options import variable
 from draftwire.errors import InvalidRequestError
+from draftwire.models.fetching import PACKAGED
 from draftwire.models.folder import check_model
 from draftwire.options.model_free.names import are_text_drafters
 from draftwire.runtime.addresses import is_taken
@@ -66,18 +68,22 @@ def port_or_none(text: str | int) -> int | None:
     return int(text)
 
 
-def _model(service: str, what: str) -> Any:
-    return _option(service, "model", f"{what} model: folder or hub name.", show_default="the embedded one")
-
-
-TargetOption = Annotated[str | None, _model("verifier", "Target")]
+TargetOption = Annotated[
+    str | None,
+    _option(
+        "verifier",
+        "model",
+        f"Target model: folder, GGUF file, hub name, {EMBEDDED}, or {', '.join(PACKAGED)} once it is fetched.",
+        show_default="the embedded one",
+    ),
+]
 DrafterOption = Annotated[
     str | None,
     _option(
         "drafter",
         "model",
-        'Draft model: folder or hub name; "none" for none: then the verifier drafts from earlier places of each text.',
-        show_default="the embedded one",
+        'Draft model, as --target; "none" for none: then the verifier drafts from earlier places of each text.',
+        show_default="the embedded one beside the embedded target, else none",
     ),
 ]
 HeadOption = Annotated[
@@ -150,7 +156,11 @@ def up(
     verifier --help`.
     """
     guard_stderr(ends_with_reader=True)  # the services outlive a full disk, and so does this
-    options = stack_options(target, drafter, num_speculative_tokens, draft_head, {"engine": engine, "weights": weights})
+    from draftwire.cli.console import make_console
+
+    computing = {"engine": engine, "weights": weights}
+    console = make_console(stderr=True)
+    options = stack_options(target, drafter, num_speculative_tokens, draft_head, computing, console)
     ports = {"gateway": port, "verifier": verifier_port, "drafter": drafter_port}
     needed = {"port" if name == "gateway" else f"{name}-port": ports[name] for name in options}
     needed["http-port"] = http_port or 0
@@ -256,26 +266,34 @@ def stack_options(
     num_speculative_tokens: int | None,
     draft_head: str | None = None,
     computing: Mapping[str, str | None] | None = None,
+    console: "Console | None" = None,
 ) -> dict[str, dict[str, Any]]:
     """Returns the options of a `LocalStack`.
 
     Args:
-        target: model of the verifier; None is the embedded one.
-        drafter: model of the drafter; None is the embedded one, or none beside a head, and `NO_DRAFTER` none: the
-            verifier drafts by itself.
+        target: model of the verifier, as for `folder_of`; None and `EMBEDDED` are the embedded one.
+        drafter: model of the drafter; None is the embedded one beside the embedded target without a head, and
+            otherwise, as `NO_DRAFTER`, none: the verifier drafts by itself.
         num_speculative_tokens: draft tokens per round where a request does not say; None chooses by measurement.
         draft_head: folder of a head that drafts inside the verifier; None if there is none.
         computing: settings by which both models are run; one that is None is the services' own.
+        console: shows how far the conversion of a file is.
 
     Raises:
-        InvalidRequestError: no model is named and the embedded pair is not installed, or a model's folder lacks
-            something.
+        InvalidRequestError: the embedded pair is not installed, a model has not been fetched, or its folder or file
+            lacks something.
+        UnavailableError: a file could not be converted.
     """
-    models = {"verifier": target or embedded_model("target")}
-    if drafter is None and draft_head is not None:
-        drafter = NO_DRAFTER
-    if drafter != NO_DRAFTER:
-        models["drafter"] = drafter or embedded_model("drafter")
+    target = target or EMBEDDED
+    if drafter is None:
+        drafter = EMBEDDED if target == EMBEDDED and draft_head is None else NO_DRAFTER
+    named = {"verifier": target, "drafter": drafter}
+    parts = {"verifier": "target", "drafter": "drafter"}
+    models = {
+        service: embedded_model(parts[service]) if name == EMBEDDED else folder_of(name, console)
+        for service, name in named.items()
+        if name != NO_DRAFTER
+    }
     strategy = str(_or_variable("drafter", "strategy", ""))
     for service, model in models.items():
         check_model(model, needs_weights=service == "verifier" or not are_text_drafters(strategy))
@@ -314,18 +332,6 @@ def threads_for(model: str) -> int:
     size = sum(file.stat().st_size for file in Path(model).expanduser().glob("*.safetensors"))
     is_small = 0 < size < SMALL_MODEL_BYTES  # a model named by its hub name has no files here: size 0
     return 1 if is_small else os.cpu_count() or 1
-
-
-def embedded_model(name: str) -> str:
-    """Returns the folder of a model of the embedded pair.
-
-    Raises:
-        InvalidRequestError: the folder is missing, because this is not a checkout of the repository.
-    """
-    folder = Path(__file__).resolve().parents[2] / "models" / name
-    if not (folder / "config.json").is_file():
-        raise InvalidRequestError(f"the embedded pair is not installed ({folder}); pass --target and --drafter")
-    return str(folder)
 
 
 @dataclass(slots=True)

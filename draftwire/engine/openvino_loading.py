@@ -9,6 +9,7 @@ import torch
 from draftwire.errors import InvalidRequestError
 from draftwire.models.card import ModelCard, path_of
 from draftwire.models.configuration import config_of
+from draftwire.models.gguf.cache import source_types
 from draftwire.models.lean_model import LeanModel
 from draftwire.models.lean_reading import why_not_read
 from draftwire.models.loading import LoadedModel, dtype_on_cpu, load_lean_model
@@ -49,6 +50,8 @@ class OpenVinoModel:
 def load_for_openvino(settings: ModelSettings, why_not: str = "", *, reads_trees: bool = False) -> OpenVinoModel | None:
     """Loads a model for OpenVINO, if the settings ask for that or leave the choice and it is the faster engine.
 
+    Where the weights' type is left open, it is eight bits for a model that was quantised in the file it was read from.
+
     Args:
         settings: of the model.
         why_not: reason why whoever loads it cannot use this engine; empty if there is none.
@@ -66,7 +69,9 @@ def load_for_openvino(settings: ModelSettings, why_not: str = "", *, reads_trees
     if settings.engine not in ("auto", "openvino"):
         return None
     reason = why_not or why_not_with(settings) or runtime.why_not_here() or why_not_model(settings, reads_trees)
-    if not is_asked_for and (reason or _is_in_bfloat16(settings)):
+    was_quantised = not reason and bool(source_types(Path(path_of(settings.model, settings.dtype))))
+    quantizes = settings.weights == "u8" or (settings.weights == "auto" and was_quantised)
+    if not is_asked_for and (reason or (not quantizes and _is_in_bfloat16(settings))):
         return None
     loaded = None if reason else load_lean_model(settings.model, "float32")
     if loaded is None:
@@ -74,7 +79,7 @@ def load_for_openvino(settings: ModelSettings, why_not: str = "", *, reads_trees
             return None
         what = "engine openvino" if settings.engine == "openvino" else f"weights {settings.weights}"
         raise InvalidRequestError(f"{what}: {reason or 'its weights are not those of its configuration'}")
-    return OpenVinoModel(loaded, quantizes=settings.weights == "u8")
+    return OpenVinoModel(loaded, quantizes)
 
 
 def why_not_with(settings: ModelSettings) -> str:

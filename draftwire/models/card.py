@@ -1,16 +1,21 @@
 """Facts of a Hugging Face model without its weights: description, vocabulary and tokenizer. No torch here."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import structlog
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.configuration import config_of
 from draftwire.models.description import ModelDescription, fingerprint
 from draftwire.models.folder import check_model
+from draftwire.models.gguf.cache import converted_folder, is_gguf
 from draftwire.models.tokenizer import tokenizer_of
+
+log = structlog.get_logger()
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -58,13 +63,16 @@ def load_card(name: str, revision: str | None = None) -> ModelCard:
 
 
 def path_of(name: str, dtype: str, *, needs_weights: bool = True) -> str:
-    """Returns the folder of a model, or its name on the hub.
+    """Returns the folder of a model, which is made of a GGUF file if it names one, or its name on the hub.
 
     Raises:
-        InvalidRequestError: the dtype is unknown, or the folder is missing or lacks something.
+        InvalidRequestError: the dtype is unknown, or the folder or the file is missing or lacks something.
+        UnavailableError: the file could not be converted.
     """
     if dtype not in DTYPES:
         raise InvalidRequestError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    if is_gguf(name):
+        return str(converted_folder(name, partial(log.info, "models.gguf_converting", file=name)))
     check_model(name, needs_weights=needs_weights)
     return str(Path(name).expanduser()) if name.startswith("~") else name
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from draftwire.errors import InvalidRequestError
+from draftwire.models.gguf.cache import checked_header, is_gguf
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
@@ -27,9 +28,12 @@ MOST_HEADER_BYTES = 100_000_000
 
 def check_model(name: str, *, needs_weights: bool = True) -> None:
     """Checks the folder of a model, unless its name is one of the model hub; see `check_folder`. A name within a folder
-    of models is none of the hub.
+    of models is none of the hub. Of a GGUF file, checks what it says of itself.
     """
     folder = Path(name).expanduser()
+    if is_gguf(name):
+        checked_header(folder)
+        return
     if folder.is_dir() or name.startswith((".", "/", "~")) or _models_beside(folder):
         check_folder(folder, needs_weights=needs_weights)
 
@@ -79,6 +83,8 @@ def weights_files(folder: Path) -> list[Path]:
         raise InvalidRequestError(f"{folder / WEIGHTS_INDEX} has no weight_map from tensors to files")
     others = sorted(file.name for pattern in OTHER_FORMATS for file in folder.glob(pattern))
     has = f" ({', '.join(others[:3])} cannot be read: convert it to safetensors)" if others else ""
+    if files := [name for name in others if is_gguf(name)]:
+        has = f"; it has {files[0]}, which is served if it is named itself: {folder / files[0]}"
     raise InvalidRequestError(f"{folder} has no weights: {WEIGHTS} is missing{has}")
 
 

@@ -28,7 +28,8 @@ from tempfile import TemporaryDirectory
 import trustme
 
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up_command import embedded_model, stack_options
+from draftwire.cli.named_models import embedded_model
+from draftwire.cli.up_command import stack_options
 from tests.attacks.honest_law import honest_p_value
 from tests.attacks.honest_users import HonestUsers, Notes
 from tests.attacks.victim import HARM, MAX_RATIO, Figures, Listed, Victim, all_attacks, judged, peak_memory

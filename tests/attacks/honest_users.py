@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from typing_extensions import override
 
 from benchmarks.prompts import load_prompts
-from draftwire.cli.up_command import embedded_model
+from draftwire.cli.named_models import embedded_model
 from draftwire.client import Client
 from tests.attacks.honest_law import Sample
 from tests.client_threads import ClientThreads

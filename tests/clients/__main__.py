@@ -13,7 +13,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up_command import embedded_model, stack_options
+from draftwire.cli.named_models import embedded_model
+from draftwire.cli.up_command import stack_options
 
 FOLDER = Path(__file__).parent
 CASES = FOLDER / "cases"

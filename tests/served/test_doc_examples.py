@@ -17,6 +17,7 @@ from chat_templates import QWEN
 from transformers import AutoTokenizer
 
 import draftwire
+from draftwire.cli.named_models import EMBEDDED
 from draftwire.cli.up_command import stack_options
 from draftwire.client import AsyncClient, Client
 from draftwire.client.client_channels import DEFAULT_ADDRESS, addresses_of
@@ -86,7 +87,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessStack]:
     tokenizer = AutoTokenizer.from_pretrained(target)
     tokenizer.chat_template = QWEN
     tokenizer.save_pretrained(target)
-    with InProcessStack(stack_options(str(target), None, 4)) as running:
+    with InProcessStack(stack_options(str(target), EMBEDDED, 4)) as running:
         yield running
 
 

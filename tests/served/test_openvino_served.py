@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.law import LENGTH, PROMPT, compare, draw_completions, exact_law, stack_options
-from draftwire.cli.up_command import embedded_model
+from draftwire.cli.named_models import embedded_model
 from draftwire.client import Client
 from draftwire.engine.openvino_loading import load_for_openvino
 from draftwire.models.cached_model import CachedModel

@@ -31,7 +31,7 @@ def test_options_are_those_of_the_recipe(trained: dict[str, Any], tmp_path: Path
     text = tmp_path / "text.txt"
     text.write_text("def add(a, b):\n    return a + b\n" * 40, encoding="utf-8")
     sizes = ("--tokens", "5000", "--steps", "3", "--batch-tokens", "512", "--window", "64", "--seed", "7")
-    of_eagle = ("--layers", "1", "--layers", "5", "--draft-vocabulary", "900", "--mlp-width", "80")
+    of_eagle = ("--layers", "1", "--layers", "5", "--draft-vocabulary", "900", "--mlp-width", "80", "--target-output")
     files = ("--target", str(MODELS / "target"), "--data", str(text), "--out", str(tmp_path / "head"))
     result = run("train", "eagle3", *files, *sizes, *of_eagle, "--device", "cuda:3")
     assert result.returncode == 0, result.stderr
@@ -42,6 +42,7 @@ def test_options_are_those_of_the_recipe(trained: dict[str, Any], tmp_path: Path
         taps=(1, 5),
         draft_vocab_size=900,
         intermediate_size=80,
+        trains_output=False,
         batch_tokens=512,
         phases=(Phase(1.0, 64),),
         seed=7,

@@ -12,6 +12,7 @@ from draftwire.cli import supervisor
 from draftwire.cli import up_command as up_module
 from draftwire.cli.__main__ import app
 from draftwire.cli.local_stack import ServiceProcess
+from draftwire.cli.named_models import embedded_model
 from draftwire.cli.options import SERVICES, meant, settings_of, variable
 from draftwire.cli.process_end import ProcessEnd
 from draftwire.cli.up_command import Interrupts
@@ -107,6 +108,17 @@ def test_head_drafts_in_the_place_of_a_drafter_unless_one_is_named() -> None:
     assert FakeStack.made.options["verifier"]["draft_head"] == "h"
     assert "drafter" not in FakeStack.made.options
     assert "draft_head" not in options()["verifier"]
+
+
+def test_drafter_is_started_where_one_is_named_or_belongs_to_the_target() -> None:
+    assert CliRunner().invoke(app, ["up", "--target", "t"]).exit_code == 0
+    assert list(FakeStack.made.options) == ["gateway", "verifier"]
+    for target in ([], ["--target", "embedded"]):
+        assert CliRunner().invoke(app, ["up", *target]).exit_code == 0
+        models = {name: FakeStack.made.options[name].get("model") for name in ("verifier", "drafter")}
+        assert models == {"verifier": embedded_model("target"), "drafter": embedded_model("drafter")}
+    assert CliRunner().invoke(app, ["up", "--target", "t", "--drafter", "embedded"]).exit_code == 0
+    assert FakeStack.made.options["drafter"]["model"] == embedded_model("drafter")
 
 
 def test_no_default_is_stronger_than_a_variable() -> None:

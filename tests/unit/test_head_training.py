@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from draftwire.errors import InvalidRequestError
@@ -42,7 +43,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("target"), VOCAB, num_layers=4, context_length=512)
 
 
-def untrained(kind: HeadKind, target: Path, draft_ids: torch.Tensor | None) -> tuple[HeadShape, torch.nn.Module]:
+def untrained(
+    kind: HeadKind, target: Path, draft_ids: torch.Tensor | None, trains_output: bool = True
+) -> tuple[HeadShape, torch.nn.Module]:
     """Returns a head whose weights are all random, but for what it shares with its target."""
     loaded = load_lean_model(str(target), "float32")
     assert loaded is not None
@@ -50,29 +53,40 @@ def untrained(kind: HeadKind, target: Path, draft_ids: torch.Tensor | None) -> t
     if draft_ids is not None:
         recipe = HeadRecipe(kind, 1, STEPS, (1, 2, 4), len(draft_ids))
     shape = head_shape(recipe, loaded.model.config)
-    head = EagleTrainee(shape) if kind is HeadKind.EAGLE3 else MlpTrainee(shape)
+    head = EagleTrainee(shape, trains_output) if kind is HeadKind.EAGLE3 else MlpTrainee(shape)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
         head.embed_tokens.weight.copy_(loaded.model.model.embed_tokens.weight)
+        if not head.lm_head.weight.requires_grad:
+            output = loaded.model.lm_head.weight
+            head.lm_head.weight.copy_(output if draft_ids is None else output[draft_ids])
         if isinstance(head, MlpTrainee):
-            head.lm_head.weight.copy_(loaded.model.lm_head.weight)
             head.target_norm.weight.copy_(loaded.model.model.norm.weight)
     return shape, head
 
 
 @pytest.mark.parametrize(
-    ("kind", "drafts_all"),
-    [(HeadKind.EAGLE3, True), (HeadKind.EAGLE3, False), (HeadKind.MEDUSA, True), (HeadKind.HYDRA, True)],
+    ("kind", "drafts_all", "trains_output"),
+    [
+        (HeadKind.EAGLE3, True, True),
+        (HeadKind.EAGLE3, False, True),
+        (HeadKind.EAGLE3, False, False),
+        (HeadKind.MEDUSA, True, False),
+        (HeadKind.HYDRA, True, False),
+    ],
 )
 def test_steps_of_training_are_those_of_drafting(
-    kind: HeadKind, drafts_all: bool, target: Path, tmp_path: Path
+    kind: HeadKind, drafts_all: bool, trains_output: bool, target: Path, tmp_path: Path
 ) -> None:
     """What training computes for every place at once is what the written head drafts after it, token by token."""
     draft_ids = None if drafts_all else torch.tensor([0, 2, 3, 7, 11, 20])
-    shape, trainee = untrained(kind, target, draft_ids)
+    shape, trainee = untrained(kind, target, draft_ids, trains_output)
     save_head(trainee, shape, target, tmp_path / "head", draft_ids, torch.float32)
+    stored = load_file(tmp_path / "head" / "model.safetensors")
+    assert not [name for name in stored if name.startswith("embed_tokens")]
+    assert ("lm_head.weight" in stored) == trains_output
     head = load_head(tmp_path / "head", target, 256)
     assert head.config == shape.config
     generator = torch.Generator().manual_seed(5)

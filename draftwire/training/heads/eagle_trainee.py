@@ -31,8 +31,10 @@ class TraineeNorm(nn.RMSNorm):
 class EagleTrainee(nn.Module):
     """A trainable EAGLE-3 head. Its modules have the names of the checkpoint's tensors."""
 
-    def __init__(self, shape: HeadShape) -> None:
-        """Builds random layers; the shape is that of an EAGLE-3 head with one layer."""
+    def __init__(self, shape: HeadShape, trains_output: bool = True) -> None:
+        """Builds random layers; the shape is that of an EAGLE-3 head with one layer. What does not train is the
+        target's.
+        """
         super().__init__()
         config, layers = shape.config, shape.layers
         size, epsilon = config.hidden_size, float(layers.rms_norm_eps)
@@ -42,7 +44,7 @@ class EagleTrainee(nn.Module):
         self.fc = nn.Linear(config.feature_size, size, bias=False)
         self.layers = nn.ModuleList([_Layer(layers, epsilon)])
         self.norm = TraineeNorm(size, epsilon)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False).requires_grad_(trains_output)
         self.rotation = LlamaRotaryEmbedding(layers)
 
     def forward(self, features: Tensor, token_ids: Tensor) -> list[Tensor]:

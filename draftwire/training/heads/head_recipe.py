@@ -25,6 +25,8 @@ class HeadRecipe:
     """Number of ids that EAGLE-3 drafts, the most frequent ones of the texts; None is all."""
     intermediate_size: int | None = None
     """Width of the MLP of EAGLE-3; None is the target's."""
+    trains_output: bool = True
+    """Whether EAGLE-3 has an output layer of its own; else it is the target's rows of the ids that it drafts."""
     batch_tokens: int = 2_048
     """Tokens of one optimiser step."""
     single_share: float = 0.6

@@ -12,14 +12,11 @@ from draftwire.options.heads.head_formats import SPECULATORS, TAPS
 from draftwire.options.heads.head_names import HeadKind
 from draftwire.options.heads.head_shape import DRAFT_IDS, HeadShape
 
-SHARED = ("embed_tokens.", "target_norm.")
-"""Prefixes of the names of weights that belong to the target, and are read from it."""
-
 
 def save_head(
     head: nn.Module, shape: HeadShape, target: Path, folder: Path, draft_ids: Tensor | None, dtype: torch.dtype
 ) -> None:
-    """Writes `config.json` and `model.safetensors`, without the weights of the target.
+    """Writes `config.json` and `model.safetensors`, without the weights of the target: those that were not trained.
 
     EAGLE-3 is written as `speculators` 0.4 reads it, Medusa as its registered configuration states; of Hydra, that
     package has no released version, and the names are those of its repository, with one output layer, the target's.
@@ -28,9 +25,9 @@ def save_head(
     """
     folder.mkdir(parents=True, exist_ok=True)
     kind = shape.config.kind
-    weights = {name: each for name, each in head.state_dict().items() if not name.startswith(SHARED)}
-    if kind is not HeadKind.EAGLE3:  # the output layer is the target's
-        weights = {_mlp_name(kind, name): each for name, each in weights.items() if not name.startswith("lm_head.")}
+    weights = {name: each for name, each in head.named_parameters() if each.requires_grad}
+    if kind is not HeadKind.EAGLE3:
+        weights = {_mlp_name(kind, name): each for name, each in weights.items()}
     stored = {name: each.detach().to("cpu", dtype).contiguous() for name, each in weights.items()}
     if draft_ids is not None:
         ids = draft_ids.cpu()

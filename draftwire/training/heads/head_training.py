@@ -193,7 +193,7 @@ def train_head(
     config = shape.config
     draft_ids = frequent_ids(sources, config.draft_vocab_size, config.vocab_size)
     head: EagleTrainee | MlpTrainee
-    head = EagleTrainee(shape) if recipe.kind is HeadKind.EAGLE3 else MlpTrainee(shape)
+    head = EagleTrainee(shape, recipe.trains_output) if recipe.kind is HeadKind.EAGLE3 else MlpTrainee(shape)
     start_from(head, model, draft_ids, recipe.seed)
     head.to(device)
     draft_ids = None if draft_ids is None else draft_ids.to(device)
