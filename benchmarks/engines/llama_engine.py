@@ -1,5 +1,5 @@
-"""llama.cpp: its server, with weights in Q8_0. Needs gguf, sentencepiece, torch and transformers, and llama.cpp, built, in
-the folder that the variable LLAMA_CPP names.
+"""llama.cpp: its server, with weights in Q8_0. Needs gguf, sentencepiece, torch and transformers, and llama.cpp, built,
+in the folder that the variable LLAMA_CPP names.
 
 A model is converted when it is first used, beside its weights.
 """

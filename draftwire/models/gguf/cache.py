@@ -136,7 +136,7 @@ def _convert(file: Path, folder: Path, report: Report) -> None:
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
         words: list[str] = []
         reader = threading.Thread(target=lambda: words.extend(process.stderr or ()), daemon=True)
         reader.start()
