@@ -1,9 +1,10 @@
-"""What a newcomer reads after a mistake: twelve of them, each with the last line that is printed, and how long it took.
+"""What a newcomer reads after a mistake: some twenty of them, each with the last line that is printed, and its time.
 
 python -m benchmarks.wrong_inputs --output benchmarks/results/wrong_inputs.json
 """
 
 import argparse
+import json
 import os
 import shutil
 import socket
@@ -44,11 +45,24 @@ def _without(pattern: str) -> Change:
     return change
 
 
+def _unread_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+
+
+def _quantised(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 FOLDERS: dict[str, Change] = {
     "weights are a git-lfs pointer": _pointer,
     "weights are cut short": _cut_short,
     "no tokenizer": _without("tokenizer*"),
+    "tokenizer of another package": _unread_tokenizer,
     "no config": _without("config.json"),
+    "quantised": _quantised,
     "empty folder": _without("*"),
 }
 """What is done to a copy of the target, which `up --target` gets."""
@@ -60,6 +74,12 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "address without a port": (("generate", "hello", "--address", "localhost"), {}),
     "misspelt variable": (("serve", "gateway"), {"DRAFTWIRE_GATEWAY_PROT": "50051"}),
     "number out of range": (("up", "--num-speculative-tokens", "99"), {}),
+    "no number": (("up",), {"DRAFTWIRE_VERIFIER_THREADS": "abc"}),
+    "no GPU": (("up",), {"DRAFTWIRE_VERIFIER_DEVICE": "cuda:0"}),
+    "cache that does not fit": (("up",), {"DRAFTWIRE_VERIFIER_KV_CACHE_TOKENS": "2000000000"}),
+    "hub without a network": (("up", "--target", "nobody/no-such-model"), {"HF_HUB_OFFLINE": "1"}),
+    "file that is no GGUF file": (("up", "--target", "README.md.gguf"), {}),
+    "model that was not fetched": (("up", "--target", "smollm2"), {"XDG_CACHE_HOME": "/nowhere"}),
 }
 """Arguments and variables."""
 

@@ -9,7 +9,10 @@ from typing import Any
 import gguf
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedModel
+
+from draftwire.models.lean_model import head_size
 
 LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -79,9 +82,7 @@ def write_gguf(
         f"{kind}.feed_forward_length": config.intermediate_size,
         f"{kind}.attention.head_count": config.num_attention_heads,
         f"{kind}.attention.head_count_kv": config.num_key_value_heads,
-        f"{kind}.attention.key_length": config.head_dim or config.hidden_size // config.num_attention_heads
-        if hasattr(config, "head_dim")
-        else config.hidden_size // config.num_attention_heads,
+        f"{kind}.attention.key_length": head_size(config),
         f"{kind}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         f"{kind}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
         "tokenizer.ggml.model": "gpt2",
@@ -117,11 +118,7 @@ def write_gguf(
 
 
 def byte_vocabulary(num_more: int = 0) -> list[str]:
-    """Returns the 256 bytes as byte-level tokenizers write them, two of them joined, further tokens, and one that ends a
-    text.
-    """
-    from tokenizers.pre_tokenizers import ByteLevel
-
+    """Returns the 256 bytes as byte-level tokenizers write them, two of them joined, others, and an end of texts."""
     return [*sorted(ByteLevel.alphabet()), "ab", *(f"<{number}>" for number in range(num_more)), "<|end|>"]
 
 

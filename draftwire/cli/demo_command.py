@@ -15,6 +15,7 @@ from draftwire.cli.up_command import (
     SpeculativeOption,
     TargetOption,
     interrupt_on_signals,
+    own_command,
     stack_options,
 )
 from draftwire.cli.writer import Display, TextWriter
@@ -43,12 +44,14 @@ def demo(
     """Start everything on free ports, stream one completion, print what it took and what it gained, stop everything."""
     from draftwire.cli.console import make_console
     from draftwire.cli.local_stack import LocalStack
+    from draftwire.cli.preflight import check_stack
     from draftwire.client import Client
 
     color_complaints(display.when)
     console = make_console(stderr=True, when=display.when)
     writer = TextWriter(display)
     options = stack_options(target, drafter, num_speculative_tokens, console=console)
+    check_stack(options)
     interrupt_on_signals()
     with ExitStack() as cleanup:
         with console.status("starting drafter, verifier and gateway"):
@@ -62,7 +65,8 @@ def demo(
             plain = client.generate(prompt, max_tokens=max_tokens, temperature=temperature, num_speculative_tokens=0)
             console.print(gain(stream.completion, plain), soft_wrap=True)
     if not display.quiet:
+        command = own_command()
         console.print(
-            f"next: [bold]draftwire up[/bold], then open {PAGE}, or in another terminal: draftwire generate",
+            f"next: [bold]{command} up[/bold], then open {PAGE}, or in another terminal: {command} generate",
             soft_wrap=True,
         )

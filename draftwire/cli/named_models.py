@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.fetching import PACKAGED, fetched_file
-from draftwire.models.gguf.cache import converted_folder, is_gguf
+from draftwire.models.gguf.cache import converted_folder
+from draftwire.models.model_names import is_gguf
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,6 +1,7 @@
 """`draftwire up`: the three services on this machine, with one command."""
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -157,6 +158,7 @@ def up(
     """
     guard_stderr(ends_with_reader=True)  # the services outlive a full disk, and so does this
     from draftwire.cli.console import make_console
+    from draftwire.cli.preflight import check_stack
 
     computing = {"engine": engine, "weights": weights}
     console = make_console(stderr=True)
@@ -173,6 +175,7 @@ def up(
         options[name].update(port=own_port, metrics_port=_metrics_port(name, own_port))
         options[name]["drain_seconds"] = _or_variable(name, "drain_seconds", DRAIN_SECONDS)
     options["gateway"]["http_port"] = http_port
+    check_stack(options)
     shows_table = not log and sys.stderr.isatty()
     loss = run_until_stopped(options, interrupt_on_signals(), shows_table=shows_table, restarts=restart)
     if loss is not None:
@@ -217,7 +220,7 @@ def run_until_stopped(
             cleanup.enter_context(table).watch(stack)
         cleanup.enter_context(stack)
         page = f"; open [bold]{stack.http_address}[/bold], or" if stack.services["gateway"].http_port else ";"
-        command = f'draftwire generate "{DEMO_PROMPT}"'
+        command = f'{own_command()} generate "{DEMO_PROMPT}"'
         if stack.address != DEFAULT_ADDRESS:
             command += f" --address {stack.address}"
         screen.notice(f"[bold]ready[/bold] on {stack.address}{page} in another terminal: {command}")
@@ -226,6 +229,15 @@ def run_until_stopped(
         except KeyboardInterrupt:
             screen.notice(_stopping(stack, float(options["gateway"]["drain_seconds"])))
             return None
+
+
+def own_command() -> str:
+    """Returns this command as it can be typed here: its name if the shell finds it, else its path."""
+    own = Path(sys.argv[0])
+    found = shutil.which(own.name)
+    if own.name != "draftwire" or not own.exists() or (found is not None and Path(found).samefile(own)):
+        return "draftwire"
+    return os.path.relpath(own) if own.absolute().is_relative_to(Path.cwd()) else str(own)
 
 
 def _stopping(stack: "LocalStack", drain_s: float) -> str:

@@ -12,7 +12,7 @@ from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.errors import InvalidRequestError
 from draftwire.method.quantization import Quantization
 from draftwire.models.card import ModelCard
-from draftwire.models.script import is_scripted
+from draftwire.models.model_names import is_scripted
 from draftwire.requests.import_paths import made_by, named_by
 
 if TYPE_CHECKING:

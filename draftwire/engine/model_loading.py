@@ -20,9 +20,10 @@ from draftwire.models.huge_pages import LEAST_TOTAL_BYTES, resident_bytes, use_h
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import LoadedModel, load_lean_model, load_model
+from draftwire.models.model_names import is_scripted
 from draftwire.models.openvino.openvino_engine import OpenVinoEngine
 from draftwire.models.openvino.warming import warm_up
-from draftwire.models.script import Script, is_scripted
+from draftwire.models.script import Script
 from draftwire.models.scripted import ScriptedTarget
 from draftwire.models.sequence_model import SequenceModel
 from draftwire.models.torch_models import torch_model

@@ -12,7 +12,8 @@ from draftwire.errors import InvalidRequestError
 from draftwire.models.configuration import config_of
 from draftwire.models.description import ModelDescription, fingerprint
 from draftwire.models.folder import check_model
-from draftwire.models.gguf.cache import converted_folder, is_gguf
+from draftwire.models.gguf.cache import converted_folder
+from draftwire.models.model_names import is_gguf
 from draftwire.models.tokenizer import tokenizer_of
 
 log = structlog.get_logger()

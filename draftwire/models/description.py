@@ -128,9 +128,14 @@ def vocabulary_mismatch(
     target: ModelDescription, drafter: ModelDescription, target_tokens: Sequence[str], drafter_tokens: Sequence[str]
 ) -> ModelMismatchError:
     """Returns an error that names the first token in which two vocabularies differ."""
+    return ModelMismatchError(differing_tokens(target.name, drafter.name, target_tokens, drafter_tokens))
+
+
+def differing_tokens(target: str, drafter: str, target_tokens: Sequence[str], drafter_tokens: Sequence[str]) -> str:
+    """Returns in words how the vocabularies of two models, by name, differ."""
     pairs = enumerate(zip_longest(target_tokens, drafter_tokens))
     token_id, (ours, theirs) = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), (-1, (None, None)))
-    return ModelMismatchError(
-        f"vocabularies differ: target {target.name} has {len(target_tokens)} tokens, drafter {drafter.name} has "
+    return (
+        f"vocabularies differ: target {target} has {len(target_tokens)} tokens, drafter {drafter} has "
         f"{len(drafter_tokens)}; the first difference is token {token_id}: {ours!r} against {theirs!r}"
     )

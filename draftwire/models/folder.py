@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from draftwire.errors import InvalidRequestError
-from draftwire.models.gguf.cache import checked_header, is_gguf
+from draftwire.models.gguf.cache import checked_header
+from draftwire.models.model_names import is_gguf
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"

@@ -16,8 +16,9 @@ from draftwire.models.configuration import config_of
 from draftwire.models.description import ModelDescription
 from draftwire.models.lean_model import LeanModel
 from draftwire.models.lean_reading import read_weights, why_not_read
+from draftwire.models.quantised import refuse_quantised
 from draftwire.models.tokenizer import tokenizer_of
-from draftwire.models.unsupported import check_layers, refuse_quantised
+from draftwire.models.unsupported import check_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

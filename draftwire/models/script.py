@@ -15,8 +15,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.card import ModelCard
+from draftwire.models.model_names import SCRIPT_PREFIX
 
-PREFIX = "scripted:"
 LETTERS = 26
 NUM_DIGITS = 10
 
@@ -69,7 +69,7 @@ class Script:
         Raises:
             InvalidRequestError: an unknown name, or a value out of range.
         """
-        items = [item for item in text.removeprefix(PREFIX).split(",") if item]
+        items = [item for item in text.removeprefix(SCRIPT_PREFIX).split(",") if item]
         given = dict(item.partition("=")[::2] for item in items)
         if len(given) < len(items):
             raise InvalidRequestError(f"script: a setting is named twice in {text!r}")
@@ -106,11 +106,6 @@ class Script:
             context_length=self.context_length,
             stop_token_ids=(),
         )
-
-
-def is_scripted(model: str) -> bool:
-    """Whether a model's name is a script."""
-    return model.startswith(PREFIX)
 
 
 def expected_tokens(first: int, count: int) -> list[int]:

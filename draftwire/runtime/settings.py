@@ -150,7 +150,7 @@ class ModelSettings:
     """Model that a service runs, and how it runs it."""
 
     model: str
-    """Folder or hub name of a Hugging Face causal language model."""
+    """Folder or hub name of a Hugging Face causal language model, or a GGUF file of the Llama family."""
     revision: str | None = None
     """Commit or branch on the hub."""
     dtype: str = "auto"
@@ -165,7 +165,8 @@ class ModelSettings:
     parallelism, which needs draftwire[vllm]. Auto is openvino where that is installed and faster, else draftwire."""
     weights: str = "auto"
     """How openvino stores the model's matrices: "f32", or "u8": eight bits, by which steps of few rows take a third of
-    the time, and which makes it another model, whose law is served then. Auto quantises nothing."""
+    the time, and which makes it another model, whose law is served then. Auto quantises nothing but models from
+    quantised GGUF files."""
     decoder: str = "auto"
     """Code that does the forward passes: "lean", our own code for the Llama family, "transformers", or auto: lean for
     models that it can run."""

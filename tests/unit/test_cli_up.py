@@ -70,6 +70,7 @@ class FakeStack:
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftwire.cli.local_stack.LocalStack", FakeStack)
+    monkeypatch.setattr("draftwire.cli.preflight.check_stack", lambda _options: None)
     monkeypatch.setattr(up_module, "interrupt_on_signals", lambda: FakeStack.interrupts)
     monkeypatch.setattr(up_module, "is_free", lambda port: port not in FakeStack.taken)
     FakeStack.taken, FakeStack.interrupts, FakeStack.address = set(), Interrupts(), "127.0.0.1:50051"
@@ -160,6 +161,19 @@ def test_command_that_is_said_works_as_it_stands() -> None:
     assert 'draftwire generate "def merge_sorted(a, b):"\n' in up().stderr
     FakeStack.address = "127.0.0.1:7"
     assert 'draftwire generate "def merge_sorted(a, b):" --address 127.0.0.1:7\n' in up().stderr
+
+
+def test_command_has_its_path_where_the_shell_does_not_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = tmp_path / "bin" / "draftwire"
+    command.parent.mkdir()
+    command.touch(0o755)
+    monkeypatch.setattr(sys, "argv", [str(command)])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert up_module.own_command() == str(command)
+    monkeypatch.chdir(tmp_path)
+    assert up_module.own_command() == "bin/draftwire"
+    monkeypatch.setenv("PATH", str(command.parent))
+    assert up_module.own_command() == "draftwire"
 
 
 def test_all_ports_that_are_taken_are_named_at_once_each_with_its_option() -> None:

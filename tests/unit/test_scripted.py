@@ -20,7 +20,8 @@ from draftwire.method.distributions import rows_of
 from draftwire.method.encoding import Claim, decode_one
 from draftwire.method.keys import DrawKey
 from draftwire.method.quantization import Encoding
-from draftwire.models.script import PREFIX, Script, expected_tokens, is_scripted
+from draftwire.models.model_names import SCRIPT_PREFIX, is_scripted
+from draftwire.models.script import Script, expected_tokens
 from draftwire.models.scripted import ScriptedTarget
 from draftwire.models.sequence_model import Reading, SequenceModel
 from draftwire.options.ahead.branches import WantedGuesses
@@ -58,10 +59,10 @@ def rounds_of(
 def test_script_is_read_from_a_models_name() -> None:
     text = "verify_ms=5,draft_ms=1.5,calibration_ms=2,read_us=3e1,acceptance=0.8/1/0,vocab_size=512,context_length=99"
     expected = Script(5.0, 1.5, 2.0, 30.0, (0.8, 1.0, 0.0), vocab_size=512, context_length=99)
-    assert Script.parse(PREFIX + text) == Script.parse(text) == expected
-    assert Script.parse(PREFIX) == Script()
-    assert Script.parse(PREFIX + "acceptance=0.5") == Script(acceptance=(0.5,))
-    late = Script.parse(PREFIX + "late_acceptance=0.1/0.2,late_from=30")
+    assert Script.parse(SCRIPT_PREFIX + text) == Script.parse(text) == expected
+    assert Script.parse(SCRIPT_PREFIX) == Script()
+    assert Script.parse(SCRIPT_PREFIX + "acceptance=0.5") == Script(acceptance=(0.5,))
+    late = Script.parse(SCRIPT_PREFIX + "late_acceptance=0.1/0.2,late_from=30")
     assert [late.acceptance_at(place, 29) for place in (0, 5)] == [0.8, 0.8]
     assert [late.acceptance_at(place, 30) for place in (0, 5)] == [0.1, 0.2]
 
@@ -96,7 +97,7 @@ def test_script_is_read_from_a_models_name() -> None:
 )
 def test_bad_script_is_refused_by_name(text: str, named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
-        Script.parse(PREFIX + text)
+        Script.parse(SCRIPT_PREFIX + text)
 
 
 def test_script_without_acceptance_is_refused() -> None:

@@ -20,6 +20,7 @@ from draftwire.models.decoders import check_decoder
 from draftwire.models.huge_pages import resident_bytes
 from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.models.lean_decoder import LeanDecoder
+from draftwire.models.model_names import is_scripted
 from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
 from draftwire.models.parallel.sharded_loading import (
     LOADING_SECONDS,
@@ -29,7 +30,6 @@ from draftwire.models.parallel.sharded_loading import (
     load_parallel_target,
 )
 from draftwire.models.parallel.tensor_parallel import ParallelModel
-from draftwire.models.script import is_scripted
 from draftwire.models.sequence_model import FeatureSpan, Reading
 from draftwire.models.torch_engine import TorchEngine
 from draftwire.runtime.settings import require

@@ -18,7 +18,6 @@ from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.models.gguf.family import configuration, stored_dtype, tensors_of
 from draftwire.models.gguf.header import GgufHeader, read_header
 
-SUFFIX = ".gguf"
 SOURCE = "gguf.json"
 """File beside the weights: what they were made of."""
 FORMAT = 1
@@ -32,16 +31,11 @@ SHOWN_SHARE = 0.25
 """Of a file, after which progress is reported."""
 
 
-class Report(Protocol):
+class ShareReport(Protocol):
     """Takes progress."""
 
     def __call__(self, *, share: float) -> object:
         """`share` of the file was read, in [0, 1]."""
-
-
-def is_gguf(name: str) -> bool:
-    """Whether a model's name is that of a GGUF file."""
-    return name.lower().endswith(SUFFIX)
 
 
 def cache_home() -> Path:
@@ -50,7 +44,7 @@ def cache_home() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "draftwire" / "gguf"
 
 
-def converted_folder(name: str, report: Report | None = None) -> Path:
+def converted_folder(name: str, report: ShareReport | None = None) -> Path:
     """Returns the folder of a file's model, which is made first if there is none; others that want it wait meanwhile.
 
     Args:
@@ -64,7 +58,7 @@ def converted_folder(name: str, report: Report | None = None) -> Path:
     """
     file = Path(name).expanduser()
     header = checked_header(file)
-    folder = cache_home() / _key(header) / file.name[: -len(SUFFIX)]
+    folder = cache_home() / _key(header) / file.stem
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _alone(folder.parent):
@@ -108,7 +102,7 @@ def _key(header: GgufHeader) -> str:
     return sha256(f"{FORMAT} {facts.st_size} {facts.st_mtime_ns} {header.digest}".encode()).hexdigest()[:16]
 
 
-def _make(header: GgufHeader, folder: Path, report: Report) -> None:
+def _make(header: GgufHeader, folder: Path, report: ShareReport) -> None:
     """Writes a model's folder beside its place, and moves it there."""
     entry_bytes = 4 if stored_dtype(header) == "float32" else 2
     entries = sum(
@@ -129,7 +123,7 @@ def _make(header: GgufHeader, folder: Path, report: Report) -> None:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _convert(file: Path, folder: Path, report: Report) -> None:
+def _convert(file: Path, folder: Path, report: ShareReport) -> None:
     """Runs the process that converts a file."""
     command = [sys.executable, "-m", "draftwire.models.gguf.conversion", str(file), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -3,8 +3,8 @@
     python -m draftwire.models.gguf.conversion FILE FOLDER
 
 Entries are multiplied out as llama.cpp does, and kept in the type of `stored_dtype`. Standard output are lines of JSON:
-{"share"} of the bytes that were read, or {"fault"}, one line for the user. Memory: a shard, and the largest tensor a few
-times.
+{"share"} of the bytes that were read, or {"fault"}, one line for the user. Memory: a shard, and the largest tensor a
+few times.
 """
 
 import json
@@ -23,7 +23,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.models.folder import CONFIG, WEIGHTS, WEIGHTS_INDEX
 from draftwire.models.gguf.family import NamedTensor, configuration, stop_token_ids, tensors_of
 from draftwire.models.gguf.header import GgufHeader, StoredTensor, read_header
-from draftwire.models.gguf.tokenizers import tokenizer_of
+from draftwire.models.gguf.tokenizer_building import tokenizer_of
 
 SHARD_BYTES = 2**30
 BASE_BYTES = 6 * 2**30

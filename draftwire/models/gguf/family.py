@@ -89,8 +89,8 @@ def configuration(header: GgufHeader) -> dict[str, Any]:
     if architecture not in CLASSES:
         known = ", ".join(CLASSES)
         raise InvalidRequestError(
-            f"{header.path} is a model of architecture {str(architecture)[:40]!r}; read from GGUF files: {known}. Serve "
-            "it from its folder of safetensors"
+            f"{header.path} is a model of architecture {str(architecture)[:40]!r}; read from GGUF files: {known}. "
+            "Serve it from its folder of safetensors"
         )
     facts = _Metadata(header, architecture)
     tokens = header.metadata.get(TOKENS)

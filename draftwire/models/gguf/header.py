@@ -225,8 +225,7 @@ class _Reader:
         if kind not in NUMBERS:
             raise self._broken(f"{key!r} has values of type {kind}")
         pattern = f"<{count}{NUMBERS[kind]}"
-        values = struct.unpack_from(pattern, self._content, self._take(struct.calcsize(pattern)))
-        return values
+        return struct.unpack_from(pattern, self._content, self._take(struct.calcsize(pattern)))
 
     def _number(self, code: str) -> int:
         values: tuple[int, ...] = struct.unpack_from(f"<{code}", self._content, self._take(struct.calcsize(f"<{code}")))

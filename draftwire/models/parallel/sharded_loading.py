@@ -42,7 +42,8 @@ from draftwire.models.parallel.spread_decoder import (
     why_not_spread,
 )
 from draftwire.models.parallel.tensor_parallel import check_divides
-from draftwire.models.unsupported import check_layers, refuse_quantised
+from draftwire.models.quantised import refuse_quantised
+from draftwire.models.unsupported import check_layers
 
 LOADING_SECONDS = 3600.0
 """Timeout of waiting for the slowest rank to load."""

@@ -8,7 +8,7 @@ from draftwire.engine.cache_sizing import FeatureUser, size_while_loading
 from draftwire.errors import InvalidRequestError
 from draftwire.method.quantization import Quantization
 from draftwire.models.card import ModelCard, path_of
-from draftwire.models.script import is_scripted
+from draftwire.models.model_names import is_scripted
 from draftwire.models.sequence_model import SequenceModel
 from draftwire.options.heads.draft_head import DraftHead
 from draftwire.options.heads.head_drafter import HeadDrafter

@@ -9,7 +9,8 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError, InvalidRequestError
 from draftwire.method.encoding import DraftDistributions
 from draftwire.method.quantization import Encoding
-from draftwire.models.script import Script, expected_tokens, is_scripted, recovered_tokens, wait
+from draftwire.models.model_names import is_scripted
+from draftwire.models.script import Script, expected_tokens, recovered_tokens, wait
 from draftwire.options.trees.growth_plan import WantedTree
 from draftwire.options.trees.token_tree import ROOT, TokenTree
 from draftwire.options.trees.tree_shapes import shape_by_chances

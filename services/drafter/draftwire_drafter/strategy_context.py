@@ -12,7 +12,8 @@ from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.method.quantization import Quantization
 from draftwire.models.card import ModelCard, load_card
 from draftwire.models.kv_cache import BLOCK_SIZE
-from draftwire.models.script import Script, is_scripted
+from draftwire.models.model_names import is_scripted
+from draftwire.models.script import Script
 from draftwire.runtime.settings import require
 from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.engine import DraftEngine

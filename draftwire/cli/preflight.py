@@ -1,0 +1,175 @@
+"""What is wrong with services that are to be started, as far as their options, the folders of their models and this
+machine show it: without torch, so that it is said in a second.
+"""
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import typer
+
+from draftwire.cli.local_stack import arguments_of
+from draftwire.cli.options import SERVICES, build, serve_command
+from draftwire.errors import InvalidRequestError
+from draftwire.models.description import differing_tokens
+from draftwire.models.folder import CONFIG, json_of, weights_files
+from draftwire.models.model_names import is_scripted
+from draftwire.models.quantised import refuse_quantised
+from draftwire.options.model_free.names import are_text_drafters
+from draftwire.runtime.settings import AUTO, ModelSettings
+
+TOKENIZER = "tokenizer.json"
+BY_PACKAGE = {"tokenizer.model": "sentencepiece", "spiece.model": "sentencepiece"}
+"""Files of which transformers makes a tokenizer, with a package that is none of its own."""
+WITH_MERGES = ("vocab.json", "merges.txt")
+"""Files of which it makes one together."""
+GPUS = ("nvidia[0-9]*", "dxg", "kfd")
+"""Devices of NVIDIA's and AMD's drivers, and of WSL."""
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+"""Variables of what stands between this machine and the hub, which is then not asked."""
+HUB_SECONDS = 1.0
+"""In which the hub must take a connection."""
+ENTRY_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
+"""Of keys and values, at least."""
+
+
+def check_stack(options: Mapping[str, Mapping[str, object]]) -> None:
+    """Checks the options of services, by name, before any is started.
+
+    Raises:
+        InvalidRequestError: one cannot start; the message names it and the option.
+    """
+    configs = {name: parsed_config(name, own) for name, own in options.items()}
+    folders = []
+    for name in ("verifier", "drafter"):
+        if name not in configs:
+            continue
+        loading: ModelSettings = configs[name].loading
+        has_weights = name == "verifier" or not are_text_drafters(configs[name].drafts.strategy)
+        folder = Path(loading.model).expanduser()
+        if is_scripted(loading.model):
+            continue
+        if has_weights:
+            check_device(name, loading.device)
+        if not folder.exists() and name_on_hub(loading.model):
+            check_hub(name, loading.model)
+        if (folder / CONFIG).is_file():
+            check_tokenizer(folder)
+            folders.append(folder)
+            if has_weights:
+                check_weights(name, folder, configs[name])
+    if len(folders) == 2:
+        check_vocabularies(*folders)
+
+
+def parsed_config(service: str, options: Mapping[str, object]) -> Any:
+    """Returns the configuration that a service makes of its options and variables.
+
+    Raises:
+        InvalidRequestError: one is not what it has to be.
+    """
+    app = typer.Typer(add_completion=False)
+    app.command(service)(serve_command(service))
+    command = typer.main.get_command(app)
+    try:
+        values = command.make_context(service, arguments_of(options)).params
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # which errors of usage have
+            raise
+        raise InvalidRequestError(f"{service}: {error.format_message()}") from error
+    return build(SERVICES[service], values)
+
+
+def name_on_hub(model: str) -> bool:
+    """Whether a model's name is one of the hub, rather than a path."""
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) is not None and not model.startswith(".")
+
+
+def check_hub(service: str, model: str) -> None:
+    """Checks that a model of the hub has been downloaded, or that the hub answers."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(model, CONFIG), str) or any(name in os.environ for name in PROXIES):
+        return
+    where = urlsplit(constants.ENDPOINT)
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise OSError
+        socket.create_connection((where.hostname, where.port or 443), HUB_SECONDS).close()
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{service}: {model} is no folder, has not been downloaded, and {where.hostname} cannot be reached"
+        ) from error
+
+
+def check_device(service: str, device: str) -> None:
+    """Checks that this machine has a GPU, where one is asked for."""
+    has_gpu = any(list(Path("/dev").glob(name)) for name in GPUS)
+    if device.startswith("cuda") and not has_gpu:
+        raise InvalidRequestError(f"{service}: device {device} needs a GPU, and this machine has none")
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Checks that a tokenizer can be made of a model's files."""
+    if (folder / TOKENIZER).is_file() or all((folder / name).is_file() for name in WITH_MERGES):
+        return
+    for name, package in BY_PACKAGE.items():
+        if (folder / name).is_file():
+            if find_spec(package) is None:
+                raise InvalidRequestError(
+                    f"{folder} has no {TOKENIZER}, and to make one of {name} the package {package} is needed"
+                )
+            return
+    raise InvalidRequestError(f"{folder} has no tokenizer: {TOKENIZER} is missing")
+
+
+def check_weights(service: str, folder: Path, config: Any) -> None:
+    """Checks that an engine of ours reads a model's weights, and that they and its cache fit into memory."""
+    loading: ModelSettings = config.loading
+    values = json_of(folder / CONFIG)
+    if loading.engine == "vllm":
+        return
+    refuse_quantised(str(folder), values)
+    tokens = config.engine.kv_cache_tokens
+    heads, layers = values.get("num_key_value_heads"), values.get("num_hidden_layers")
+    head_size = values.get("head_dim") or (values.get("hidden_size") or 0) // (values.get("num_attention_heads") or 1)
+    memory = memory_bytes()
+    if loading.device != "cpu" or tokens == AUTO or not (heads and layers and head_size and memory):
+        return
+    cache_bytes = 2 * layers * heads * head_size * ENTRY_BYTES.get(loading.dtype, 2) * tokens
+    weights_bytes = sum(file.stat().st_size for file in weights_files(folder))
+    if cache_bytes + weights_bytes > memory:
+        sizes = f"{cache_bytes / 2**30:.0f} GiB, beside weights of {weights_bytes / 2**30:.0f}"
+        raise InvalidRequestError(
+            f"{service}: kv_cache_tokens {tokens:,} take {sizes}, and this machine has {memory / 2**30:.0f} GiB: "
+            f"DRAFTWIRE_{service.upper()}_KV_CACHE_TOKENS takes fewer, or auto"
+        )
+
+
+def check_vocabularies(target: Path, drafter: Path) -> None:
+    """Checks that two models have the same tokens, if both have the file that lists them."""
+    if target == drafter or not all((folder / TOKENIZER).is_file() for folder in (target, drafter)):
+        return
+    from tokenizers import Tokenizer
+
+    ours, theirs = (
+        [token for token, _ in sorted(own.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])]
+        for own in (Tokenizer.from_file(str(folder / TOKENIZER)) for folder in (target, drafter))
+    )
+    if ours != theirs:
+        raise InvalidRequestError(differing_tokens(target.name, drafter.name, ours, theirs))
+
+
+def memory_bytes() -> int:
+    """Returns this machine's memory and swap, bytes; 0 if it does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    found = cast(list[str], re.findall(r"^(?:MemTotal|SwapTotal):\s+(\d+) kB", text, re.MULTILINE))
+    return 1024 * sum(map(int, found))
