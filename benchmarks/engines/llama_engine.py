@@ -4,6 +4,7 @@ in the folder that the variable LLAMA_CPP names.
 A model is converted when it is first used, beside its weights.
 """
 
+import atexit
 import json
 import os
 import socket
@@ -50,6 +51,7 @@ def load() -> Callable[[Task], list[list[int]]]:
     }
     command = [str(home / "build" / "bin" / "llama-server"), *(str(part) for pair in settings.items() for part in pair)]
     server = subprocess.Popen([*command, "--no-webui"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    atexit.register(server.kill)
     address = f"http://127.0.0.1:{port}"
     _wait(server, f"{address}/health")
     pool = ThreadPoolExecutor(options.max_sessions)

@@ -1,5 +1,5 @@
-"""What is wrong with services that are to be started, as far as their options, the folders of their models and this
-machine show it: without torch, so that it is said in a second.
+"""Checks of services that are to be started, as far as their options, the folders of their models and this machine say
+what is wrong: without torch, so that it is said in a second.
 """
 
 import os
@@ -33,9 +33,9 @@ GPUS = ("nvidia[0-9]*", "dxg", "kfd")
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 """Variables of what stands between this machine and the hub, which is then not asked."""
 HUB_SECONDS = 1.0
-"""In which the hub must take a connection."""
+"""Time in which the hub must take a connection."""
 ENTRY_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
-"""Of keys and values, at least."""
+"""Size of an entry of the cache, at least, by dtype."""
 
 
 def check_stack(options: Mapping[str, Mapping[str, object]]) -> None:

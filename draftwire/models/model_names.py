@@ -1,4 +1,4 @@
-"""What a model's name says of it. Neither torch nor transformers here."""
+"""Kinds of models by their names. Neither torch nor transformers here."""
 
 SCRIPT_PREFIX = "scripted:"
 GGUF_SUFFIX = ".gguf"

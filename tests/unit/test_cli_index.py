@@ -11,8 +11,9 @@ from command_line import run
 from rich.console import Console
 from tiny_models import save_tiny_model
 
-from draftwire.cli import console, up_command
+from draftwire.cli import console, named_models
 from draftwire.cli.exits import FAILED, MISUSED
+from draftwire.cli.named_models import embedded_model
 from draftwire.models import card
 from draftwire.models.card import load_card
 from draftwire.options.model_free import store_building
@@ -59,7 +60,7 @@ def test_target_of_up_is_the_default(tmp_path: Path, model: Path, text: Path, mo
     asked = []
     monkeypatch.setattr(card, "load_card", lambda name: asked.append(name) or load_card(str(model)))
     ended = run("index", "build", "--out", str(tmp_path / "store"), str(text))
-    assert (ended.returncode, asked) == (0, [up_command.embedded_model("target")])
+    assert (ended.returncode, asked) == (0, [embedded_model("target")])
 
 
 def test_store_is_replaced_only_by_force(tmp_path: Path, model: Path, text: Path) -> None:
@@ -110,7 +111,7 @@ def test_wrong_input_is_refused_with_one_line_and_leaves_nothing(
 def test_tokenizer_has_to_be_named_where_the_embedded_pair_is_missing(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(up_command, "__file__", str(tmp_path / "a" / "b" / "c.py"))
+    monkeypatch.setattr(named_models, "__file__", str(tmp_path / "a" / "b" / "c.py"))
     ended = run("index", "build", "--out", str(tmp_path / "store"), str(text))
     assert ended.returncode == MISUSED
     assert "the embedded pair is not installed; pass --tokenizer" in ended.stderr

@@ -21,14 +21,14 @@ from draftwire.models.gguf.header import GgufHeader, read_header
 SOURCE = "gguf.json"
 """File beside the weights: what they were made of."""
 FORMAT = 1
-"""Of what is written into a folder; another one is another folder."""
+"""Version of what is written into a folder; another one is another folder."""
 SPARE_BYTES = 256 * 2**20
-"""Of the disk, beside the weights: tokenizer, and what else is written meanwhile."""
+"""Room on the disk beside the weights: for the tokenizer, and what else is written meanwhile."""
 LEAST_SECONDS, LEAST_BYTES_PER_S = 300.0, 2**20
 """A conversion that takes longer than so long, and than so many bytes a second of the file do, is ended."""
 
 SHOWN_SHARE = 0.25
-"""Of a file, after which progress is reported."""
+"""Share of a file after which progress is reported."""
 
 
 class ShareReport(Protocol):

@@ -17,13 +17,13 @@ from draftwire.models.gguf.header import GgufHeader
 
 ARCHITECTURE, TOKENS = "general.architecture", "tokenizer.ggml.tokens"
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Of transformers, by architecture; Mistral's models are of the first one."""
+"""Classes of transformers, by architecture; Mistral's models are of the first one."""
 MOST_LAYERS = 1000
 DEFAULT_THETA = 10_000.0
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor of the factors by which Llama 3's position embeddings are slower."""
 LLAMA3_FACTORS = (8.0, 32.0)
-"""Of Llama 3.1 and 3.2."""
+"""Factors of Llama 3.1 and 3.2."""
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 FACTOR_ERROR = 1e-4
 """Relative, of factors in a file."""
@@ -36,10 +36,10 @@ class NamedTensor:
     """A tensor of a model."""
 
     name: str
-    """In transformers."""
+    """Its name in transformers."""
     shape: tuple[int, ...]
     num_heads: int = 0
-    """Where its rows are those of rotated heads, whose halves llama.cpp interleaves; 0 otherwise."""
+    """Number of rotated heads that its rows are of, whose halves llama.cpp interleaves; 0 if they are not."""
 
 
 class _Metadata:

@@ -61,7 +61,7 @@ STORED_TYPES = {
     23: StoredType("IQ4_XS", 256, 136),
     30: StoredType("BF16", 1, 2),
 }
-"""By number."""
+"""Types by number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class StoredTensor:
     """A tensor's place in its file."""
 
     shape: tuple[int, ...]
-    """As torch has it: the last one's entries lie side by side."""
+    """Shape as torch has it: entries of the last dimension lie side by side."""
     type_number: int
     """A key of `STORED_TYPES`."""
     start: int
@@ -84,7 +84,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says of itself."""
+    """Header of a file: all that it says of itself."""
 
     path: Path
     metadata: Mapping[str, Any]
