@@ -167,6 +167,14 @@ def test_tokenizer_that_is_not_known_is_refused_by_the_process(tmp_path: Path, o
     assert not [path for path in own_cache.rglob("*") if path.name.startswith("unfinished")], "nothing is left over"
 
 
+def test_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    file = write_gguf(tmp_path / "m.gguf", network_of("llama"), TOKENS)
+    with pytest.raises(InvalidRequestError, match="cannot be written: Not a directory; XDG_CACHE_HOME names"):
+        converted_folder(str(file))
+
+
 def test_digits_are_tokens_of_their_own_where_the_model_was_trained_so(tmp_path: Path) -> None:
     network, tokens = network_of("llama"), TOKENS
     merges = ["1 2", "a b"]

@@ -20,6 +20,8 @@ from draftwire.models.gguf.header import GgufHeader, read_header
 
 SOURCE = "gguf.json"
 """File beside the weights: what they were made of."""
+UNFINISHED = "unfinished-"
+"""Beginning of the names of folders that are being written."""
 FORMAT = 1
 """Version of what is written into a folder; another one is another folder."""
 SPARE_BYTES = 256 * 2**20
@@ -52,18 +54,22 @@ def converted_folder(name: str, report: ShareReport | None = None) -> Path:
         report: is called while it is made, at its start and by `SHOWN_SHARE`; not at all if it is there.
 
     Raises:
-        InvalidRequestError: the file is missing or broken, its model is not known, or the disk has no room for it.
+        InvalidRequestError: the file is missing or broken, its model is not known, or the disk has no room for it or
+            cannot be written.
         UnavailableError: converting it failed.
-        OSError: the folder cannot be written.
     """
     file = Path(name).expanduser()
     header = checked_header(file)
     folder = cache_home() / _key(header) / file.stem
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder.parent):
-            if not folder.is_dir():  # another process made it meanwhile
-                _make(header, folder, report or _keep_quiet)
+    try:
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(folder.parent):
+                if not folder.is_dir():  # another process made it meanwhile
+                    _make(header, folder, report or _keep_quiet)
+    except OSError as error:
+        where = f"{error.filename or folder} cannot be written: {error.strerror}"
+        raise InvalidRequestError(f"{where}; XDG_CACHE_HOME names another place") from error
     return folder
 
 
@@ -113,7 +119,9 @@ def _make(header: GgufHeader, folder: Path, report: ShareReport) -> None:
     if free < needed:
         sizes = f"{needed / 2**30:.1f} GiB to be converted, and {folder.parent} has {free / 2**30:.1f} free"
         raise InvalidRequestError(f"{header.path} needs {sizes}: XDG_CACHE_HOME names another place")
-    beside = Path(tempfile.mkdtemp(prefix="unfinished-", dir=folder.parent))
+    for stale in folder.parent.glob(f"{UNFINISHED}*"):  # of a process that was killed: no other one is here
+        shutil.rmtree(stale, ignore_errors=True)
+    beside = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=folder.parent))
     try:
         _convert(header.path, beside, report)
         source = {"file": str(header.path.absolute()), "quantised": header.quantised_types}
