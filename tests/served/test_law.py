@@ -223,7 +223,7 @@ class LawCase:
     tier: str = ""
     """The mark that leaves it to `make test-slow`, "slow", or `make evidence`, "evidence"."""
     least_drafted: float = 0.05
-    """Share of rounds with drafts: the drafter took part, which comes late for most where two cores are halves of one."""
+    """Share of rounds with drafts: the drafter took part. It comes late for most where two cores are halves of one."""
     accepted: tuple[float, float] = (0.15, 0.8)
     """Bounds of the share of accepted draft tokens: some were rejected and some accepted."""
     least_ahead: float = 0.0
