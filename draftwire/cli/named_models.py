@@ -24,9 +24,8 @@ def folder_of(name: str, console: "Console | None" = None) -> str:
 
     Raises:
         InvalidRequestError: it has not been fetched, the file is broken or its model is not known, or the disk has no
-            room.
+            room or cannot be written.
         UnavailableError: it could not be converted.
-        OSError: the folder cannot be written.
     """
     if name in PACKAGED:
         name = str(fetched_file(name))

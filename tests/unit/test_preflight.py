@@ -91,6 +91,21 @@ def test_other_vocabulary_is_named_by_its_first_difference(target: Path, tmp_pat
     assert said.startswith("vocabularies differ: target target has 4096 tokens, drafter drafter has 7; the first")
 
 
+def test_tokens_that_the_configuration_adds_count(target: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(target, tmp_path / "other"))
+    for folder, name in ((target, "tokenizer.json"), (other, "tokenizer_config.json")):
+        file = folder / name
+        values, entry = json.loads(file.read_text()), {"content": "<new>", "special": True}
+        if name == "tokenizer.json":
+            more = {"id": 4096, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+            values["added_tokens"].append(entry | more)
+        else:
+            values["added_tokens_decoder"] = {"4096": entry}
+        file.write_text(json.dumps(values))
+    check_stack(stack_options(str(target), str(other), None))
+    assert fault(target, embedded_model("drafter")).endswith("is token 4096: '<new>' against None")
+
+
 def test_hub_that_cannot_be_reached_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
