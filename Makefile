@@ -9,10 +9,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo up test test-fast test-slow test-clients test-vllm evidence check-rules fuzz chaos attacks mutants mutants-tenth mutate chart images release pins pictures lint format types protos protos-check install clean
 
-demo: $(INSTALLED)  ## start the three services, stream one completion, stop them
+demo: $(INSTALLED)  ## a small chat model answers a question; without a network, the repository's pair continues code
+	$(BIN)/draftwire fetch smollm2 || true
 	$(BIN)/draftwire demo
 
-up: $(INSTALLED)  ## start the three services, and the page at http://127.0.0.1:8000
+up: $(INSTALLED)  ## serve the chat model: the API, and a page at http://127.0.0.1:8000
+	$(BIN)/draftwire fetch smollm2 || true
 	$(BIN)/draftwire up
 
 test: $(INSTALLED)  ## what everyone runs before a commit, at most 9 minutes on two cores

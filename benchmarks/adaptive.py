@@ -31,6 +31,7 @@ from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
+from draftwire.cli.named_models import EMBEDDED
 from draftwire.cli.up_command import stack_options, threads_for
 from draftwire.client import AsyncClient, Options
 from draftwire.v1.gateway_pb2 import ExplainSpeculationResponse
@@ -220,7 +221,7 @@ def options_of(cell: Cell, large: Path | None) -> dict[str, dict[str, object]]:
     """
     gateway: dict[str, object] = {"local_drafts": "none"}
     if cell.model == "embedded":
-        options = stack_options(None, None, None)
+        options = stack_options(EMBEDDED, None, None)
         return {**options, "gateway": options["gateway"] | gateway}
     if cell.model == "large":
         assert large is not None, "cells without their pair were left out"

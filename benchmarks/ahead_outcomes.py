@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
+from draftwire.cli.named_models import EMBEDDED
 from draftwire.cli.up_command import stack_options
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, LoopRound, speculate
@@ -139,7 +140,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(2)
-    embedded = stack_options(None, None, arguments.block_length)
+    embedded = stack_options(EMBEDDED, None, arguments.block_length)
     pairs = {"embedded": (Path(str(embedded["verifier"]["model"])), Path(str(embedded["drafter"]["model"])))}
     if arguments.large is not None:
         pairs["374 M"] = (arguments.large / "target", arguments.large / "drafter")

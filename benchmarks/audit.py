@@ -26,6 +26,7 @@ from benchmarks.report import progress, write_report
 from benchmarks.rules import Shape, Step
 from draftwire.audit import AuditSums, audit_sums
 from draftwire.audit.sequential import DrafterAudit
+from draftwire.cli.named_models import EMBEDDED
 from draftwire.cli.up_command import stack_options
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
@@ -117,7 +118,7 @@ class Reports:
 
 def collect(prompts: list[str], max_tokens: int) -> tuple[Places, float]:
     """Continues the prompts; returns the positions, and the share of them that is not one-hot."""
-    options = stack_options(None, None, BLOCK)
+    options = stack_options(EMBEDDED, None, BLOCK)
     target, drafter = (load_model(options[name]["model"]) for name in ("verifier", "drafter"))
     context_length = drafter.description.context_length
     cached_target = torch_model(decoder_of(target.model), context_length)

@@ -43,6 +43,7 @@ from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from benchmarks.tree_efficiency import CALIBRATION_PROMPTS, tree_counts
 from draftwire.cli.local_stack import LocalStack
+from draftwire.cli.named_models import EMBEDDED
 from draftwire.cli.up_command import stack_options
 from draftwire.client import Client
 from draftwire.drafting.language_model import LanguageModelDrafter
@@ -283,7 +284,7 @@ def _models(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
 def main() -> None:
     """Measures, predicts, prints both side by side, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--target")
+    parser.add_argument("--target", default=EMBEDDED)
     parser.add_argument("--drafter")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=128)

@@ -23,6 +23,7 @@ from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
+from draftwire.cli.named_models import EMBEDDED
 from draftwire.cli.up_command import stack_options
 from draftwire.client import AsyncClient
 from draftwire.options.confidence.confident_chains import confidence_of
@@ -121,7 +122,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results: dict[str, object] = {"confidence": cost()}
     if not arguments.only_cost:
-        options = stack_options(None, None, None)
+        options = stack_options(EMBEDDED, None, None)
         options["gateway"] |= {"local_drafts": "none"}
         with LocalStack(options) as stack:
             results["ways"] = asyncio.run(measure(stack.address, arguments))

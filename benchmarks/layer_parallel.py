@@ -46,7 +46,7 @@ from benchmarks.layer_parallel_steps import (
 )
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
-from draftwire.cli.named_models import embedded_model
+from draftwire.cli.named_models import EMBEDDED, embedded_model
 from draftwire.cli.up_command import stack_options
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
@@ -148,7 +148,7 @@ class Pair:
 
     def __init__(self) -> None:
         """Loads it."""
-        options = stack_options(None, embedded_model(EIGHT_LAYERS), BLOCK_LENGTH)
+        options = stack_options(EMBEDDED, embedded_model(EIGHT_LAYERS), BLOCK_LENGTH)
         target, drafter = load_model(options["verifier"]["model"]), load_model(options["drafter"]["model"])
         self.context_length = drafter.description.context_length
         self.tokenizer = AutoTokenizer.from_pretrained(options["verifier"]["model"])

@@ -17,7 +17,7 @@ from benchmarks.adaptive import Cell, run_turn
 from benchmarks.paired import Ratio, ratio_of
 from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.named_models import embedded_model
+from draftwire.cli.named_models import EMBEDDED, embedded_model
 from draftwire.cli.up_command import stack_options
 from draftwire.client import AsyncClient
 
@@ -103,7 +103,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.turns < 2:
         parser.error("--turns: one turn picks the lengths, another one compares them")
-    options = stack_options(None, embedded_model("drafter"), None, str(arguments.head or embedded_model("head")))
+    options = stack_options(EMBEDDED, embedded_model("drafter"), None, str(arguments.head or embedded_model("head")))
     results = []
     with LocalStack(options) as stack:
         for temperature in arguments.temperatures:

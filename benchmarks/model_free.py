@@ -27,7 +27,7 @@ from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.named_models import embedded_model
+from draftwire.cli.named_models import EMBEDDED, embedded_model
 from draftwire.cli.up_command import stack_options
 from draftwire.client import AsyncClient
 from draftwire.models.card import load_card
@@ -134,7 +134,7 @@ def build_prompt_store(folder: Path) -> Path:
 def measure(work: Work, store: Path, arguments: argparse.Namespace) -> WorkResult:
     """Runs the turns of a cell, after the server has chosen for a while."""
     if work.model == "embedded":
-        options = stack_options(None, None, None)
+        options = stack_options(EMBEDDED, None, None)
         options["verifier"]["retrieval_store"] = store
     else:
         options = {

@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
+from draftwire.cli.named_models import EMBEDDED
 from draftwire.cli.up_command import stack_options
 from draftwire.client import Client
 from draftwire.options.model_free.prompt_lookup import LookupText
@@ -95,7 +96,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     asked = [(kind, temperature, prompt) for temperature in (0.0, 1.0) for kind, prompt in works(arguments.texts)]
-    with LocalStack(stack_options(None, None, None)) as stack, Client(stack.address) as client:
+    with LocalStack(stack_options(EMBEDDED, None, None)) as stack, Client(stack.address) as client:
 
         def write(work: tuple[str, float, str]) -> tuple[list[int], list[int]]:
             _, temperature, prompt = work

@@ -23,6 +23,7 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from draftwire.cli.local_stack import LocalStack
+from draftwire.cli.named_models import EMBEDDED
 from draftwire.cli.up_command import stack_options
 from draftwire.client import Client
 
@@ -47,7 +48,7 @@ def main() -> None:
     if chromium is None:
         parser.error("there is no chromium on PATH")
     folder.mkdir(parents=True, exist_ok=True)
-    options = stack_options(None, None, 4)
+    options = stack_options(EMBEDDED, None, 4)
     options["gateway"]["http_port"] = 0
     with LocalStack(options) as stack:
         with Client(stack.address) as client:

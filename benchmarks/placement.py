@@ -20,6 +20,7 @@ from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
+from draftwire.cli.named_models import EMBEDDED
 from draftwire.cli.up_command import stack_options
 
 WAITING = {
@@ -122,8 +123,8 @@ def memory(stack: LocalStack) -> dict[str, int]:
 def main() -> None:
     """Measures, prints medians and ratios, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--target", help="default: the embedded one")
-    parser.add_argument("--drafter", help="default: the embedded one")
+    parser.add_argument("--target", default=EMBEDDED)
+    parser.add_argument("--drafter", help="default: the embedded one, beside the embedded target")
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
     parser.add_argument("--concurrencies", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--max-tokens", type=int, default=48)

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.named_models import embedded_model
+from draftwire.cli.named_models import EMBEDDED, embedded_model
 from draftwire.cli.up_command import stack_options
 from draftwire.client import Client, Completion
 from draftwire.method.keys import DrawKey, Role, derive_key
@@ -145,7 +145,7 @@ def compare(prompts: Sequence[str], max_tokens: int, drafters: Sequence[str] | N
         for drafter, path in save_drafters(Path(folder)).items():
             if drafters is not None and drafter not in drafters:
                 continue
-            with LocalStack(stack_options(None, path, 4)) as stack:
+            with LocalStack(stack_options(EMBEDDED, path, 4)) as stack:
                 for concurrency, block_length in product(CONCURRENCIES, BLOCK_LENGTHS):
                     setting = Setting(drafter, block_length, concurrency)
                     completions = draw_texts(stack.address, prompts, max_tokens, setting)

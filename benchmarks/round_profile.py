@@ -38,6 +38,7 @@ from benchmarks.load import Answer, Ask, run_load
 from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
+from draftwire.cli.named_models import EMBEDDED
 from draftwire.cli.up_command import stack_options
 
 PARTS = ("draft", "draw", "encode", "wire", "queue", "verify", "rule", "unattributed")
@@ -278,8 +279,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measures, prints a table and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--target", help="folder or hub name; by default the embedded model")
-    parser.add_argument("--drafter", help="folder or hub name; by default the embedded model")
+    parser.add_argument("--target", default=EMBEDDED, help="folder or hub name")
+    parser.add_argument("--drafter", help="folder or hub name; by default the embedded one, beside the embedded target")
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of the verifier, and of the drafter")

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
+from draftwire.cli.named_models import EMBEDDED
 from draftwire.cli.up_command import stack_options
 from draftwire.client import Client, Completion, StructuredOutput
 from draftwire.options.structured_output.grammar_automaton import FormCompiler, FormVocabulary
@@ -217,7 +218,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     report: dict[str, object] = {}
-    options = stack_options(None, None, arguments.block_length)
+    options = stack_options(EMBEDDED, None, arguments.block_length)
     folder = str(options["verifier"]["model"])
     with LocalStack(options) as stack, Client(stack.address) as client:
         description = client.server().target

@@ -121,9 +121,10 @@ def chat_stack(chat_pair: tuple[Path, Path]) -> "Iterator[InProcessStack]":
 
 @pytest.fixture(scope="session")
 def embedded_stack() -> "Iterator[InProcessStack]":
-    """The pair that the quickstart runs, as `draftwire up` sets it up."""
+    """The embedded pair, as `draftwire up` sets it up."""
+    from draftwire.cli.named_models import EMBEDDED
     from draftwire.cli.up_command import stack_options
     from tests.in_process import InProcessStack
 
-    with InProcessStack(stack_options(None, None, 4)) as running:
+    with InProcessStack(stack_options(EMBEDDED, None, 4)) as running:
         yield running

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 EMBEDDED = "embedded"
 """Names the pair of the repository, its target or its drafter."""
+CHAT_MODEL = "smollm2"
+"""Served where no target is named: small, and answers."""
 
 
 def folder_of(name: str, console: "Console | None" = None) -> str:
@@ -39,13 +41,18 @@ def folder_of(name: str, console: "Console | None" = None) -> str:
     return str(converted_folder(name, report))
 
 
+def embedded_folder(part: str) -> Path:
+    """Returns where a model of the embedded pair is, in a checkout of the repository."""
+    return Path(__file__).resolve().parents[2] / "models" / part
+
+
 def embedded_model(part: str) -> str:
     """Returns the folder of a model of the embedded pair.
 
     Raises:
         InvalidRequestError: the folder is missing, because this is not a checkout of the repository.
     """
-    folder = Path(__file__).resolve().parents[2] / "models" / part
+    folder = embedded_folder(part)
     if not (folder / "config.json").is_file():
         raise InvalidRequestError(f"the embedded pair is not installed ({folder}); pass --target and --drafter")
     return str(folder)

@@ -17,13 +17,13 @@ from draftwire.cli.local_stack import arguments_of
 from draftwire.cli.options import SERVICES, build, serve_command
 from draftwire.errors import InvalidRequestError
 from draftwire.models.description import differing_tokens
-from draftwire.models.folder import CONFIG, json_of, weights_files
+from draftwire.models.folder import CONFIG, TOKENIZER_CONFIG, json_of, weights_files
 from draftwire.models.model_names import is_scripted
 from draftwire.models.quantised import refuse_quantised
 from draftwire.options.model_free.names import are_text_drafters
 from draftwire.runtime.settings import AUTO, ModelSettings
 
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
 BY_PACKAGE = {"tokenizer.model": "sentencepiece", "spiece.model": "sentencepiece"}
 """Files of which transformers makes a tokenizer, with a package that is none of its own."""
 WITH_MERGES = ("vocab.json", "merges.txt")

@@ -16,11 +16,11 @@ import typer
 from draftwire.cli.colors import visible
 from draftwire.cli.connection_options import DEFAULT_ADDRESS
 from draftwire.cli.exits import FAILED, end
-from draftwire.cli.named_models import EMBEDDED, embedded_model, folder_of
+from draftwire.cli.named_models import CHAT_MODEL, EMBEDDED, embedded_folder, embedded_model, folder_of
 from draftwire.cli.options import variable
 from draftwire.errors import InvalidRequestError
 from draftwire.models.fetching import PACKAGED
-from draftwire.models.folder import check_model
+from draftwire.models.folder import check_model, has_chat_template
 from draftwire.options.model_free.names import are_text_drafters
 from draftwire.runtime.addresses import is_taken
 from draftwire.runtime.log_stream import guard_stderr
@@ -38,6 +38,8 @@ METRICS_PORTS = {"verifier": 9052, "drafter": 9053}
 """Default metrics ports. The gateway takes a free one."""
 PAGE = f"http://127.0.0.1:{HTTP_PORT}"
 """Default URL of the playground of `up`."""
+CHAT_PAGE = "#chat"
+"""Ends its URL where it is to begin as a conversation."""
 DRAIN_SECONDS = 2.0
 """How long requests may run on after Ctrl-C."""
 SMALL_MODEL_BYTES = 64 * 2**20
@@ -75,7 +77,7 @@ TargetOption = Annotated[
         "verifier",
         "model",
         f"Target model: folder, GGUF file, hub name, {EMBEDDED}, or {', '.join(PACKAGED)} once it is fetched.",
-        show_default="the embedded one",
+        show_default=CHAT_MODEL,
     ),
 ]
 DrafterOption = Annotated[
@@ -84,7 +86,7 @@ DrafterOption = Annotated[
         "drafter",
         "model",
         'Draft model, as --target; "none" for none: then the verifier drafts from earlier places of each text.',
-        show_default="the embedded one beside the embedded target, else none",
+        show_default=f"the embedded one beside --target {EMBEDDED}, else none",
     ),
 ]
 HeadOption = Annotated[
@@ -162,6 +164,7 @@ def up(
 
     computing = {"engine": engine, "weights": weights}
     console = make_console(stderr=True)
+    target = target or default_target({"--drafter": drafter, "--draft-head": draft_head})
     options = stack_options(target, drafter, num_speculative_tokens, draft_head, computing, console)
     ports = {"gateway": port, "verifier": verifier_port, "drafter": drafter_port}
     needed = {"port" if name == "gateway" else f"{name}-port": ports[name] for name in options}
@@ -219,8 +222,10 @@ def run_until_stopped(
         if table is not None:
             cleanup.enter_context(table).watch(stack)
         cleanup.enter_context(stack)
-        page = f"; open [bold]{stack.http_address}[/bold], or" if stack.services["gateway"].http_port else ";"
-        command = f'{own_command()} generate "{DEMO_PROMPT}"'
+        is_chat = answers(str(options["verifier"]["model"]))
+        address = f"{stack.http_address}{f'/{CHAT_PAGE}' if is_chat else ''}"
+        page = f"; open [bold]{address}[/bold], or" if stack.services["gateway"].http_port else ";"
+        command = f"{own_command()} chat" if is_chat else f'{own_command()} generate "{DEMO_PROMPT}"'
         if stack.address != DEFAULT_ADDRESS:
             command += f" --address {stack.address}"
         screen.notice(f"[bold]ready[/bold] on {stack.address}{page} in another terminal: {command}")
@@ -229,6 +234,11 @@ def run_until_stopped(
         except KeyboardInterrupt:
             screen.notice(_stopping(stack, float(options["gateway"]["drain_seconds"])))
             return None
+
+
+def answers(model: str) -> bool:
+    """Whether a model's folder has a template for conversations; that of the embedded target is for tests alone."""
+    return has_chat_template(Path(model)) and Path(model) != embedded_folder("target")
 
 
 def own_command() -> str:
@@ -272,8 +282,31 @@ class LogScreen:
         self._console.print(markup, soft_wrap=True)
 
 
+def default_target(drafts: Mapping[str, str | None]) -> str:
+    """Returns the model that is served where no target is named.
+
+    Args:
+        drafts: what else is named, by option: a model for a target.
+
+    Raises:
+        InvalidRequestError: something is, or the model has not been fetched.
+    """
+    for option, model in drafts.items():
+        if model not in (None, NO_DRAFTER):
+            raise InvalidRequestError(
+                f"{option} {model} drafts for a target, which is to be named too: --target {EMBEDDED} is the small "
+                "pair's of the repository"
+            )
+    if not PACKAGED[CHAT_MODEL].file.is_file():
+        raise InvalidRequestError(
+            f"the model that answers where no --target is named has not been fetched: {own_command()} fetch "
+            f"{CHAT_MODEL}, or serve the small pair of the repository: --target {EMBEDDED}"
+        )
+    return CHAT_MODEL
+
+
 def stack_options(
-    target: str | None,
+    target: str,
     drafter: str | None,
     num_speculative_tokens: int | None,
     draft_head: str | None = None,
@@ -283,7 +316,7 @@ def stack_options(
     """Returns the options of a `LocalStack`.
 
     Args:
-        target: model of the verifier, as for `folder_of`; None and `EMBEDDED` are the embedded one.
+        target: model of the verifier, as for `folder_of`, or `EMBEDDED`.
         drafter: model of the drafter; None is the embedded one beside the embedded target without a head, and
             otherwise, as `NO_DRAFTER`, none: the verifier drafts by itself.
         num_speculative_tokens: draft tokens per round where a request does not say; None chooses by measurement.
@@ -296,7 +329,6 @@ def stack_options(
             lacks something.
         UnavailableError: a file could not be converted.
     """
-    target = target or EMBEDDED
     if drafter is None:
         drafter = EMBEDDED if target == EMBEDDED and draft_head is None else NO_DRAFTER
     named = {"verifier": target, "drafter": drafter}
@@ -318,6 +350,9 @@ def stack_options(
         defaults = {"threads": threads_for(model), **(drafts if service == "drafter" else {})}
         settings = {name: _or_variable(service, name, default) for name, default in defaults.items()}
         options[service] = {"model": model, **settings}
+        if named[service] == CHAT_MODEL and str(_or_variable(service, "device", "cpu")) == "cpu":
+            # By whichever engine, texts at temperature 0 are then the same with drafts and without.
+            options[service]["dtype"] = _or_variable(service, "dtype", "float32")
         if service == "verifier" or not are_text_drafters(strategy):
             options[service] |= {name: value for name, value in (computing or {}).items() if value is not None}
     if draft_head is not None:

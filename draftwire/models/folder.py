@@ -16,6 +16,8 @@ WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 """Files of the weights: transformers reads the first one if both are there."""
 NAMED_WEIGHTS = "transformers_weights"
 """Entry of a configuration that names another file."""
+CHAT_TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+"""Files that hold a chat template, the second one as an entry."""
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 """Files of which a tokenizer needs at least one."""
@@ -139,6 +141,17 @@ def _check_length(path: Path) -> None:
             raise InvalidRequestError(f"{path} is no safetensors file: its header cannot be read") from error
     if size < expected:
         raise InvalidRequestError(f"{path} is cut short: it has {size:,} of at least {expected:,} bytes")
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a model's folder has a template by which it holds conversations; not for one that does not exist.
+
+    Raises:
+        InvalidRequestError: its tokenizer's configuration is no JSON object.
+    """
+    if (folder / CHAT_TEMPLATE).is_file():
+        return True
+    return (folder / TOKENIZER_CONFIG).is_file() and bool(json_of(folder / TOKENIZER_CONFIG).get("chat_template"))
 
 
 def json_of(path: Path) -> dict[str, Any]:

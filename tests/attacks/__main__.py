@@ -28,7 +28,7 @@ from tempfile import TemporaryDirectory
 import trustme
 
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.named_models import embedded_model
+from draftwire.cli.named_models import EMBEDDED, embedded_model
 from draftwire.cli.up_command import stack_options
 from tests.attacks.honest_law import honest_p_value
 from tests.attacks.honest_users import HonestUsers, Notes
@@ -67,7 +67,7 @@ def attacked(over_tls: bool) -> Iterator[tuple[LocalStack, HonestUsers]]:
     Args:
         over_tls: whether the gateway requires TLS, of users over gRPC and over HTTP.
     """
-    services, of_users = stack_options(None, None, 4), dict[str, object]()
+    services, of_users = stack_options(EMBEDDED, None, 4), dict[str, object]()
     services["verifier"]["kv_cache_tokens"] = VERIFIER_CACHE_TOKENS
     with TemporaryDirectory() as folder:
         if over_tls:

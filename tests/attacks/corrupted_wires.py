@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from benchmarks.relay import CHUNK_BYTES, Connection, Relay, free_port
 from draftwire.cli.local_stack import LocalStack
+from draftwire.cli.named_models import EMBEDDED
 from draftwire.cli.up_command import stack_options
 from tests.attacks.greedy_readers import GreedyReaders, Seen
 from tests.attacks.victim import Figures, Victim, attack, judged, resident_mib
@@ -115,7 +116,7 @@ def related_stack(tls: bool) -> Iterator[tuple[LocalStack, HostileRelay, Hostile
     Yields:
         The stack, the two relays, and options of its clients.
     """
-    options, of_users = stack_options(None, None, 4), dict[str, Any]()
+    options, of_users = stack_options(EMBEDDED, None, 4), dict[str, Any]()
     options["verifier"] |= {"kv_cache_tokens": TARGET_CACHE_TOKENS, "port": free_port()}
     options["drafter"]["port"] = free_port()
     with (

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from draftwire.cli.local_stack import LocalStack
+from draftwire.cli.named_models import EMBEDDED
 from draftwire.cli.up_command import stack_options
 from tests.attacks.http_requests import ask, complete, model_of
 from tests.attacks.victim import Attack, Figures, Victim, attack, judged
@@ -78,7 +79,7 @@ def newlines_as_grammar(victim: Victim) -> Figures:
 @attack("user")
 def forms_at_the_end(victim: Victim) -> Figures:
     """Services of its own are told to stop while forms that never end are compiled. `victim` is left alone."""
-    with LocalStack(stack_options(None, None, 4)) as stack, ThreadPoolExecutor(NUM_ATTACKERS) as threads:
+    with LocalStack(stack_options(EMBEDDED, None, 4)) as stack, ThreadPoolExecutor(NUM_ATTACKERS) as threads:
         for number in range(NUM_ATTACKERS):
             threads.submit(complete, stack.http_address, form(endless_form(number)), timeout_s=5.0)
         time.sleep(1.0)

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.relay import free_port
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.named_models import embedded_model
+from draftwire.cli.named_models import EMBEDDED, embedded_model
 from draftwire.cli.up_command import stack_options
 from draftwire.method.keys import KEY_BYTES
 from draftwire.options.heads.head_loading import load_fusion
@@ -293,7 +293,7 @@ def features_without_end(victim: Victim) -> Figures:
     models = Path(embedded_model("target")).parent
     fingerprint = load_fusion(models / "head", models / "target", torch.float32, "cpu").fingerprint
     source = verifier_pb2.FeatureSource(fingerprint=fingerprint, encoding=verifier_pb2.FEATURE_ENCODING_FLOAT32)
-    options = stack_options(None, None, 4)["verifier"] | {"kv_cache_tokens": TARGET_CACHE_TOKENS}
+    options = stack_options(EMBEDDED, None, 4)["verifier"] | {"kv_cache_tokens": TARGET_CACHE_TOKENS}
     with LocalStack({"verifier": options | {"feature_head": models / "head"}}) as stack, ExitStack() as exits:
         service = stack.services["verifier"]
         channels = [
@@ -386,7 +386,7 @@ class FalseDrafter(grpc.GenericRpcHandler):  # type: ignore[misc]
 @attack("drafter", is_long=True)
 def garbage_for_the_gateway(victim: Victim) -> Figures:
     """A drafter of a gateway of its own says what is no message, and floods it with replies, stream after stream."""
-    seen, options = Seen(), stack_options(None, None, 4)
+    seen, options = Seen(), stack_options(EMBEDDED, None, 4)
     options["verifier"]["kv_cache_tokens"] = TARGET_CACHE_TOKENS
     options["drafter"]["port"] = free_port()
     with ExitStack() as exits:

@@ -12,6 +12,7 @@ from statistics import median
 from unittest.mock import patch
 
 from draftwire.cli.local_stack import LocalStack
+from draftwire.cli.named_models import EMBEDDED
 from draftwire.cli.service_metrics import fetch
 from draftwire.cli.up_command import stack_options
 from draftwire.client import Client, Completion
@@ -41,7 +42,7 @@ def own_stack(way: str, **of_gateway: object) -> Iterator[LocalStack]:
         way: in which.
         of_gateway: options of the gateway.
     """
-    options = stack_options(None, None, 4)
+    options = stack_options(EMBEDDED, None, 4)
     options["gateway"] |= of_gateway
     path = os.pathsep.join([str(WRONG_PEERS), *filter(None, [os.environ.get("PYTHONPATH")])])
     with (

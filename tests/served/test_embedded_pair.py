@@ -280,10 +280,13 @@ def test_up_in_pipes_serves_until_stopped_and_a_taken_port_is_one_line(mark: str
     assert services_marked(mark) == []
 
 
-def test_demo_shows_a_completion_with_statistics_and_stops_everything(mark: str) -> None:
+def test_demo_shows_a_completion_with_statistics_and_stops_everything(mark: str, tmp_path: Path) -> None:
+    """The pair of the repository's, where the chat model has not been fetched."""
     command = [sys.executable, "-m", "draftwire.cli", "demo", "--max-tokens", "48"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    nothing_fetched = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=nothing_fetched)
     assert result.returncode == 0, result.stderr
+    assert "draftwire fetch smollm2 gets a model that answers; until then" in result.stderr.splitlines()[0]
     assert result.stdout.startswith("def merge_sorted(a, b):")
     assert re.search(r"block efficiency [\d.]+ · acceptance rate 0\.\d+ · \d+ rounds · rule block", result.stderr)
     assert result.stderr.splitlines()[-1].startswith("next: draftwire up, then open http:")

@@ -15,6 +15,7 @@ from observing import wait_until
 from playwright.sync_api import expect
 
 from benchmarks.report import read_metric
+from draftwire.cli.named_models import EMBEDDED
 from draftwire.cli.up_command import stack_options
 from tests.in_process import InProcessStack
 
@@ -34,7 +35,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def stack(browser: Any) -> Iterator[InProcessStack]:
     """After the browser, so that nothing is started where there is none."""
-    options = stack_options(None, None, 4)
+    options = stack_options(EMBEDDED, None, 4)
     options["gateway"]["http_port"] = 0
     with InProcessStack(options) as running:
         yield running
@@ -158,8 +159,13 @@ def test_conversation_is_answered_and_stops_where_it_is_told(watched: WatchedPag
     answer = watched.text_of("#speculative").removeprefix("What does `basename` do?\n\n")
     assert len(answer) > 10
     assert "".join(token["text"] for token in watched.tokens()) == answer
+    watched.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    watched.page.click("#copy_answer")
+    expect(watched.page.locator("#status")).to_have_text("Copied.")
+    assert watched.page.evaluate("navigator.clipboard.readText()") == answer
     word = answer.split()[2]
-    watched.run(stop_text=word)
+    watched.page.click("#new_conversation")
+    watched.run(prompt="What does `basename` do?", stop_text=word)
     assert watched.text_of("#speculative").removeprefix("What does `basename` do?\n\n") == answer.partition(word)[0]
 
 

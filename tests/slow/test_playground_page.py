@@ -27,8 +27,8 @@ class ScriptedGateway:
         self._pages = read_pages()
         watched.page.route(f"{ORIGIN}/**", self._answer)
 
-    def open(self) -> WatchedPage:
-        self.watched.page.goto(f"{ORIGIN}/")
+    def open(self, end: str = "") -> WatchedPage:
+        self.watched.page.goto(f"{ORIGIN}/{end}")
         expect(self.watched.page.locator("body[data-models]")).to_be_attached()
         return self.watched
 
@@ -134,6 +134,38 @@ def test_markup_in_messages_and_names_is_text(gateway: ScriptedGateway, monkeypa
     watched = gateway.fail(HOSTILE[1])
     assert watched.text_of("#target") == HOSTILE[0]
     assert watched.page.evaluate("window.hacked === undefined")
+    watched.check_clean()
+
+
+def test_conversation_is_sent_with_all_its_turns_until_it_begins_anew(gateway: ScriptedGateway) -> None:
+    markdown = "# So\n- **one** `x < 1`\n- two\n\n```python\nif a:\n    <b>\n```\nmore"
+    gateway.answers = [stream(chunk(4, token(markdown)), last()), stream(chunk(4, token("yes")), last())]
+    watched = gateway.open("#chat")
+    assert watched.page.is_checked("#chat")
+    assert watched.page.input_value("#prompt").startswith("Write a Python function")
+    watched.run(compare=False, prompt="why?")
+    assert watched.page.is_hidden("#conversation"), "the answer is shown with its tokens"
+    watched.run(prompt="<i>really?</i>")
+    asked = {"role": "user", "content": "why?"}
+    answered = {"role": "assistant", "content": markdown}
+    assert [body["messages"] for body in gateway.bodies] == [
+        [asked],
+        [asked, answered, {"role": "user", "content": "<i>really?</i>"}],
+    ]
+    assert watched.page.locator("#turns > li").all_text_contents()[0] == "why?"
+    shown = watched.page.locator("#turns > .assistant")
+    assert shown.locator("> *").evaluate_all("(all) => all.map((one) => [one.tagName, one.textContent])") == [
+        ["P", "So"],
+        ["UL", "one x < 1two"],
+        ["PRE", "if a:\n    <b>"],
+        ["P", "more"],
+    ]
+    assert shown.locator("li > strong").text_content() == "one"
+    assert shown.locator("b").count() == 0
+    watched.page.click("#new_conversation")
+    assert watched.page.is_hidden("#conversation")
+    watched.run(prompt="again?")
+    assert gateway.bodies[-1]["messages"] == [{"role": "user", "content": "again?"}]
     watched.check_clean()
 
 

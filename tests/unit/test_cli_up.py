@@ -16,6 +16,7 @@ from draftwire.cli.named_models import embedded_model
 from draftwire.cli.options import SERVICES, meant, settings_of, variable
 from draftwire.cli.process_end import ProcessEnd
 from draftwire.cli.up_command import Interrupts
+from draftwire.models.fetching import SMOLLM2
 from draftwire.runtime.log_stream import LogSink
 
 REAL_IS_FREE = up_module.is_free
@@ -114,12 +115,35 @@ def test_head_drafts_in_the_place_of_a_drafter_unless_one_is_named() -> None:
 def test_drafter_is_started_where_one_is_named_or_belongs_to_the_target() -> None:
     assert CliRunner().invoke(app, ["up", "--target", "t"]).exit_code == 0
     assert list(FakeStack.made.options) == ["gateway", "verifier"]
-    for target in ([], ["--target", "embedded"]):
-        assert CliRunner().invoke(app, ["up", *target]).exit_code == 0
-        models = {name: FakeStack.made.options[name].get("model") for name in ("verifier", "drafter")}
-        assert models == {"verifier": embedded_model("target"), "drafter": embedded_model("drafter")}
+    assert CliRunner().invoke(app, ["up", "--target", "embedded"]).exit_code == 0
+    models = {name: FakeStack.made.options[name].get("model") for name in ("verifier", "drafter")}
+    assert models == {"verifier": embedded_model("target"), "drafter": embedded_model("drafter")}
     assert CliRunner().invoke(app, ["up", "--target", "t", "--drafter", "embedded"]).exit_code == 0
     assert FakeStack.made.options["drafter"]["model"] == embedded_model("drafter")
+
+
+def test_chat_model_is_served_where_no_target_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for arguments in ([], ["--drafter", "none"]):
+        refused = CliRunner().invoke(app, ["up", *arguments])
+        assert refused.exit_code == 1
+        assert str(refused.exception) == (
+            "the model that answers where no --target is named has not been fetched: draftwire fetch smollm2, or serve "
+            "the small pair of the repository: --target embedded"
+        )
+    SMOLLM2.file.parent.mkdir(parents=True)
+    SMOLLM2.file.touch()
+    monkeypatch.setattr(up_module, "folder_of", lambda name, _console: f"folder of {name}")
+    assert CliRunner().invoke(app, ["up"]).exit_code == 0
+    assert list(FakeStack.made.options) == ["gateway", "verifier"]
+    verifier = FakeStack.made.options["verifier"]
+    assert (verifier["model"], verifier["dtype"]) == ("folder of smollm2", "float32")
+    for option in ("--drafter", "--draft-head"):
+        refused = CliRunner().invoke(app, ["up", option, "small"])
+        assert str(refused.exception) == (
+            f"{option} small drafts for a target, which is to be named too: --target embedded is the small pair's of "
+            "the repository"
+        )
 
 
 def test_no_default_is_stronger_than_a_variable() -> None:

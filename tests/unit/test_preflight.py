@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from draftwire.cli import preflight
-from draftwire.cli.named_models import embedded_model
+from draftwire.cli.named_models import EMBEDDED, embedded_model
 from draftwire.cli.preflight import check_stack
 from draftwire.cli.up_command import stack_options
 from draftwire.errors import InvalidRequestError
@@ -40,7 +40,7 @@ def fault(target: Path | str, drafter: Path | str = "none") -> str:
 
 
 def test_stack_that_can_start_is_not_refused(target: Path) -> None:
-    check_stack(stack_options(None, None, 4))
+    check_stack(stack_options(EMBEDDED, None, 4))
     check_stack(stack_options(str(target), "none", None))
     check_stack(stack_options("scripted:acceptance=0.5", "scripted:acceptance=0.5", None))
 
@@ -121,7 +121,7 @@ def test_hub_that_cannot_be_reached_is_named_at_once(monkeypatch: pytest.MonkeyP
 def test_checks_need_nothing_that_takes_long_to_import() -> None:
     code = (
         "import sys\nfrom draftwire.cli.up_command import stack_options\n"
-        "from draftwire.cli.preflight import check_stack\ncheck_stack(stack_options(None, None, None))\n"
+        "from draftwire.cli.preflight import check_stack\ncheck_stack(stack_options('embedded', None, None))\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
     started = time.monotonic()

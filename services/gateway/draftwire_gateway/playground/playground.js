@@ -3,6 +3,7 @@
 import { ApiError, fetchModels, streamCompletion } from "./api.js";
 import { drawChart } from "./chart.js";
 import { clearComparison, compare } from "./comparison.js";
+import { Conversation } from "./conversation.js";
 import { oncePerFrame } from "./frames.js";
 import { inspect } from "./inspector.js";
 import { element, format, input } from "./page.js";
@@ -18,8 +19,18 @@ import { TokenText } from "./tokens.js";
  * @typedef {{prompt: string, isChat: boolean, body: Body}} CompletionRequest
  */
 
+/** What the address of a page ends with that begins as a conversation. */
+const CHAT_HASH = "#chat";
+/** What its form begins with. */
+const CHAT_FORM = {
+  prompt: "Write a Python function that returns the largest number of a list, with an example.",
+  temperature: "0.2",
+  top_p: "0.9",
+};
 const speculative = new TokenText(element("speculative"), inspect);
 const plain = new TokenText(element("plain"), inspect);
+const conversation = new Conversation();
+/** Of the speculative run. */
 let tally = new Tally();
 /** The name of the target, if known. @type {string | undefined} */
 let target;
@@ -55,7 +66,7 @@ function readForm() {
   const [seed, length, stop] = ["seed", "num_speculative_tokens", "stop_text"].map((id) => input(id).value);
   const body = {
     ...(target === undefined ? {} : { model: target }),
-    ...(isChat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
+    ...(isChat ? { messages: conversation.asking(prompt) } : { prompt }),
     max_tokens: Number(input("max_tokens").value),
     temperature: Number(input("temperature").value),
     top_p: Number(input("top_p").value),
@@ -106,8 +117,13 @@ async function copy(write) {
   if (!(/** @type {HTMLFormElement} */ (element("form")).reportValidity())) return;
   const { isChat, body } = readForm();
   const needsToken = !element("token_field").hidden;
+  await copyText(() => write({ origin: location.origin, isChat, body, needsToken }));
+}
+
+/** @param {() => string} write */
+async function copyText(write) {
   try {
-    await navigator.clipboard.writeText(write({ origin: location.origin, isChat, body, needsToken }));
+    await navigator.clipboard.writeText(write());
     say("Copied.");
   } catch {
     complain(new ApiError("The browser does not let this page copy."));
@@ -120,6 +136,7 @@ async function run() {
   const request = detailed(readForm());
   running = new AbortController();
   setState("running");
+  if (request.isChat) conversation.show();
   try {
     await runBoth(request, running.signal);
     setState("done");
@@ -127,7 +144,30 @@ async function run() {
     fail(error);
   } finally {
     running = null;
+    showConversation();
   }
+}
+
+/** @param {CompletionRequest} request Was answered, or stopped after a part of the answer. */
+function keepAnswer(request) {
+  if (!request.isChat || tally.text === "") return;
+  conversation.add(request.prompt, tally.text);
+  input("prompt").value = "";
+  input("prompt").placeholder = "Go on.";
+}
+
+/** Shows the buttons of the conversation. */
+function showConversation() {
+  element("conversation_actions").hidden = !input("chat").checked;
+  for (const id of ["copy_answer", "new_conversation"]) input(id).disabled = conversation.answer === "" || running !== null;
+}
+
+/** Begins a conversation anew. */
+function beginAnew() {
+  conversation.clear();
+  input("prompt").placeholder = "";
+  input("prompt").focus();
+  showConversation();
 }
 
 /**
@@ -139,7 +179,13 @@ async function runBoth(request, signal) {
   plain.begin("");
   tally = new Tally();
   say("Running.");
-  const first = await complete(request, speculative, tally, signal);
+  /** @type {Outcome} */
+  let first;
+  try {
+    first = await complete(request, speculative, tally, signal);
+  } finally {
+    keepAnswer(request);
+  }
   say(summary(first.tally));
   const { body } = request;
   if (!input("compare").checked || body.num_speculative_tokens === 0) return;
@@ -163,7 +209,6 @@ async function runBoth(request, signal) {
  */
 async function complete(request, text, counts, signal) {
   text.begin(request.isChat ? `${request.prompt}\n\n` : request.prompt);
-  let whole = "";
   try {
     const path = pathOf(request.isChat);
     for await (const chunk of streamCompletion(path, request.body, input("token").value.trim(), signal)) {
@@ -177,7 +222,6 @@ async function complete(request, text, counts, signal) {
           tokens,
           text: added,
         };
-        whole += added;
         counts.add(round);
         text.add(round);
       }
@@ -188,7 +232,7 @@ async function complete(request, text, counts, signal) {
     await text.drained();
     drawFigures();
   }
-  return { tally: counts, text: whole };
+  return { tally: counts, text: counts.text };
 }
 
 /** @param {unknown} error */
@@ -222,7 +266,7 @@ function say(text) {
  */
 function summary(counts) {
   const { metrics, numTokens } = counts;
-  const law = metrics?.is_lossy ? `, rule ${metrics.rejection_sample_method} (lossy: not the target's law)` : "";
+  const law = metrics?.is_lossy ? `, rule ${metrics.rejection_sample_method}, which changes the target's probabilities` : "";
   return `${numTokens} tokens in ${format(counts.durationMs / 1000, 2)} s${law}.`;
 }
 
@@ -251,6 +295,13 @@ async function showModels() {
   document.body.dataset.models = "told";
 }
 
+/** Makes the form one of a conversation. */
+function askQuestions() {
+  input("chat").checked = true;
+  for (const [id, value] of Object.entries(CHAT_FORM)) input(id).value = value;
+  showConversation();
+}
+
 /** @param {KeyboardEvent} event */
 function onKey(event) {
   if (event.key === "Escape") running?.abort();
@@ -264,10 +315,14 @@ element("form").addEventListener("submit", (event) => {
   run();
 });
 element("stop").addEventListener("click", () => running?.abort());
+element("chat").addEventListener("change", showConversation);
+element("copy_answer").addEventListener("click", () => copyText(() => conversation.answer));
+element("new_conversation").addEventListener("click", beginAnew);
 element("copy_curl").addEventListener("click", () => copy(asCurl));
 element("copy_python").addEventListener("click", () => copy(asPython));
 input("token").addEventListener("change", showModels);
 document.addEventListener("keydown", onKey);
 followTheme(/** @type {HTMLSelectElement} */ (element("theme")));
 inspect(null);
+if (location.hash === CHAT_HASH) askQuestions();
 showModels();

@@ -33,6 +33,7 @@ export class Tally {
     /** @type {Metrics | null} */
     this.metrics = null;
     this.startedAt = performance.now();
+    this.text = "";
   }
 
   /** @param {Round} round */
@@ -40,6 +41,7 @@ export class Tally {
     this.durationMs = performance.now() - this.startedAt;
     if (this.numTokens === 0) this.firstTokenMs = this.durationMs;
     this.numRounds += 1;
+    this.text += round.text;
     this.numTokens += round.tokens.length;
     this.numDraftPositions += round.numDraftPositions;
     this.byLength[round.numDraftTokens] = (this.byLength[round.numDraftTokens] ?? 0) + 1;
