@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import write_report
-from draftwire.cli.named_models import embedded_model
+from draftwire.cli.named_models import EMBEDDED, embedded_model
 
 MAX_SECONDS = 60.0
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
@@ -67,19 +67,22 @@ FOLDERS: dict[str, Change] = {
 }
 """What is done to a copy of the target, which `up --target` gets."""
 
+EMBEDDED_PAIR = ("--target", EMBEDDED)
 COMMANDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "folder that is not there": (("up", "--target", "models/targt"), {}),
     "no services run": (("generate", "hello", "--address", "127.0.0.1:1"), {}),
     "address of HTTP": (("generate", "hello", "--address", "http://127.0.0.1:8000"), {}),
     "address without a port": (("generate", "hello", "--address", "localhost"), {}),
     "misspelt variable": (("serve", "gateway"), {"DRAFTWIRE_GATEWAY_PROT": "50051"}),
-    "number out of range": (("up", "--num-speculative-tokens", "99"), {}),
-    "no number": (("up",), {"DRAFTWIRE_VERIFIER_THREADS": "abc"}),
-    "no GPU": (("up",), {"DRAFTWIRE_VERIFIER_DEVICE": "cuda:0"}),
-    "cache that does not fit": (("up",), {"DRAFTWIRE_VERIFIER_KV_CACHE_TOKENS": "2000000000"}),
+    "number out of range": (("up", *EMBEDDED_PAIR, "--num-speculative-tokens", "99"), {}),
+    "no number": (("up", *EMBEDDED_PAIR), {"DRAFTWIRE_VERIFIER_THREADS": "abc"}),
+    "no GPU": (("up", *EMBEDDED_PAIR), {"DRAFTWIRE_VERIFIER_DEVICE": "cuda:0"}),
+    "cache that does not fit": (("up", *EMBEDDED_PAIR), {"DRAFTWIRE_VERIFIER_KV_CACHE_TOKENS": "2000000000"}),
     "hub without a network": (("up", "--target", "nobody/no-such-model"), {"HF_HUB_OFFLINE": "1"}),
     "file that is no GGUF file": (("up", "--target", "README.md.gguf"), {}),
     "model that was not fetched": (("up", "--target", "smollm2"), {"XDG_CACHE_HOME": "/nowhere"}),
+    "no target, and none was fetched": (("up",), {"XDG_CACHE_HOME": "/nowhere"}),
+    "drafter without a target": (("up", "--drafter", "models/drafter-8-layers"), {}),
 }
 """Arguments and variables."""
 
@@ -126,7 +129,7 @@ def main() -> None:
         for mistake, (said, variables) in COMMANDS.items():
             found[mistake] = last_line((*said, *(free if said[0] == "up" else ())), variables)
         with taken_port() as port:
-            found["port that is taken"] = last_line(("up", "--port", str(port), "--http-port", "0"), {})
+            found["port that is taken"] = last_line(("up", *EMBEDDED_PAIR, "--port", str(port), "--http-port", "0"), {})
     for mistake, ended in found.items():
         print(f"{mistake:32} {ended['seconds']:5.2f} s  {ended['line']}", file=sys.stderr)
     write_report(arguments, {"mistakes": found})

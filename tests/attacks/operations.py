@@ -13,6 +13,7 @@ from pathlib import Path
 
 import trustme
 
+from draftwire.cli.named_models import EMBEDDED
 from draftwire.client import Client
 from draftwire.errors import DraftwireError
 from tests.attacks.corrupted_wires import MAX_SILENCE_S, related_stack
@@ -141,7 +142,7 @@ class Up:
 
         ports = ["--port=0", "--verifier-port=0", "--drafter-port=0", "--http-port=none"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "draftwire.cli", "up", "--log", *ports],
+            [sys.executable, "-m", "draftwire.cli", "up", "--target", EMBEDDED, "--log", *ports],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

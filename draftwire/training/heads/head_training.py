@@ -31,6 +31,7 @@ from draftwire.training.heads.head_acceptance import DraftAcceptance, draft_acce
 from draftwire.training.heads.head_recipe import HeadRecipe
 from draftwire.training.heads.head_saving import save_head
 from draftwire.training.heads.mlp_trainee import MlpTrainee
+from draftwire.training.muon import fast_type
 from draftwire.training.trainer import Trainer
 
 STATE = "training.pt"
@@ -185,7 +186,8 @@ def train_head(
         ValueError: an interrupted training had another recipe.
     """
     prepare(device)
-    loaded = load_lean_model(str(target), "float32")
+    is_mixed = fast_type(torch.device(device)) is torch.bfloat16
+    loaded = load_lean_model(str(target), "bfloat16" if is_mixed else "float32")
     if loaded is None:
         raise InvalidRequestError(f"heads are trained for models of the Llama family alone, which {target} is not")
     model = cast(LeanModel, loaded.model)
