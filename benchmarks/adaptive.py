@@ -32,7 +32,7 @@ from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.named_models import EMBEDDED
-from draftwire.cli.up_command import stack_options, threads_for
+from draftwire.cli.stack_options import stack_options, threads_for
 from draftwire.client import AsyncClient, Options
 from draftwire.v1.gateway_pb2 import ExplainSpeculationResponse
 

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.named_models import EMBEDDED
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, LoopRound, speculate
 from draftwire.method.keys import DrawKey, Role, derive_key

@@ -27,7 +27,7 @@ from benchmarks.rules import Shape, Step
 from draftwire.audit import AuditSums, audit_sums
 from draftwire.audit.sequential import DrafterAudit
 from draftwire.cli.named_models import EMBEDDED
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.distributions import DenseRows, SparseRows

@@ -44,7 +44,7 @@ from benchmarks.report import progress, write_report
 from benchmarks.tree_efficiency import CALIBRATION_PROMPTS, tree_counts
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.named_models import EMBEDDED
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from draftwire.client import Client
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Drafting, DraftStep

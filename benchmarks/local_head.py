@@ -18,7 +18,7 @@ from benchmarks.paired import Ratio, ratio_of
 from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.named_models import EMBEDDED, embedded_model
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from draftwire.client import AsyncClient
 
 LENGTHS = (1, 2, 3, 4, 6, 8)

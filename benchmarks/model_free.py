@@ -28,7 +28,7 @@ from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.named_models import EMBEDDED, embedded_model
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from draftwire.client import AsyncClient
 from draftwire.models.card import load_card
 from draftwire.options.model_free.store_building import build_store, read_tokens

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.named_models import EMBEDDED
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from draftwire.client import Client
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"

@@ -21,7 +21,7 @@ from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.named_models import EMBEDDED
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 
 WAITING = {
     "": {},

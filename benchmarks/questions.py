@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up_command import threads_for
+from draftwire.cli.stack_options import threads_for
 from draftwire.client import Client
 
 PLAIN, CHOSEN, HEAD, MATCHES = "plain", "chosen", "head", "matches"

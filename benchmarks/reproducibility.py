@@ -24,7 +24,7 @@ from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.named_models import EMBEDDED, embedded_model
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from draftwire.client import Client, Completion
 from draftwire.method.keys import DrawKey, Role, derive_key
 from draftwire.method.randomness import exponentials

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.named_models import EMBEDDED
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from draftwire.client import Client, Completion, StructuredOutput
 from draftwire.options.structured_output.grammar_automaton import FormCompiler, FormVocabulary
 

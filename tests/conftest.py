@@ -53,6 +53,12 @@ def _models_are_run_by_our_own_decoder() -> None:
     runtime.why_not_here = lambda: "tests choose it themselves"
 
 
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that a test sets are gone after it."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _processes_are_counted() -> None:
     from draftwire.cli.local_stack import LocalStack

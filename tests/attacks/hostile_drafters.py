@@ -21,7 +21,7 @@ import torch
 from benchmarks.relay import free_port
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.named_models import EMBEDDED, embedded_model
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from draftwire.method.keys import KEY_BYTES
 from draftwire.options.heads.head_loading import load_fusion
 from draftwire.runtime.messages import fence_to_proto

@@ -14,7 +14,7 @@ from unittest.mock import patch
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.named_models import EMBEDDED
 from draftwire.cli.service_metrics import fetch
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from draftwire.client import Client, Completion
 from draftwire.errors import DraftwireError
 from tests.attacks.victim import Figures, Victim, attack, judged, resident_mib

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.named_models import embedded_model
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 
 FOLDER = Path(__file__).parent
 CASES = FOLDER / "cases"

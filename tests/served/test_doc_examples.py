@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 import draftwire
 from draftwire.cli.named_models import EMBEDDED
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from draftwire.client import AsyncClient, Client
 from draftwire.client.client_channels import DEFAULT_ADDRESS, addresses_of
 from draftwire_gateway.auth.tokens import TokenEntry, digest_of

@@ -16,7 +16,7 @@ from playwright.sync_api import expect
 
 from benchmarks.report import read_metric
 from draftwire.cli.named_models import EMBEDDED
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from tests.in_process import InProcessStack
 
 PROMPT = "def merge_sorted(a, b):"

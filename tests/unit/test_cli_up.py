@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from draftwire.cli import stack_options as stack_module
 from draftwire.cli import supervisor
 from draftwire.cli import up_command as up_module
 from draftwire.cli.__main__ import app
@@ -133,7 +134,7 @@ def test_chat_model_is_served_where_no_target_is_named(tmp_path: Path, monkeypat
         )
     SMOLLM2.file.parent.mkdir(parents=True)
     SMOLLM2.file.touch()
-    monkeypatch.setattr(up_module, "folder_of", lambda name, _console: f"folder of {name}")
+    monkeypatch.setattr(stack_module, "folder_of", lambda name, _console: f"folder of {name}")
     assert CliRunner().invoke(app, ["up"]).exit_code == 0
     assert list(FakeStack.made.options) == ["gateway", "verifier"]
     verifier = FakeStack.made.options["verifier"]
@@ -159,6 +160,41 @@ def test_variables_name_models_and_options_are_stronger_than_variables(monkeypat
     assert [FakeStack.made.options[name]["model"] for name in ("verifier", "drafter")] == ["big", "small"]
     made = options("--port", "1", "--http-port", "2", GATEWAY_PORT="7", GATEWAY_HTTP_PORT="8", VERIFIER_MODEL="x")
     assert (made["gateway"]["port"], made["gateway"]["http_port"], made["verifier"]["model"]) == (1, 2, "t")
+
+
+def test_both_models_are_run_as_the_options_say_and_the_drafter_as_its_own() -> None:
+    made = options("--device", "cuda:0", "--threads", "3", "--draft-threads", "1", VERIFIER_THREADS="7")
+    assert {name: (made[name]["device"], made[name]["threads"]) for name in ("verifier", "drafter")} == {
+        "verifier": ("cuda:0", 3),
+        "drafter": ("cuda:0", 1),
+    }
+    made = options("--draft-device", "cuda:1", "--engine", "draftwire")
+    assert (made["drafter"]["device"], made["drafter"]["engine"], made["drafter"]["threads"]) == (
+        "cuda:1",
+        "draftwire",
+        up_module.os.cpu_count(),
+    )
+    assert "device" not in made["verifier"]
+
+
+@pytest.mark.usefixtures("environment")
+def test_other_machines_are_let_in_with_a_key_which_no_argument_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up_module, "own_address", lambda: "192.0.2.7")
+    refused = up("--host", "0.0.0.0")
+    assert str(refused.exception) == (
+        "--host 0.0.0.0 lets other machines in: --api-key KEY, or DRAFTWIRE_GATEWAY_API_KEY, says who may call"
+    )
+    said = up("--host", "0.0.0.0", "--api-key", "long-enough")
+    assert (
+        FakeStack.made.options["gateway"] | {"host": "0.0.0.0", "allow_plaintext": True}
+        == (FakeStack.made.options["gateway"])
+    )
+    assert "long-enough" not in str(FakeStack.made.options)
+    assert "open https://127.0.0.1:2, from other machines https://192.0.2.7:2, or in another terminal: " in said.stderr
+    assert "DRAFTWIRE_TOKEN=KEY draftwire generate" in said.stderr
+    assert "allow_plaintext" not in options("--host", "127.0.0.1")["gateway"]
+    options("--host", "0.0.0.0", GATEWAY_API_KEY="long-enough", GATEWAY_TLS_CERT="c")
+    assert "allow_plaintext" not in FakeStack.made.options["gateway"]
 
 
 def test_free_ports_are_free_for_metrics_so_that_two_stacks_fit_together() -> None:

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from draftwire.cli.__main__ import app
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.models import fetching
 from draftwire.models.fetching import PACKAGED, SMOLLM2, PackagedModel, fetch

@@ -13,7 +13,7 @@ import pytest
 from draftwire.cli import preflight
 from draftwire.cli.named_models import EMBEDDED, embedded_model
 from draftwire.cli.preflight import check_stack
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.stack_options import stack_options
 from draftwire.errors import InvalidRequestError
 from tests.tiny_models import save_tiny_model
 
@@ -120,7 +120,7 @@ def test_hub_that_cannot_be_reached_is_named_at_once(monkeypatch: pytest.MonkeyP
 
 def test_checks_need_nothing_that_takes_long_to_import() -> None:
     code = (
-        "import sys\nfrom draftwire.cli.up_command import stack_options\n"
+        "import sys\nfrom draftwire.cli.stack_options import stack_options\n"
         "from draftwire.cli.preflight import check_stack\ncheck_stack(stack_options('embedded', None, None))\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )

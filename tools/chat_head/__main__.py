@@ -22,8 +22,8 @@ import typer
 
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.named_models import folder_of
+from draftwire.cli.stack_options import NO_DRAFTER, stack_options
 from draftwire.cli.train_command import train as train_on
-from draftwire.cli.up_command import NO_DRAFTER, stack_options
 from draftwire.client import Client
 from draftwire.models.card import load_card
 from tools.chat_head.questions import Conversation, conversations
