@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from draftwire.cli.exits import NOT_NOW, end
-from draftwire.errors import NoRoomError, UnavailableError
+from draftwire.errors import NoRoomError, UnauthenticatedError, UnavailableError
 
 if TYPE_CHECKING:
     from draftwire.client import AsyncClient, Client
@@ -89,3 +89,5 @@ def _exit_if_unavailable() -> Iterator[None]:
         yield
     except (UnavailableError, NoRoomError) as error:
         end(NOT_NOW, error)
+    except UnauthenticatedError as error:
+        raise UnauthenticatedError(f"{error}: --token, or the variable DRAFTWIRE_TOKEN") from error

@@ -17,6 +17,9 @@ from draftwire.errors import DraftwireError, InvalidRequestError
 if TYPE_CHECKING:
     from draftwire.client import CompletionStream
 
+NO_ROOM = "; max_tokens must be in 0.."
+"""Words of a gateway that refuses a prompt which leaves less room than the default."""
+
 
 @with_options
 def generate(
@@ -41,14 +44,23 @@ def generate(
     prompt = read_prompt(prompt, prompt_file)
     writer = TextWriter(display)
     with connection.open() as client:
-        stream = client.stream(
-            prompt,
-            num_choices=num_choices,
-            token_details=writer.is_colored,
-            wait_for_server_s=connection.wait,
-            **request.arguments(MAX_TOKENS),
-        )
-        write_completions(stream, prompt, writer, display, is_single=num_choices == 1)
+
+        def write(max_tokens: int | None) -> None:
+            stream = client.stream(
+                prompt,
+                num_choices=num_choices,
+                token_details=writer.is_colored,
+                wait_for_server_s=connection.wait,
+                **request.arguments(max_tokens),
+            )
+            write_completions(stream, prompt, writer, display, is_single=num_choices == 1)
+
+        try:
+            write(MAX_TOKENS)
+        except InvalidRequestError as error:
+            if request.max_tokens is not None or NO_ROOM not in str(error):
+                raise
+            write(None)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

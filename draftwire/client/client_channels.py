@@ -57,6 +57,15 @@ def addresses_of(address: str | Sequence[str]) -> list[str]:
     return addresses
 
 
+REMEDIES = {
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is of an issuer that is not in the file tls_ca (--tls-ca)",
+    "Hostname Verification": "its certificate has another name: tls_target_name (--tls-target-name)",
+    "WRONG_VERSION_NUMBER": "it listens without TLS: leave tls_ca out (--tls-ca, DRAFTWIRE_TLS_CA)",
+    "Socket closed": "if it wants TLS, tls_ca names the issuer of its certificate (--tls-ca)",
+}
+"""What to do about a failed connection, by words of gRPC's reason."""
+
+
 def in_turn(choices: Sequence[Choice], timeout_s: float) -> Iterator[tuple[Choice, float]]:
     """Yields the choices in turn, each with its timeout in seconds: an equal share of the remaining time."""
     deadline = time.monotonic() + timeout_s
@@ -98,5 +107,10 @@ class Readiness:
         if self.left_s <= LOADING_PAUSE_S:
             raise UnavailableError(
                 f"no gateway answered at {self._addresses} within {self._timeout_s:g} s ({error.details()}); "
-                "`draftwire up` starts one"
+                f"{_remedy(str(error.details()))}"
             ) from error
+
+
+def _remedy(details: str) -> str:
+    """Returns what to do about a connection that failed for a reason of gRPC's."""
+    return next((remedy for sign, remedy in REMEDIES.items() if sign in details), "`draftwire up` starts one")

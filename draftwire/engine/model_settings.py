@@ -2,9 +2,13 @@
 
 from dataclasses import replace
 
+import structlog
+
 from draftwire.method.tree_limits import num_read_nodes
 from draftwire.models.card import ModelCard
 from draftwire.runtime.settings import EngineSettings, ModelSettings, require
+
+log = structlog.get_logger()
 
 
 def num_tree_tokens(settings: EngineSettings) -> int:
@@ -27,6 +31,9 @@ def limited(card: ModelCard, num_tokens: int, num_spare: int = 0) -> ModelCard:
     """
     require(num_tokens > num_spare, f"kv_cache_tokens {num_tokens} has no room for a text beside {num_spare} of a tree")
     context_length = min(card.description.context_length, num_tokens - num_spare)
+    if context_length < card.description.context_length:
+        of_model = card.description.context_length
+        log.warning("models.context_limited", by="kv_cache_tokens", tokens=context_length, of=of_model)
     return replace(card, description=replace(card.description, context_length=context_length))
 
 

@@ -195,9 +195,23 @@ def test_unavailable_gateway_has_its_own_status_and_other_errors_status_1(
         client.fails = [(0, error)]
         result = generate()
         assert (result.exit_code, result.stderr) == (3, f"error: {str(error).replace(chr(10), ' ')}\n")
-    for other in (InvalidRequestError("temperature"), UnauthenticatedError("no token")):
-        client.fails = [(0, other)]
-        assert generate().exception is other
+    other = InvalidRequestError("temperature")
+    client.fails = [(0, other)]
+    assert generate().exception is other
+    client.fails = [(0, UnauthenticatedError("no token"))]
+    assert str(generate().exception) == "no token: --token, or the variable DRAFTWIRE_TOKEN"
+
+
+def test_limit_that_was_not_asked_for_adapts_to_the_context(client: FakeClient) -> None:
+    words = (
+        "This model's maximum context length is 2048 tokens; max_tokens must be in 0..98, what the 1950 tokens leave"
+    )
+    refusal = InvalidRequestError(words)
+    client.fails = [(0, refusal)]
+    assert generate().exit_code == 0
+    assert [options["max_tokens"] for _, options in client.asked] == [128, None]
+    client.fails = [(0, refusal)]
+    assert generate("--max-tokens", "128").exception is refusal
 
 
 def test_interrupt_ends_with_130_and_what_was_shown_stays(client: FakeClient) -> None:

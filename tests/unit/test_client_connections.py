@@ -3,10 +3,14 @@
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+import trustme
 from client_fakes import LOST
 
 from draftwire.client import AsyncClient, Client
@@ -123,3 +127,41 @@ def test_mistake_that_is_none_of_closing_stays_one() -> None:
         client._stubs = [Mistaken()]  # type: ignore[list-item]
         with pytest.raises(ValueError, match="else"):
             client.server()
+
+
+@pytest.fixture(scope="module")
+def two_ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int, Path]]:
+    """Ports of a server, with TLS and without, and a folder with its issuer's certificate and another's."""
+    folder, issuer = tmp_path_factory.mktemp("tls"), trustme.CA()
+    issuer.cert_pem.write_to_path(folder / "issuer.pem")
+    trustme.CA().cert_pem.write_to_path(folder / "other.pem")
+    own = issuer.issue_cert("127.0.0.1")
+    pair = (own.private_key_pem.bytes(), own.cert_chain_pems[0].bytes())
+    server = grpc.server(ThreadPoolExecutor(1))
+    ports = (
+        server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair])),
+        server.add_insecure_port("127.0.0.1:0"),
+    )
+    server.start()
+    yield *ports, folder
+    server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("has_tls", "options", "remedy"),
+    [
+        (True, {}, "tls_ca names the issuer"),
+        (True, {"tls_ca": "other.pem"}, "of an issuer that is not in the file tls_ca"),
+        (True, {"tls_ca": "issuer.pem", "tls_target_name": "nobody"}, "has another name: tls_target_name"),
+        (False, {"tls_ca": "issuer.pem"}, "listens without TLS: leave tls_ca out"),
+    ],
+)
+def test_connection_without_the_right_certificate_says_what_to_do(
+    two_ports: tuple[int, int, Path], has_tls: bool, options: dict[str, str], remedy: str
+) -> None:
+    secure, plain, folder = two_ports
+    files = {name: str(folder / value) if value.endswith("pem") else value for name, value in options.items()}
+    with Client(f"127.0.0.1:{secure if has_tls else plain}", **files) as client:
+        with pytest.raises(UnavailableError, match=remedy) as raised:
+            client.wait_ready(0.3)
+        assert "draftwire up" not in str(raised.value)
