@@ -63,7 +63,7 @@ REMEDIES = {
     "WRONG_VERSION_NUMBER": "it listens without TLS: leave tls_ca out (--tls-ca, DRAFTWIRE_TLS_CA)",
     "Socket closed": "if it wants TLS, tls_ca names the issuer of its certificate (--tls-ca)",
 }
-"""What to do about a failed connection, by words of gRPC's reason."""
+"""Remedies of failed connections, by words of gRPC's reason."""
 
 
 def in_turn(choices: Sequence[Choice], timeout_s: float) -> Iterator[tuple[Choice, float]]:

@@ -135,6 +135,21 @@ def test_call_that_is_cut_short_ends_by_its_length(client: openai.OpenAI) -> Non
     (choice,) = answer.choices
     assert choice.finish_reason == "length"
     assert choice.message.content in (None, "")
+    assert not choice.message.tool_calls, "what is cut is no call"
+
+
+def test_answers_are_taken_when_they_come_back_as_they_were(client: openai.OpenAI) -> None:
+    """Whole ones, one that was cut within a call, and one whose parts a client has joined to a call that is none."""
+    whole, cut = (client.chat.completions.create(**ASKED, max_tokens=most).choices[0].message for most in (150, 40))
+    for answer in (whole, cut):
+        sent = [USER, answer.model_dump() | {"annotations": [{"type": "x"}], "refusal": None, "odd": 1}, USER]
+        client.chat.completions.create(model="target", messages=sent, max_tokens=2)  # type: ignore[arg-type]
+    broken = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, '}}
+    sent = [USER, {"role": "assistant", "content": None, "tool_calls": [broken]}, USER]
+    client.chat.completions.create(model="target", messages=sent, max_tokens=2)  # type: ignore[arg-type]
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    with pytest.raises(openai.BadRequestError, match="the model takes text alone, no images"):
+        client.chat.completions.create(model="target", messages=[{"role": "user", "content": [image]}])  # type: ignore[list-item, misc]
 
 
 def test_strict_tools_are_taken_where_the_model_may_write_text(client: openai.OpenAI) -> None:

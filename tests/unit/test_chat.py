@@ -207,7 +207,7 @@ REFUSED = {
     ),
     "a call without arguments": (
         QWEN,
-        said(replace(CALLING, tool_calls=(ToolCall("", "time", ""),))),
+        said(replace(CALLING, tool_calls=(ToolCall("", "time", "[]"),))),
         "messages[0].tool_calls[0].arguments has to be",
     ),
     "a call that is continued": (

@@ -16,7 +16,7 @@ from draftwire_gateway.auth.access import Access
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.app import make_app
-from draftwire_gateway.http.body import ChatBody, CompletionBody, read
+from draftwire_gateway.http.body import ChatBody, CompletionBody, LeftOut, read
 from draftwire_gateway.http.body_reading import MAX_IGNORED_NAMES, BodyReader
 
 TARGET = Path(__file__).parents[2] / "models" / "target"
@@ -115,12 +115,12 @@ def body(**more: Any) -> bytes:
 
 
 def test_unknown_parameters_are_left_out_where_they_are_to_be_ignored() -> None:
-    ignored: set[str] = set()
-    read_body = read(ChatBody, body(store=True, verbosity="low", temperature=0.5), ignored)
-    assert ignored == {"store", "verbosity", "odd"}
+    left_out = LeftOut(leaves_out_all=True)
+    read_body = read(ChatBody, body(truncation="auto", service_tier="flex", temperature=0.5), left_out)
+    assert left_out.names == {"truncation", "service_tier", "odd"}
     assert (read_body.temperature, len(read_body.messages)) == (0.5, 1)
     with pytest.raises(Exception, match="temperature"):
-        read(ChatBody, body(temperature="hot"), set())
+        read(ChatBody, body(temperature="hot"), LeftOut(leaves_out_all=True))
 
 
 def test_template_that_is_none_is_refused_at_start(tmp_path: Path) -> None:

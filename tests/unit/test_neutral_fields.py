@@ -14,7 +14,9 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 ASKS_FOR_NOTHING: dict[str, list[Any]] = {
     "background": [False],
     "include": [[], ["reasoning.encrypted_content"]],
-    "reasoning": [{}, {"effort": None}],
+    "reasoning": [{}, {"effort": None}, {"effort": "low"}],
+    "reasoning_effort": ["low"],
+    "verbosity": ["low"],
     "truncation": ["disabled"],
     "best_of": [1],
     "detokenize": [True],
@@ -30,13 +32,15 @@ ASKS_FOR_NOTHING: dict[str, list[Any]] = {
     "service_tier": ["auto", "default"],
     "skip_special_tokens": [True],
     "spaces_between_special_tokens": [True],
-    "store": [False],
+    "store": [False, True],
     "use_beam_search": [False],
 }
 ASKS_FOR_SOMETHING: dict[str, list[Any]] = {
     "background": [True],
     "include": [["message.output_text.logprobs"], "a"],
-    "reasoning": [{"effort": "low"}, "low"],
+    "reasoning": ["low"],
+    "reasoning_effort": [1],
+    "verbosity": [1],
     "truncation": ["auto"],
     "best_of": [2, True],
     "detokenize": [False],
@@ -52,7 +56,7 @@ ASKS_FOR_SOMETHING: dict[str, list[Any]] = {
     "service_tier": ["flex"],
     "skip_special_tokens": [False, 1],
     "spaces_between_special_tokens": [False],
-    "store": [True, 0],
+    "store": [0],
     "use_beam_search": [True],
 }
 

@@ -49,7 +49,8 @@ CHATS: list[tuple[dict[str, Any], bool]] = [
     ({"messages": [USER], "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, True),
     ({"messages": "hello"}, False),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, False),
-    ({"messages": [{**USER, "colour": "red"}]}, False),
+    ({"messages": [{**USER, "colour": "red", "audio": None}]}, True),
+    ({"messages": [{**USER, "audio": {"id": "a"}}]}, False),
     ({"messages": [USER], "tool_choice": "sometimes"}, False),
 ]
 

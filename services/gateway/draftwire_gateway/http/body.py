@@ -6,6 +6,7 @@ A parameter that is null counts as left out, as in OpenAI's own server.
 import json
 import re
 from collections.abc import Sized
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -32,7 +33,7 @@ from draftwire_gateway.text.conversation import MAX_CHAT_MESSAGES, MAX_TOOL_CALL
 
 _WHY_UNSUPPORTED = {
     "the output is text": ("audio", "detokenize"),
-    "nothing is stored": ("background", "store"),
+    "nothing is stored": ("background",),
     "nothing is stored: send the whole conversation": ("conversation", "previous_response_id"),
     "tokens are drawn": ("early_stopping", "length_penalty", "use_beam_search"),
     "functions are described with tools": ("function_call", "functions"),
@@ -49,7 +50,6 @@ _WHY_UNSUPPORTED = {
         "prompt_cache_options",
         "prompt_cache_retention",
     ),
-    "what a chat template knows of is said with chat_template_kwargs": ("reasoning", "reasoning_effort", "verbosity"),
     "it has to be a text": ("request_id",),
     "control tokens are never text": ("skip_special_tokens", "spaces_between_special_tokens"),
     "the model goes on with the prompt": ("suffix",),
@@ -59,8 +59,18 @@ _WHY_UNSUPPORTED = {
 UNSUPPORTED = {name: why for why, names in _WHY_UNSUPPORTED.items() for name in names}
 """Parameters of OpenAI and others that are not supported, and why."""
 
+OTHER_PARTS = {
+    "image_url": "images",
+    "input_image": "images",
+    "input_audio": "audio",
+    "file": "files",
+    "input_file": "files",
+    "video_url": "videos",
+}
+"""Contents of parts of messages that other models take, by type."""
 ITEM_TYPES = frozenset({"message", "function_call", "function_call_output", "reasoning"})
 """Types of the items of `input` of /v1/responses."""
+REMEDY = "; a gateway with --unknown-parameters ignore leaves it out"
 MAX_NAMES_IGNORED = 64
 """Unknown keys of one object that are told; all are left out."""
 
@@ -78,6 +88,15 @@ class FirstFault(FailFast):
     __hash__ = object.__hash__  # required in annotations of optional fields
 
 
+@dataclass(slots=True)
+class LeftOut:
+    """Unknown keys of a body that were left out."""
+
+    leaves_out_all: bool
+    """Whether those of all models are, and none is refused."""
+    names: set[str] = field(default_factory=set)
+
+
 class Strict(BaseModel):
     """A model that refuses unknown keys and converts no types. The number of collected errors is bounded."""
 
@@ -86,17 +105,23 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any, info: ValidationInfo) -> Any:
-        """Drops keys whose value is null, and all unknown keys but the first, or all if they are to be ignored."""
+        """Drops keys whose value is null, and all unknown keys but the first, or all if they are to be left out."""
         if not isinstance(given, dict):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
         present = {key: value for key, value in given.items() if value is not None}
         unknown = [key for key in present if key not in known]
-        ignored: set[str] | None = info.context
-        if ignored is not None:
-            ignored.update(key for key in unknown[:MAX_NAMES_IGNORED] if NAME.fullmatch(key))
+        left_out: LeftOut | None = info.context
+        leaves_out = cls.model_config.get("extra") == "ignore" or (left_out is not None and left_out.leaves_out_all)
+        if leaves_out:
+            if left_out is not None:
+                left_out.names.update(key for key in unknown[:MAX_NAMES_IGNORED] if NAME.fullmatch(key))
             unknown = []
         return {key: value for key, value in present.items() if key in known or key in unknown[:1]}
+
+
+SENT_BACK = ConfigDict(extra="ignore")
+"""Configuration of what clients send as a server's answer had it, with more than is asked for: that is left out."""
 
 
 def _as_list(given: Any) -> Any:
@@ -170,7 +195,7 @@ class StreamOptions(Strict):
     include_usage: bool = False
     """Whether a last chunk reports the token usage."""
     continuous_usage_stats: bool = False
-    """Has no effect here: the usage comes with the last chunk."""
+    """Whether, with `include_usage`, every chunk has the tokens of its choice so far."""
     include_obfuscation: Literal[False] = False
     """Padding of chunks, which is not supported."""
 
@@ -289,10 +314,18 @@ class CompletionBody(GenerateBody):
         return self
 
 
+def as_text_type(given: Any) -> Any:
+    """Refuses the types of parts that other models take, in words."""
+    if given in OTHER_PARTS:
+        raise value_error(f"the model takes text alone, no {OTHER_PARTS[given]}")
+    return given
+
+
 class TextPart(Strict):
     """A part of a message, which is always text."""
 
-    type: Literal["text"]
+    model_config = SENT_BACK
+    type: Annotated[Literal["text"], BeforeValidator(as_text_type, str)]
     text: str
 
 
@@ -306,6 +339,7 @@ class CalledFunction(Strict):
 class MessageToolCall(Strict):
     """A tool call in an assistant's message."""
 
+    model_config = SENT_BACK
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -314,6 +348,7 @@ class MessageToolCall(Strict):
 class ChatMessage(Strict):
     """One message of a conversation."""
 
+    model_config = SENT_BACK
     role: str
     content: Annotated[list[TextPart], FirstFault(), BeforeValidator(as_parts, str | list[TextPart])] = []
     name: str = ""
@@ -321,10 +356,15 @@ class ChatMessage(Strict):
     tool_call_id: str = ""
     reasoning_content: str = ""
     """Has no effect here: templates leave out how earlier answers were found."""
+    audio: None = None
+    """Has to be null: the model takes text alone."""
+    function_call: None = None
+    """Has to be null: calls are in tool_calls."""
 
     @model_validator(mode="after")
     def _check_content(self) -> "ChatMessage":
-        if "content" not in self.model_fields_set and not self.tool_calls:
+        may_be_empty = self.role == "assistant"  # as an answer is that was cut within its only call
+        if "content" not in self.model_fields_set and not self.tool_calls and not may_be_empty:
             raise value_error("has no content")
         return self
 
@@ -482,16 +522,16 @@ Body = TypeVar("Body", bound=GenerateBody)
 AnyBody = TypeVar("AnyBody", bound=Strict)
 
 
-def read(kind: type[AnyBody], data: bytes | bytearray, ignored: set[str] | None = None) -> AnyBody:
-    """Parses and validates the body of a request. For a large one to be called on a thread. Names of unknown parameters
-    are added to `ignored`, and left out; None refuses them.
+def read(kind: type[AnyBody], data: bytes | bytearray, left_out: LeftOut | None = None) -> AnyBody:
+    """Parses and validates the body of a request. For a large one to be called on a thread. `left_out` says whether
+    unknown parameters are left out, and gets the names of those that are; None refuses them.
 
     Raises:
         RefusedError: the body is not JSON, or is invalid for the route. The message quotes only names and numbers.
     """
     given = parse(data)
     try:
-        return kind.model_validate(given, context=ignored)
+        return kind.model_validate(given, context=left_out)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False)
         # A misspelt name is more useful than the field that is missing because of it.
@@ -504,14 +544,16 @@ def _refusal(fault: ErrorDetails) -> RefusedError:
     path = _path(place)
     top = path.partition(".")[0].partition("[")[0] or None
     if len(place) == 1 and top in UNSUPPORTED:
-        return RefusedError(400, f"{top} is not supported: {UNSUPPORTED[top]}", code="unsupported_parameter", param=top)
+        message = f"{top} is not supported: {UNSUPPORTED[top]}{REMEDY}"
+        return RefusedError(400, message, code="unsupported_parameter", param=top)
     if fault["type"] == "extra_forbidden":
         name = str(place[-1])
         if not NAME.fullmatch(name):  # may be user data, and is not quoted
             return RefusedError(
                 400, f"{path or 'the request'} has a key that means nothing here", code="unknown_parameter"
             )
-        return RefusedError(400, f"{path} is not a parameter of this route", code="unknown_parameter", param=path)
+        message = f"{path} is not a parameter of this route{REMEDY}"
+        return RefusedError(400, message, code="unknown_parameter", param=path)
     if fault["type"] == "missing":
         return RefusedError(400, f"{path} is missing", code="missing_required_parameter", param=path)
     if fault["type"].startswith("union_tag"):  # its message quotes what was sent

@@ -6,7 +6,7 @@ import structlog
 from starlette.types import Receive, Scope
 
 from draftwire_gateway.body_budget import BodyBudget, BodyShare
-from draftwire_gateway.http.body import AnyBody, read
+from draftwire_gateway.http.body import AnyBody, LeftOut, read
 from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.text.tokenizer_pool import MAX_PROMPT_CHARACTERS
 
@@ -55,14 +55,14 @@ class BodyReader:
         Raises:
             RefusedError: the body is invalid for the route.
         """
-        ignored: set[str] | None = set() if self._ignores_unknown else None
+        left_out = LeftOut(self._ignores_unknown)
         if len(data) <= MAX_BODY_ON_LOOP:
-            body = read(kind, data, ignored)
+            body = read(kind, data, left_out)
         else:
             async with self._parsers:
-                body = await asyncio.to_thread(read, kind, data, ignored)
-        if ignored:
-            self._log_ignored(ignored)
+                body = await asyncio.to_thread(read, kind, data, left_out)
+        if left_out.names:
+            self._log_ignored(left_out.names)
         return body
 
     def _log_ignored(self, names: set[str]) -> None:

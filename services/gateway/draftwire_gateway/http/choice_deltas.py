@@ -64,6 +64,12 @@ class ChoiceDelta:
     """Ids of the generated tokens, if they are requested."""
     event_id: str = ""
     """Id of the event that these results are sent in, if that is requested."""
+    num_prompt_tokens: int = 0
+    """Tokens of the choice's prompt, where some were generated after it."""
+    num_tokens: int = 0
+    """Generated tokens."""
+    cuts_call: bool = False
+    """Whether the text has ended within the last call, which is none then."""
 
     def add(self, other: "ChoiceDelta") -> None:
         """Appends a later delta."""
@@ -78,6 +84,10 @@ class ChoiceDelta:
                 self.calls.append(replace(call))
             else:
                 self.calls[call.index].arguments += call.arguments
+        if other.cuts_call:
+            del self.calls[-1]
+        self.num_prompt_tokens = other.num_prompt_tokens or self.num_prompt_tokens
+        self.num_tokens += other.num_tokens
         self.reason = other.reason or self.reason
 
 
@@ -120,7 +130,9 @@ class DeltaMaker:
         generation = choice_event.generation
         match choice_event.event:
             case Delta() as delta:
-                return [self._with_ids(generation, self._generated(generation.choice, delta), delta.token_ids)]
+                generated = self._generated(generation.choice, delta)
+                generated.num_prompt_tokens, generated.num_tokens = len(generation.prompt_ids), len(delta.token_ids)
+                return [self._with_ids(generation, generated, delta.token_ids)]
             case Finish() as finish:
                 self.endings.append(Ending(generation, finish.statistics, finish.drafter_error))
                 return [self._with_ids(generation, self._finished(generation, finish.reason.value), [])]
@@ -136,6 +148,7 @@ class DeltaMaker:
             read = reader.finish()
             delta.text, delta.calls = read.text, read.calls
             delta.reason = self._options.tools.finish_reason(reason, reader)
+            delta.cuts_call = reader.is_within_call and reason == "length"
         return delta
 
     def _with_ids(self, generation: Generation, delta: ChoiceDelta, token_ids: list[int]) -> ChoiceDelta:

@@ -1,4 +1,5 @@
-"""Fields of OpenAI's API and of other servers that ask for what happens anyway, or for the same under another name.
+"""Fields of OpenAI's API and of other servers that ask for what happens anyway, that promise nothing about the text, or
+that ask for the same under another name.
 
 Clients send many of them whether their users think of them or not. What asks for something else is left where it is,
 and refused by its name.
@@ -27,11 +28,14 @@ NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
     "prompt_cache_key": _is_text,
     "request_id": _is_text,
     "safety_identifier": _is_text,
-    "store": _is(False),
+    "store": lambda given: isinstance(given, bool),
+    # What promises nothing about the text. Templates are told with chat_template_kwargs.
+    "reasoning_effort": _is_text,
+    "verbosity": _is_text,
+    "reasoning": lambda given: isinstance(given, dict),
     # Of /v1/responses.
     "background": _is(False),
     "include": lambda given: isinstance(given, list) and set(map(str, given)) <= {"reasoning.encrypted_content"},
-    "reasoning": lambda given: isinstance(given, dict) and not any(value is not None for value in given.values()),
     "truncation": _is("disabled"),
     # How it is served: all requests alike, tokens are drawn, text is text.
     "best_of": _is(1),

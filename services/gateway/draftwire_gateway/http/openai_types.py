@@ -123,11 +123,20 @@ class ResponseWriter:
     """Serialises a response of /v1/completions or /v1/chat/completions."""
 
     def __init__(
-        self, formatter: ResponseFormatter, options: ResponseOptions, model: str, *, reports_usage: bool
+        self,
+        formatter: ResponseFormatter,
+        options: ResponseOptions,
+        model: str,
+        *,
+        reports_usage: bool,
+        counts_on: bool = False,
     ) -> None:
         """Draws the response's id. With `reports_usage`, the last chunk reports usage and metrics, and all others hold
-        `"usage": null`.
+        `"usage": null`; with `counts_on`, they hold the tokens of their choice so far.
         """
+        self._counts_on = counts_on
+        self._num_tokens: dict[int, list[int]] = {}
+        """Tokens of each choice's prompt, and those generated so far."""
         self._formatter = formatter
         self._options = options
         self._reports_usage = reports_usage
@@ -164,8 +173,18 @@ class ResponseWriter:
             names = ("num_draft_tokens", "num_draft_positions")
             judged = {name: sum(counts[name] for counts in delta.rounds) for name in names}
             choice["draftwire"] = {**judged, "tokens": delta.details}
-        data = self._chunk_head + _dumped(choice) + ('],"usage":null}' if self._reports_usage else "]}")
+        data = self._chunk_head + _dumped(choice) + self._chunk_end(delta)
         return event(data, event_id=delta.event_id)
+
+    def _chunk_end(self, delta: ChoiceDelta) -> str:
+        """Returns the end of a chunk, with what it says of the usage."""
+        if not self._counts_on:
+            return '],"usage":null}' if self._reports_usage else "]}"
+        counts = self._num_tokens.setdefault(delta.choice, [0, 0])
+        counts[0] = delta.num_prompt_tokens or counts[0]
+        counts[1] += delta.num_tokens
+        usage = {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)}
+        return '],"usage":' + _dumped(usage) + "}"
 
     def end(self, endings: Sequence[Ending]) -> bytes:
         """Returns the event with usage and metrics, if it is wanted, and the last event of all streams."""

@@ -23,7 +23,8 @@ Unused = Annotated[tuple[()], BeforeValidator(_nothing, list[Any])]
 class ContentPart(bodies.Strict):
     """A part of a message, which is always text."""
 
-    type: Literal["input_text", "output_text", "text"]
+    model_config = bodies.SENT_BACK
+    type: Annotated[Literal["input_text", "output_text", "text"], BeforeValidator(bodies.as_text_type, str)]
     text: str
     annotations: Unused = ()
     """Annotations of an earlier answer; no effect here."""
@@ -37,6 +38,7 @@ Content = Annotated[list[ContentPart], bodies.FirstFault(), BeforeValidator(bodi
 class MessageItem(bodies.Strict):
     """A message."""
 
+    model_config = bodies.SENT_BACK
     type: Literal["message"] = "message"
     role: str
     content: Content
@@ -48,6 +50,7 @@ class MessageItem(bodies.Strict):
 class CallItem(bodies.Strict):
     """A tool call of an earlier answer."""
 
+    model_config = bodies.SENT_BACK
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -69,6 +72,7 @@ class CallOutputItem(bodies.Strict):
 class ReasoningItem(bodies.Strict):
     """How an earlier answer was found; has no effect here, as templates leave it out."""
 
+    model_config = bodies.SENT_BACK
     type: Literal["reasoning"]
     id: str = ""
     summary: Unused = ()
@@ -132,6 +136,8 @@ class OutputTextOptions(bodies.Strict):
     """Options of the text."""
 
     format: TextFormat | None = None
+    verbosity: str = ""
+    """Has no effect here."""
 
 
 class ResponsesBody(bodies.GenerateBody):

@@ -18,6 +18,7 @@ from draftwire_gateway.http.body import (
     Conversing,
     GenerateBody,
     OutputForm,
+    StreamOptions,
     ToolBody,
 )
 from draftwire_gateway.http.choice_deltas import ResponseOptions
@@ -109,8 +110,14 @@ def _chat_names(body: ChatBody) -> Mapping[str, str]:
 
 
 def _writer(formatter: ResponseFormatter, body: GenerateBody, options: ResponseOptions) -> Writer:
-    reports_usage = body.stream_options is not None and body.stream_options.include_usage
-    return ResponseWriter(formatter, options, body.model, reports_usage=reports_usage)
+    wanted = body.stream_options or StreamOptions()
+    return ResponseWriter(
+        formatter,
+        options,
+        body.model,
+        reports_usage=wanted.include_usage,
+        counts_on=wanted.include_usage and wanted.continuous_usage_stats,
+    )
 
 
 COMPLETIONS: Route[CompletionBody] = Route(

@@ -332,8 +332,21 @@ def _turn_to_json(index: int, turn: ChatTurn) -> dict[str, Any]:
 def _call_to_json(what: str, call: ToolCall) -> dict[str, Any]:
     if not call.name:
         raise InvalidRequestError(f"{what} has no name")
-    function = {"name": call.name, "arguments": _json_object(f"{what}.arguments", call.arguments)}
+    function = {"name": call.name, "arguments": _arguments(f"{what}.arguments", call.arguments)}
     return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
+
+
+def _arguments(what: str, text: str) -> dict[str, Any] | str:
+    """Returns a call's arguments; as text where they are no JSON, as of an answer that was cut within them."""
+    if not text.strip():
+        return {}
+    try:
+        json.loads(text)
+    except ValueError:
+        return text
+    except RecursionError:
+        pass  # too deep, which is refused in words
+    return _json_object(what, text)
 
 
 def _tool_to_json(index: int, tool: Tool) -> dict[str, Any]:
