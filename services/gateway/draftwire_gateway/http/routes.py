@@ -22,6 +22,7 @@ from draftwire_gateway.http.body import (
     ToolBody,
 )
 from draftwire_gateway.http.choice_deltas import ResponseOptions
+from draftwire_gateway.http.declared_properties import closed
 from draftwire_gateway.http.error_bodies import HTTP_NAMES, renamed
 from draftwire_gateway.http.openai_types import ChatFormatter, CompletionFormatter, ResponseFormatter, ResponseWriter
 from draftwire_gateway.http.refusal import RefusedError
@@ -208,7 +209,7 @@ def _chat_form(body: ChatBody) -> StructuredOutput | None:
     if wanted is None or wanted.type == "text":
         return _form(body.structured_output)
     schema = '{"type": "object"}' if wanted.json_schema is None else wanted.json_schema.json_schema
-    return StructuredOutput.json(schema)
+    return StructuredOutput.json(closed(schema))
 
 
 def _num_top(body: ChatBody) -> int | None:

@@ -14,7 +14,8 @@ from draftwire.requests.tool_calls import (
     PLAIN_LIST,
     ToolSyntax,
 )
-from draftwire_gateway.http.body import ChatBody, NamedTool
+from draftwire_gateway.http.body import ChatBody, NamedTool, ToolBody
+from draftwire_gateway.http.declared_properties import closed
 from draftwire_gateway.text.tool_call_reader import MARKS_IN_CALLS, ToolCallReader
 
 _ID_SIGNS = string.ascii_letters + string.digits
@@ -81,6 +82,10 @@ def tool_use(body: ChatBody, syntax: ToolSyntax | None) -> ToolUse | None:
     return ToolUse(syntax, names, form, body.must_call, isinstance(body.tool_choice, NamedTool))
 
 
+def _closed(tool: ToolBody) -> str:
+    return closed(tool.function.parameters) if tool.function.parameters else ""
+
+
 def _form(body: ChatBody, syntax: ToolSyntax) -> StructuredOutput:
     tools = body.tools
     if isinstance(body.tool_choice, NamedTool):
@@ -101,7 +106,7 @@ def _form(body: ChatBody, syntax: ToolSyntax) -> StructuredOutput:
     return StructuredOutput.tool_calls(
         syntax.name,
         {
-            tool.function.name: tool.function.parameters if body.must_call or tool.function.strict else ANY_ARGUMENTS
+            tool.function.name: _closed(tool) if body.must_call or tool.function.strict else ANY_ARGUMENTS
             for tool in tools
         },
         at_least=int(body.must_call),
