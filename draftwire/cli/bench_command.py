@@ -41,6 +41,8 @@ LEAST_REQUESTS, REQUESTS_AT_A_TIME = 16, 4
 """Completions of a run by default: the least in all, and for each that runs at a time. A run of one wave takes as long
 as its longest text, and how many tokens the others have by then is chance.
 """
+COUNTED = {"runs": "run", "requests": "completion"}
+"""Counts of a benchmark, and what one of each is."""
 PERCENTILES = (50, 90, 99)
 TIMES = {
     "time_to_first_token_ms": "ms to first token",
@@ -292,7 +294,8 @@ def _print_table(console: "Console", results: dict[str, Any]) -> None:
     table = make_table(["", *names], texts=[""])
     for cells in zip(*(_cells(results[name]) for name in names), strict=True):
         table.add_row(cells[0][0], *(value for _, value in cells))
-    console.print(f"{results['runs']} runs of {results['requests']} completions, {results['concurrency']} at a time")
+    runs, completions = (f"{results[name]} {one}{'s' * (results[name] != 1)}" for name, one in COUNTED.items())
+    console.print(f"{runs} of {completions}, {results['concurrency']} at a time")
     console.print(table)
     if ratio := results.get("speedup"):
         span = f"{ratio['least']:.2f} to {ratio['most']:.2f}"

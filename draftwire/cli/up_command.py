@@ -392,7 +392,8 @@ def interrupt_on_signals() -> Interrupts:
 def _log_text(service: str, line: Mapping[str, Any]) -> "Text":
     from rich.text import Text
 
-    shown = {key: value for key, value in line.items() if key not in ("event", "level", "timestamp", "service")}
+    said = {key: value for key, value in line.items() if value is not None and value != ""}
+    shown = {key: value for key, value in said.items() if key not in ("event", "level", "timestamp", "service")}
     pairs = " ".join(f"{key}={value}" for key, value in shown.items())
     text = visible(f"{line['event']} {pairs}")
     style = {"warning": "yellow", "error": "red"}.get(str(line.get("level")), "")
