@@ -83,6 +83,14 @@ def applied_onto(live: Any, before: Any, after: Any) -> Any:
     return kept | {name: applied_onto(live.get(name), before.get(name), value) for name, value in after.items()}
 
 
+def _owned(applied: Json, live: Json) -> Json:
+    """Returns what an applier still owns of what it applied: who sets a number of pods takes that field over."""
+    records = live.get("metadata", {}).get("managedFields", [])
+    if not any("f:replicas" in record["fieldsV1"].get("f:spec", {}) for record in records):
+        return applied
+    return {**applied, "spec": {name: value for name, value in applied["spec"].items() if name != "replicas"}}
+
+
 @dataclass(eq=False)
 class ObjectServer:
     """The server. A context manager."""
@@ -179,7 +187,7 @@ class ObjectServer:
             return self.objects.pop(key)
         sent = yaml.safe_load(body)
         if is_apply:
-            item = applied_onto(live or {}, self._applied.get(key, {}), sent)
+            item = applied_onto(live or {}, _owned(self._applied.get(key, {}), live or {}), sent)
             kept = self._keep(key, item)
             self._applied[key] = sent
             return kept

@@ -442,8 +442,10 @@ def test_first_target_is_what_it_would_be_alone() -> None:
     ]
 
 
-def test_names_of_targets_fit_however_long_the_release_is_called() -> None:
-    done = template(EVERYTHING, "fullnameOverride=", "nameOverride=", release="r" * 53)
+def test_longest_names_of_targets_fit_and_longer_ones_are_refused() -> None:
+    done = template(EVERYTHING, "fullnameOverride=", "nameOverride=", release="r" * 22)
+    assert "fullnameOverride: names of the target big would begin with 36 characters" in done.stderr
+    done = template(EVERYTHING, "fullnameOverride=", "nameOverride=", release="r" * 18)
     assert done.returncode == 0, done.stderr
     manifests = list(filter(None, yaml.safe_load_all(done.stdout)))
     for manifest in (each for each in manifests if each["metadata"]["labels"][COMPONENT] not in ("notes", "text")):

@@ -76,11 +76,32 @@ def test_all_objects_are_in_the_namespace_of_the_release() -> None:
             assert manifest["metadata"]["namespace"] == "llm", manifest["kind"]
 
 
-def test_names_fit_however_long_the_release_is_called() -> None:
-    done = template("multi-node-tp", "verifier.replicas=10", release="r" * 53)
+HASH = "-0123456789"
+"""What controllers add to a name for a label, which has 63 characters at most."""
+
+
+def test_longest_names_fit_and_longer_ones_are_refused() -> None:
+    """A LeaderWorkerSet names the workers' sets after the pods of leaders."""
+    done = template("multi-node-tp", "verifier.replicas=10", release="r" * 24)
     assert done.returncode == 0, done.stderr
     for manifest in yaml.safe_load_all(done.stdout):
-        assert len(manifest["metadata"]["name"]) + len("-9-15") <= 63, manifest["metadata"]["name"]
+        own = manifest["metadata"]["name"]
+        added = f"-99{HASH}" if manifest["kind"] == "LeaderWorkerSet" else "-9-15"
+        assert len(own) + len(added) <= 63, own
+    done = template("multi-node-tp", release="r" * 25)
+    assert "fullnameOverride: names would begin with 35 characters; LeaderWorkerSets, whose" in done.stderr
+    assert template("tp8", release="r" * 30).returncode == 0
+    assert (
+        "fullnameOverride: names would begin with 41 characters, of 40 at most"
+        in template("tp8", release="r" * 31).stderr
+    )
+    assert template("tp8", "fullnameOverride=short", release="r" * 53).returncode == 0
+
+
+@pytest.mark.parametrize("release", ["my.release", "1demo"])
+def test_release_whose_objects_cannot_be_named_after_it_is_refused(release: str) -> None:
+    assert f"fullnameOverride: {release}-draftwire is no name of a Service" in template("tp8", release=release).stderr
+    assert template("tp8", "fullnameOverride=demo", release=release).returncode == 0
 
 
 PORTS = {"gateway": (50051, 9051), "verifier": (50052, 9052), "drafter": (50053, 9053)}

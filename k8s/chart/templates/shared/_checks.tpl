@@ -2,6 +2,7 @@
 target. */}}
 {{- define "draftwire.checks" -}}
 {{- include "draftwire.checkRelease" . -}}
+{{- include "draftwire.checkNames" . -}}
 {{- include "draftwire.checkModels" . -}}
 {{- include "draftwire.checkTimes" . -}}
 {{- include "draftwire.checkScaling" . -}}
@@ -67,6 +68,31 @@ target. */}}
 {{- end -}}
 {{- if and (not .tracing.endpoint) (ne (float64 .tracing.sampleRatio) 1.0) -}}
 {{- fail "tracing.sampleRatio: says which requests are traced, and none are; set tracing.endpoint" -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Names that objects cannot have, or that two releases would share, since they would be cut. */}}
+{{- define "draftwire.checkNames" -}}
+{{- $own := include "draftwire.ownName" . -}}
+{{- $default := ternary .Release.Name (printf "%s-%s" .Release.Name $own) (contains $own .Release.Name) -}}
+{{- $whole := .Values.fullnameOverride | default $default -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $whole) -}}
+{{- fail (printf "fullnameOverride: %s is no name of a Service, which begins with a letter and has letters, digits and - alone; set another" $whole) -}}
+{{- end -}}
+{{- $length := add (len $whole) (ternary (add 1 (len (.target | default ""))) 0 (not (empty .target))) -}}
+{{- $of := not (empty .target) | ternary (printf " of the target %s" (.target | default "")) "" -}}
+{{- if gt (int $length) 40 -}}
+{{- fail (printf "fullnameOverride: names%s would begin with %d characters, of 40 at most; set a shorter one" $of $length) -}}
+{{- end -}}
+{{- if and (gt (int .Values.verifier.tensorParallel.nodes) 1) (gt (int $length) 34) -}}
+{{- fail (printf "fullnameOverride: names%s would begin with %d characters; LeaderWorkerSets, whose names grow, leave 34: set a shorter one" $of $length) -}}
+{{- end -}}
+{{- range (lookup "apps/v1" "Deployment" .Release.Namespace "").items -}}
+{{- $labels := .metadata.labels | default dict -}}
+{{- $isOurs := and (eq (get $labels "app.kubernetes.io/instance") $.Release.Name) (hasPrefix "draftwire-" (get $labels "helm.sh/chart")) -}}
+{{- if and $isOurs (ne (get $labels "app.kubernetes.io/name") $own) -}}
+{{- fail (printf "nameOverride: the release was installed with %s, and another would replace all of it: uninstall it first" (get $labels "app.kubernetes.io/name")) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}

@@ -40,9 +40,9 @@ app.kubernetes.io/component: {{ with .root.target }}{{ . }}-{{ end }}{{ .service
 
 {{- define "draftwire.ownLabels" -}}
 {{ include "draftwire.selector" . }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | replace "+" "_" | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
+helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version | replace "+" "_" }}
 {{- end }}
 
 {{- define "draftwire.labels" -}}
