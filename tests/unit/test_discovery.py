@@ -471,7 +471,27 @@ async def test_missing_rights_are_named_in_an_error_and_asked_for_again(api: Kub
         await followed.until(A)
         await followed.until_well()
     assert followed.events == ["failed warning", "failed error", "recovered info"]
-    assert "get, list and watch of endpointslices in namespace default" in followed.logs[1]["reason"]
+    said = {401: "its credentials are not accepted", 403: "get, list and watch of endpointslices in namespace default"}
+    assert said[status] in followed.logs[1]["reason"]
+
+
+async def test_token_that_is_refused_is_read_anew(
+    api: KubernetesApi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("old")
+    (tmp_path / "kubeconfig").write_text(api.kubeconfig().replace('"token": "secret-token"', f'"tokenFile": "{token}"'))
+    async with watching() as followed:
+        await followed.until()
+        assert api.lists[-1].authorization == "Bearer old"
+        token.write_text("new")
+        api.refusal = 401
+        await followed.until_failed(2)
+        api.refusal = None
+        api.put(verifiers(pod(A)))
+        await followed.until(A)
+        await followed.until_well()
+    assert api.lists[-1].authorization == "Bearer new"
 
 
 async def test_right_to_list_alone_is_an_error_that_is_logged_once(api: KubernetesApi) -> None:

@@ -11,7 +11,7 @@ import os
 import random
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
@@ -46,8 +46,8 @@ class WatchTimes:
 
 
 async def read_configuration() -> Configuration:
-    """Returns the configuration of the cluster that KUBECONFIG names, or that this pod is in. The library renews the
-    token.
+    """Returns the configuration of the cluster that KUBECONFIG names, or that this pod is in. In a pod the library renews
+    the token; elsewhere it is read anew when it is refused.
 
     Raises:
         InvalidRequestError: no cluster is configured, or the library kubernetes is not installed.
@@ -121,9 +121,17 @@ class EndpointSliceSource:
                 except Exception as error:  # of the network, of the HTTP library, of the client library, of its models
                     self._version = ""  # changes may have been missed
                     self._record_failure(error)
+                    if getattr(error, "status", 0) == HTTPStatus.UNAUTHORIZED:
+                        await self._read_token()
                     # All gateways lose the same server at once: jitter spreads their reconnects.
                     await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                     pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
+
+    async def _read_token(self) -> None:
+        """Reads the credentials anew: a file of KUBECONFIG may hold another token by now, or its program print one."""
+        with suppress(InvalidRequestError):  # the failure is recorded, and the next attempt is one more
+            fresh = await read_configuration()
+            self._configuration.api_key = fresh.api_key
 
     async def _list(self, api: DiscoveryV1Api) -> None:
         async with asyncio.timeout(self._times.answer_s):
@@ -193,9 +201,15 @@ class EndpointSliceSource:
         status = getattr(error, "status", 0)  # HTTP status
         if status == HTTPStatus.GONE:
             return
-        is_refusal = status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)  # an operator has to grant access
-        needed = f"; the gateway needs get, list and watch of endpointslices in namespace {self._namespace}"
-        self.status.record_failure(self.name, _reason_of(error) + needed * is_refusal, is_lasting=is_refusal)
+        rights = (
+            f"; if it lasts, the gateway needs get, list and watch of endpointslices in namespace {self._namespace}"
+        )
+        hints = {
+            HTTPStatus.FORBIDDEN: rights,
+            HTTPStatus.UNAUTHORIZED: "; its credentials are not accepted, and read anew",
+        }
+        is_refusal = status in hints  # an operator has to grant access
+        self.status.record_failure(self.name, _reason_of(error) + hints.get(status, ""), is_lasting=is_refusal)
 
 
 def _reason_of(error: Exception) -> str:
