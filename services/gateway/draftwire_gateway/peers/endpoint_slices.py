@@ -46,8 +46,8 @@ class WatchTimes:
 
 
 async def read_configuration() -> Configuration:
-    """Returns the configuration of the cluster that KUBECONFIG names, or that this pod is in. In a pod the library renews
-    the token; elsewhere it is read anew when it is refused.
+    """Returns the configuration of the cluster that KUBECONFIG names, or that this pod is in. In a pod the library
+    renews the token; elsewhere it is read anew when it is refused.
 
     Raises:
         InvalidRequestError: no cluster is configured, or the library kubernetes is not installed.
@@ -201,11 +201,9 @@ class EndpointSliceSource:
         status = getattr(error, "status", 0)  # HTTP status
         if status == HTTPStatus.GONE:
             return
-        rights = (
-            f"; if it lasts, the gateway needs get, list and watch of endpointslices in namespace {self._namespace}"
-        )
-        hints = {
-            HTTPStatus.FORBIDDEN: rights,
+        rights = f"get, list and watch of endpointslices in namespace {self._namespace}"
+        hints: dict[int, str] = {
+            HTTPStatus.FORBIDDEN: f"; if it lasts, the gateway needs {rights}",
             HTTPStatus.UNAUTHORIZED: "; its credentials are not accepted, and read anew",
         }
         is_refusal = status in hints  # an operator has to grant access
