@@ -3,7 +3,8 @@
     python -m benchmarks.first_minute --output benchmarks/results/first_minute.json
 
 Times are from the start of a command, as from Enter, with files in the system's cache; with `--cold` that is emptied
-before each start, where this process may do so. `up` and `demo` run several times, on free ports.
+before each start, where this process may do so. `up` and `demo` run several times, on free ports, with the chat model,
+if it has been fetched, and with the embedded pair. CPU seconds are those of all processes of `up` until it is ready.
 """
 
 import argparse
@@ -15,12 +16,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.report import write_report
+from draftwire.cli.named_models import CHAT_MODEL, EMBEDDED
+from draftwire.models.fetching import PACKAGED
 
 ROOT = Path(__file__).parents[1]
 COMMAND = (sys.executable, "-m", "draftwire.cli")
@@ -36,11 +39,25 @@ def empty_cache() -> None:
     DROP_CACHES.write_text("3")
 
 
-def demo_s() -> dict[str, float]:
+def cpu_s(process: int) -> float:
+    """Returns the CPU seconds of a process and of all that it has started and that still run."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            facts = (entry / "stat").read_text().rpartition(")")[2].split()
+            parents[int(entry.name)] = int(facts[1]), (int(facts[11]) + int(facts[12])) / os.sysconf("SC_CLK_TCK")
+    children = [number for number, (parent, _) in parents.items() if parent == process]
+    return parents[process][1] + sum(map(cpu_s, children))
+
+
+def demo_s(target: str) -> dict[str, float]:
     """Returns how long `draftwire demo` takes to its first generated text, and in all, seconds."""
     began = time.monotonic()
     process = subprocess.Popen(
-        [*COMMAND, "demo", "--color", "always"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+        [*COMMAND, "demo", "--color", "always", "--target", target],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
     )
     assert process.stdout is not None
     process.stdout.read(1)  # nothing is written before the first token
@@ -52,10 +69,12 @@ def demo_s() -> dict[str, float]:
 
 
 @contextmanager
-def up() -> Iterator[tuple[subprocess.Popen[str], str, float]]:
-    """Yields a running `draftwire up`, the address of its gateway, and how long that took, seconds."""
+def up(target: str) -> Iterator[tuple[subprocess.Popen[str], str, dict[str, float]]]:
+    """Yields a running `draftwire up`, the address of its gateway, and how long that took, seconds, of the CPU too."""
     began = time.monotonic()
-    process = subprocess.Popen([*COMMAND, "up", *PORTS], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen(
+        [*COMMAND, "up", "--target", target, *PORTS], stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
     assert process.stderr is not None
     try:
         lines = iter(process.stderr.readline, "")
@@ -66,7 +85,7 @@ def up() -> Iterator[tuple[subprocess.Popen[str], str, float]]:
                 break
         else:
             raise RuntimeError(f"up ended: {said}")
-        yield process, found[1], time.monotonic() - began
+        yield process, found[1], {"ready_s": time.monotonic() - began, "cpu_s": cpu_s(process.pid)}
     finally:
         process.kill()
         process.wait()
@@ -84,19 +103,19 @@ def first_token_s(address: str) -> float:
     return first_s
 
 
-def up_s() -> dict[str, float]:
+def up_s(target: str) -> dict[str, float]:
     """Returns how long `draftwire up` takes to be ready, then the first token of a command, and Ctrl-C, seconds."""
-    with up() as (process, address, ready_s):
+    with up(target) as (process, address, ready):
         token_s = first_token_s(address)
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=UP_SECONDS)
-        return {"ready_s": ready_s, "first_token_s": token_s, "stopped_s": time.monotonic() - began}
+        return {**ready, "first_token_s": token_s, "stopped_s": time.monotonic() - began}
 
 
-def bench(temperature: float) -> dict[str, Any]:
+def bench(target: str, temperature: float) -> dict[str, Any]:
     """Returns the ratio that `draftwire bench` prints on a fresh `up`."""
-    with up() as (_, address, _):
+    with up(target) as (_, address, _):
         arguments = [*COMMAND, "bench", "--address", address, "--temperature", str(temperature), "--json"]
         printed = subprocess.run(arguments, stdout=subprocess.PIPE, check=True, cwd=ROOT).stdout
         ratio: dict[str, Any] = json.loads(printed)["speedup"]
@@ -117,18 +136,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     prepare = empty_cache if arguments.cold else lambda: None
-    demos, ups = [], []
-    for _ in range(arguments.runs):
-        prepare()
-        demos.append(demo_s())
-        prepare()
-        ups.append(up_s())
-    figures: dict[str, Any] = {
-        "demo": medians(demos),
-        "up": medians(ups),
-    }
-    if not arguments.no_bench:
-        figures["bench"] = {f"temperature {value:g}": bench(value) for value in (1.0, 0.0)}
+    figures: dict[str, Any] = {}
+    for target in (CHAT_MODEL, EMBEDDED) if PACKAGED[CHAT_MODEL].file.is_file() else (EMBEDDED,):
+        demos, ups = [], []
+        for _ in range(arguments.runs):
+            prepare()
+            demos.append(demo_s(target))
+            prepare()
+            ups.append(up_s(target))
+        figures[target] = {"demo": medians(demos), "up": medians(ups)}
+        if not arguments.no_bench:
+            benched = {f"temperature {value:g}": bench(target, value) for value in (1.0, 0.0)}
+            figures[target]["bench"] = benched
     write_report(arguments, figures)
 
 

@@ -83,6 +83,18 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "model that was not fetched": (("up", "--target", "smollm2"), {"XDG_CACHE_HOME": "/nowhere"}),
     "no target, and none was fetched": (("up",), {"XDG_CACHE_HOME": "/nowhere"}),
     "drafter without a target": (("up", "--drafter", "models/drafter-8-layers"), {}),
+    "file of other settings": (("up", "--config", "pyproject.toml"), {}),
+    "file of settings that is none": (("up", "--config", "README.md"), {}),
+    "other machines without a key": (("up", *EMBEDDED_PAIR, "--host", "0.0.0.0"), {}),
+    "key that is too short": (("up", *EMBEDDED_PAIR, "--api-key", "short"), {}),
+    "device that is not there": (("up", *EMBEDDED_PAIR, "--device", "cuda:0"), {}),
+    "no threads": (("up", *EMBEDDED_PAIR, "--threads", "0"), {}),
+    "engine that is none": (("up", *EMBEDDED_PAIR, "--engine", "llama"), {}),
+    "certificate that is not there": (("generate", "hello", "--tls-ca", "/nowhere"), {}),
+    "prompts that are not there": (("bench", "--prompts", "/nowhere"), {}),
+    "model that nobody packages": (("fetch", "llama"), {}),
+    "demo of a folder that is not there": (("demo", "--target", "models/targt"), {}),
+    "two prompts": (("generate", "hello", "--prompt-file", "README.md"), {}),
 }
 """Arguments and variables."""
 

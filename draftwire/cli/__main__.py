@@ -77,11 +77,24 @@ def main() -> None:
 
 
 def _run() -> None:
+    """Runs the command line. Wrong usage is one line too, not typer's box."""
     try:
-        app()
+        status = app(standalone_mode=False)
     except DraftwireError as error:
         complain(error)
         sys.exit(FAILED)
+    except typer.Abort:
+        sys.exit(FAILED)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # which errors of usage have
+            raise
+        message, context = str(error.format_message()), getattr(error, "ctx", None)
+        if "\n" in message:  # the help of a command that was called without anything
+            typer.echo(message, err=True)
+        else:
+            complain(f"{message.removesuffix('.')}: {context.command_path} --help" if context else message)
+        sys.exit(MISUSED)
+    sys.exit(status or 0)
 
 
 if __name__ == "__main__":
