@@ -28,6 +28,7 @@ test-slow: $(INSTALLED)  ## the other tests, at most 23 minutes
 
 test-clients: $(INSTALLED)  ## by hand: clients of other projects, in an environment of their own
 	$(BIN)/python -m tests.clients
+	$(BIN)/python -m tests.clients.chat_model
 
 test-vllm: $(INSTALLED)  ## by hand, a quarter of an hour: the verifier on vLLM, in an environment of its own
 	$(BIN)/python -m tests.on_vllm

@@ -460,3 +460,21 @@ def test_what_has_no_field_is_refused_by_the_client(name: str) -> None:
     with pytest.raises(InvalidRequestError, match=says) as refused:
         chat_to_proto(messages, **options)
     assert "zebra" not in str(refused.value)
+
+
+WITH_SYSTEM = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}{{ '<assistant>' }}"
+
+
+def test_system_message_tells_of_tools_where_the_template_has_no_place_for_them() -> None:
+    told = (
+        'Call functions by a list in JSON: [{"name": ..., "arguments": {...}}]. These are there:\n'
+        f'{{"name": "weather", "description": "What it is like", "parameters": {json.dumps(SCHEMA)}}}\n'
+        '{"name": "time", "parameters": {}}\n'
+    )
+    tokenizer = with_template(WITH_SYSTEM)
+    assert not ChatTemplate(tokenizer, "m").takes_tools
+    assert ChatTemplate(with_template(QWEN), "m").takes_tools
+    conversation = said(USER, tools=(WEATHER, TIME)).with_tools_told()
+    assert rendered(tokenizer, conversation) == f"<system>{told}<user>Hello <assistant>"
+    conversation = said(SYSTEM, USER, tools=(WEATHER, TIME)).with_tools_told()
+    assert rendered(tokenizer, conversation) == f"<system>Be short.\n\n{told}<user>Hello <assistant>"

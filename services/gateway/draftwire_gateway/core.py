@@ -142,10 +142,11 @@ class GatewayCore:
             raise InvalidRequestError("the prompt is empty")
         return await self._tokenizers.encode(text, caller, add_special_tokens=with_special)
 
-    async def render_chat(self, conversation: Conversation, caller: str = "") -> list[int]:
+    async def render_chat(self, conversation: Conversation, caller: str = "", *, must_call: bool = False) -> list[int]:
         """Returns the token ids of a conversation, rendered by the target's chat template up to the answer.
 
-        Callers take turns. Control tokens in the conversation's own texts are encoded as text.
+        Callers take turns. Control tokens in the conversation's own texts are encoded as text. Where the answer has to
+        be calls, a template without a place for tools is told of them by a system message.
 
         Raises:
             InvalidRequestError: the target has no chat template, the template refuses the conversation or leaves
@@ -154,6 +155,8 @@ class GatewayCore:
         """
         if conversation.num_characters > MAX_PROMPT_CHARACTERS:
             raise InvalidRequestError(f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters")
+        if must_call and not self._chat_template.takes_tools:
+            conversation = conversation.with_tools_told()
         text = await self._chat_template.render(conversation, caller)
         options = {"sanitize_control_tokens": True} if is_marked(text) else {}
         return await self._tokenizers.encode(text, caller, add_special_tokens=False, **options)

@@ -90,8 +90,9 @@ async def _requested_chat(
 ) -> RequestedGeneration:
     tools = options.tools
     form = _chat_form(body) if tools is None else tools.form
+    conversation = conversation_of(body, body.messages, body.offered_tools)
     return RequestedGeneration(
-        prompts=[await core.render_chat(conversation_of(body, body.messages, body.offered_tools), caller)],
+        prompts=[await core.render_chat(conversation, caller, must_call=body.must_call)],
         sampling=_sampling(body, form),
         shown_tokens=frozenset() if tools is None else tools.shown_tokens,
         caller=caller,

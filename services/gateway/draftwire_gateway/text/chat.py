@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from inspect import signature
 from typing import Any
 
@@ -65,6 +65,14 @@ class ChatTemplate:
         self._model_name = model_name
         self._threads = FairThreads(RENDER_THREADS, "chat")
         self._num_waiting = 0
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template has a place for tools."""
+        try:
+            return "tools" in parse_template(self._tokenizer.get_chat_template(tools=[])).variables
+        except (ValueError, jinja2.TemplateError):  # which is said when something is to be rendered
+            return False
 
     async def render(self, conversation: Conversation, caller: str = "") -> str:
         """Renders a conversation up to the start of the answer, when it is the caller's turn. Runs on the event loop.

@@ -1,7 +1,8 @@
 """Input of a chat template: messages, tools and template arguments."""
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from draftwire.errors import InvalidRequestError
 
@@ -68,6 +69,22 @@ class Conversation:
             raise InvalidRequestError("the prompt is empty")
         if sum(map(len, self._tool_texts())) > MAX_TOOL_CHARACTERS:
             raise InvalidRequestError(f"tools and template_arguments take at most {MAX_TOOL_CHARACTERS} characters")
+
+    def with_tools_told(self) -> "Conversation":
+        """Returns the conversation for a template without a place for tools: a system message tells of them."""
+        told = 'Call functions by a list in JSON: [{"name": ..., "arguments": {...}}]. These are there:\n'
+        for tool in self.tools:
+            facts = {"name": tool.name, "description": tool.description or None}
+            parameters = json.loads(tool.parameters) if tool.parameters else {}
+            told += (
+                json.dumps({key: value for key, value in facts.items() if value} | {"parameters": parameters}) + "\n"
+            )
+        first, *rest = self.turns
+        if first.role == "system":
+            turns = (replace(first, content=f"{first.content}\n\n{told}"), *rest)
+        else:
+            turns = (ChatTurn("system", told), *self.turns)
+        return replace(self, turns=turns, tools=())
 
     @property
     def num_characters(self) -> int:
