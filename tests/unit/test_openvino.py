@@ -23,7 +23,7 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.openvino import runtime
-from draftwire.models.openvino.openvino_engine import OpenVinoEngine
+from draftwire.models.openvino.openvino_engine import MOST_PADDED, PATIENCE, OpenVinoEngine, RowPadding
 from draftwire.models.openvino.quantized_weights import LEVELS, QuantizedMatrix
 from draftwire.models.openvino.warming import MOST_ROWS, warm_up
 from draftwire.models.sequence_model import FeatureSpan, Reading
@@ -125,8 +125,37 @@ def test_warm_up_makes_each_usual_step_and_leaves_nothing() -> None:
         model = Counting(engine, num_blocks * BLOCK_SIZE)
         model.sizes = []
         warm_up(model)
-        assert model.sizes == [*range(most, 0, -1)]
+        assert model.sizes == [*range(1, most + 1)]
         assert not model.cache.sequences
+
+
+def test_small_steps_have_as_many_rows_as_those_before_them() -> None:
+    """Until so many in a row needed fewer; a large step begins anew."""
+
+    def sizes(*numbers: int) -> list[int]:
+        padding = RowPadding()
+        return [number + padding.rows_beside(number) for number in numbers]
+
+    assert sizes(1, 3, 1, 2, 5, 3) == [1, 3, 3, 3, 5, 5]
+    assert sizes(5, *[1] * PATIENCE, 1, 2) == [5, *[5] * PATIENCE, 1, 2]
+    assert sizes(5, *[1] * (PATIENCE - 2), 3, 1, 1, 3) == [5, *[5] * PATIENCE, 3, 3]
+    assert sizes(5, 1, MOST_PADDED + 1, 1, MOST_PADDED) == [5, 5, MOST_PADDED + 1, 1, MOST_PADDED]
+
+
+def test_padding_touches_no_text() -> None:
+    """The rows beside it, whose block is nobody's, and the kept rows of a step that is padded."""
+    engine = OpenVinoEngine(lean_copy(network("llama")[0]), threads=1, quantizes=False)
+    rows = []
+    for padded in (False, True):
+        model = CachedModel(engine, 4 * BLOCK_SIZE)
+        text, other = model.cache.open(), model.cache.open()
+        model.read([Reading(text, [5, 6, 7], 0), Reading(other, [1] * 70, 0)])
+        if padded:
+            model.read([Reading(other, [2] * 6, 1)])
+        rows.append([model.read([Reading(text, [token], 1)]) for token in (3, 4)])
+    for plain, beside in zip(*rows, strict=True):
+        assert plain.shape == beside.shape
+        assert (plain - beside).abs().max() < 1e-4
 
 
 def test_row_depends_on_its_own_text_alone() -> None:

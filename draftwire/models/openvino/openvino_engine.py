@@ -17,6 +17,10 @@ from draftwire.models.packing import distances_in, positions_of
 from draftwire.models.pass_engine import IdRows
 from draftwire.models.sequence_model import Segment
 
+MOST_PADDED = 8
+"""Rows of the largest steps that others are padded to: more rows cost more than preparing."""
+PATIENCE = 16
+"""Smaller steps in a row, after which steps are as small as the largest of them."""
 GROUP = 32
 """Inputs of a row that share a scale where they are multiplied with weights of eight bits: of each row by itself, so
 that no row depends on others."""
@@ -60,14 +64,14 @@ class OpenVinoStorage:
     """Keys and values of all layers, `[blocks, kv_heads, 32, head_dim]` each."""
 
     def __init__(self, compiled: Any, num_blocks: int, features: StoredFeatures | None) -> None:
-        """Allocates them; memory is committed when it is written."""
-        self.features = features
+        """Allocates them, and a block more, for padding; memory is committed when it is written."""
+        self.features, self.padding_block = features, num_blocks
         self.caches: dict[str, Tensor] = {}
         for port in compiled.inputs:
             if port.get_any_name().startswith((KEY_CACHE, VALUE_CACHE)):
                 of_block = [size.get_length() for size in list(port.get_partial_shape())[1:]]
                 assert of_block[1] == BLOCK_SIZE, "blocks of the plugin and of the block manager"
-                cache = torch.empty(num_blocks, *of_block)
+                cache = torch.empty(num_blocks + 1, *of_block)
                 cache[NULL_BLOCK] = 0.0
                 self.caches[port.get_any_name()] = cache
 
@@ -98,27 +102,30 @@ class OpenVinoPass:
         self._held: dict[str, NDArray[Any]] = {}
         """Memory of the inputs, which OpenVINO reads where it is."""
         self._outputs: tuple[Tensor, Tensor] | None = None
+        self._padding = RowPadding()
         self._feature_size = compiled.outputs[1].get_partial_shape()[1].get_length() if storage.features else 0
         for name, cache in storage.caches.items():
             self._set(name, cache.numpy())
 
     def logits(self, segments: list[Segment], token_ids: IdRows, kept: Sequence[int]) -> Tensor:
         """Computes a pass; see `Pass`."""
-        layout = StepLayout(segments)
         ids = token_ids.numpy() if isinstance(token_ids, Tensor) else np.array(token_ids, np.int64)
-        self._set("input_ids", ids)
+        num_padded = self._padding.rows_beside(len(ids))
+        layout = StepLayout(segments, num_padded, self._storage.padding_block)
+        self._set("input_ids", np.append(ids, np.zeros(num_padded, np.int64)) if num_padded else ids)
         self._set("kept", np.array(kept if len(kept) else [0], np.int64))
         for name, array in layout.inputs().items():
             self._set(name, array)
         features = self._storage.features
-        logits, states = torch.empty(max(1, len(kept)), self._vocab_size), torch.empty(len(ids), self._feature_size)
+        logits = torch.empty(max(1, len(kept)), self._vocab_size)
+        states = torch.empty(len(ids) + num_padded, self._feature_size)
         self._outputs = logits, states  # OpenVINO knows their memory until the next pass
         self._request.set_output_tensor(0, self._tensor(logits.numpy(), shared_memory=True))
         if features is not None:
             self._request.set_output_tensor(1, self._tensor(states.numpy(), shared_memory=True))
         self._request.infer()
         if features is not None:
-            tapped = states.chunk(len(features.layers), dim=1)
+            tapped = states[: len(ids)].chunk(len(features.layers), dim=1)
             slots = [
                 slots_between(each.sequence, each.sequence.length - each.num_tokens, each.sequence.length)
                 for each in segments
@@ -131,20 +138,52 @@ class OpenVinoPass:
         self._request.set_input_tensor(self._ports[name], self._tensor(array, shared_memory=True))
 
 
+class RowPadding:
+    """Keeps the number of rows of small steps: for a step with another number than the one before, the plugin prepares
+    all operations anew, which takes as long as several rows.
+    """
+
+    def __init__(self) -> None:
+        self._size = 0
+        """Rows of the steps at present."""
+        self._largest = self._num_smaller = 0
+        """Most rows that were needed lately, and for how many steps in a row fewer than the steps had."""
+
+    def rows_beside(self, num_rows: int) -> int:
+        """Returns how many rows to add to a step of so many, which is the next one.
+
+        A step is as large as the largest of late. A large one, as of a prompt, begins anew, so that what is added to
+        the steps of a text does not depend on the texts before it.
+        """
+        if num_rows >= self._size or num_rows > MOST_PADDED:
+            self._size = num_rows if num_rows <= MOST_PADDED else 0
+            self._largest = self._num_smaller = 0
+            return 0
+        size = self._size
+        self._largest, self._num_smaller = max(self._largest, num_rows), self._num_smaller + 1
+        if self._num_smaller == PATIENCE:
+            self._size, self._largest, self._num_smaller = self._largest, 0, 0
+        return size - num_rows
+
+
 class StepLayout:
     """Places of the new tokens of some sequences; see `draftwire.models.openvino.graph` for the arrays."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        """Takes segments whose sequences' lengths include the new tokens."""
-        self._segments = segments
-        self._counts = np.array([each.num_tokens for each in segments], np.int32)
-        self._lengths = np.array([each.sequence.length for each in segments], np.int32)
+    def __init__(self, segments: Sequence[Segment], num_padded: int = 0, padding_block: int = NULL_BLOCK) -> None:
+        """Takes segments whose sequences' lengths include the new tokens, and how many rows come after them, of a text
+        that nobody reads, in a block of its own.
+        """
+        self._segments, self._padding_block = segments, padding_block
+        padding = [num_padded] if num_padded else []
+        self._counts = np.array([*(each.num_tokens for each in segments), *padding], np.int32)
+        self._lengths = np.array([*(each.sequence.length for each in segments), *padding], np.int32)
         self._begins = _begins(self._counts)
 
     def inputs(self) -> dict[str, NDArray[Any]]:
         """Returns the arrays by the names of their inputs."""
         past = self._lengths - self._counts
         tables = [each.sequence.blocks[: blocks_for(each.sequence.length)] for each in self._segments]
+        tables += [[self._padding_block]] * (len(self._counts) - len(self._segments))
         shifts = np.repeat(past - self._begins[:-1], self._counts)
         positions = np.arange(self._begins[-1], dtype=np.int64) + shifts
         return {
@@ -167,6 +206,7 @@ class StepLayout:
         if not any(each.num_nodes for each in self._segments):
             return {"qq_bias": np.zeros(0, np.uint8), "qq_bias_begins": np.zeros(0, np.int32)}
         masks = [_seen(each).ravel() if each.num_nodes else np.zeros(0, np.uint8) for each in self._segments]
+        masks += [np.zeros(0, np.uint8)] * (len(self._counts) - len(self._segments))
         ends = np.array([len(mask) for mask in masks], np.int32)
         return {"qq_bias": np.concatenate(masks), "qq_bias_begins": _begins(ends)}
 

@@ -11,9 +11,11 @@ MOST_ROWS = 40
 
 
 def warm_up(model: CachedModel) -> None:
-    """Makes a step of each number of rows, the most first, as far as the cache has room, and forgets them."""
+    """Makes a step of each number of rows, as far as the cache has room, and forgets them: the fewest first, since fewer
+    would be padded to more.
+    """
     sequence = model.cache.open()
-    for num_rows in range(min(MOST_ROWS, model.cache.num_blocks * BLOCK_SIZE), 0, -1):
+    for num_rows in range(1, min(MOST_ROWS, model.cache.num_blocks * BLOCK_SIZE) + 1):
         model.read([Reading(sequence, [0] * num_rows, num_rows)])
         model.cache.truncate(sequence, 0)
     model.cache.close(sequence)
