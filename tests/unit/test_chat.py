@@ -465,7 +465,7 @@ def test_what_has_no_field_is_refused_by_the_client(name: str) -> None:
 WITH_SYSTEM = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}{{ '<assistant>' }}"
 
 
-def test_system_message_tells_of_tools_where_the_template_has_no_place_for_them() -> None:
+def test_system_message_tells_of_tools_where_templates_have_no_place() -> None:
     told = (
         'Call functions by a list in JSON: [{"name": ..., "arguments": {...}}]. These are there:\n'
         f'{{"name": "weather", "description": "What it is like", "parameters": {json.dumps(SCHEMA)}}}\n'

@@ -11,8 +11,8 @@ MOST_ROWS = 40
 
 
 def warm_up(model: CachedModel) -> None:
-    """Makes a step of each number of rows, as far as the cache has room, and forgets them: the fewest first, since fewer
-    would be padded to more.
+    """Makes a step of each number of rows, as far as the cache has room, and forgets them: the fewest first, since they
+    would be padded to more after those.
     """
     sequence = model.cache.open()
     for num_rows in range(1, min(MOST_ROWS, model.cache.num_blocks * BLOCK_SIZE) + 1):
