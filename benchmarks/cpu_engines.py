@@ -9,6 +9,8 @@ process and take turns, so that ratios compare steps that are adjacent in time. 
     perplexity  of the first `--tokens` tokens of a text, read in windows of `WINDOW`
     by shape    how far the law of a row parts from that of the same row read alone: the mean and the largest total
                 variation at temperature 1, for the first of five rows, and for one of eight sessions
+    in turn     what a step takes where steps of several numbers of rows follow each other, with the padding of small
+                steps that OpenVINO's have, and without
     start       of a process of its own: seconds until the first step is over, and the memory that it then holds
 """
 
@@ -19,7 +21,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from benchmarks.report import progress, write_report
 from draftwire.engine.model_loading import load_target
 from draftwire.errors import InvalidRequestError
 from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.openvino import openvino_engine
 from draftwire.models.sequence_model import Reading, SequenceModel
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 
@@ -41,6 +45,8 @@ ENGINES: dict[str, dict[str, str]] = {
 }
 SHAPES = ((1, 1), (1, 5), (4, 1), (8, 1), (4, 5), (8, 5))
 """Sessions, and rows of each."""
+IN_TURN = ((1,), (5,), (1, 2), (1, 5), (1, 1, 1, 1, 1, 3))
+"""Rows of one session's steps, in turn."""
 WINDOW = 512
 """Tokens that are read in one pass, each predicted from those before it."""
 NUM_COMPARED = 128
@@ -129,6 +135,30 @@ def perplexity(model: SequenceModel, ids: Sequence[int]) -> float:
     return math.exp(total / count)
 
 
+@contextmanager
+def padding_up_to(num_rows: int) -> Iterator[None]:
+    """Pads small steps of OpenVINO up to so many rows; 0 pads none."""
+    usual, openvino_engine.MOST_PADDED = openvino_engine.MOST_PADDED, num_rows
+    try:
+        yield
+    finally:
+        openvino_engine.MOST_PADDED = usual
+
+
+def in_turn(model: SequenceModel, context: int, num_steps: int) -> dict[str, dict[str, float]]:
+    """Returns the mean over a pattern's steps of their median milliseconds, by padding and pattern."""
+    found: dict[str, dict[str, float]] = {}
+    for name, most in (("padded", openvino_engine.MOST_PADDED), ("as they are", 0)):
+        with padding_up_to(most):
+            text = Texts(model, 1, context)
+            for pattern in IN_TURN:
+                rounds = [[text.step_ms(num_rows) for num_rows in pattern] for _ in range(num_steps + 4)][4:]
+                medians = [statistics.median(own) for own in zip(*rounds, strict=True)]
+                found.setdefault(name, {})[" ".join(map(str, pattern))] = statistics.mean(medians)
+            text.close()
+    return found
+
+
 @torch.inference_mode()
 def by_shape(model: SequenceModel, ids: Sequence[int]) -> dict[str, list[float]]:
     """Returns the mean and the largest total variation between a row's laws, by the shape that it is compared with."""
@@ -164,14 +194,22 @@ def measure(folder: str, text: Path | None, arguments: argparse.Namespace) -> di
         except InvalidRequestError as error:
             print(f"{name}: {error}")
     result: dict[str, Any] = {"milliseconds": steps(models, arguments.context, arguments.steps)}
+    result["in_turn"] = {
+        name: in_turn(model, arguments.context, arguments.steps) for name, model in models.items() if "openvino" in name
+    }
     print(f"\n{folder}\nsessions x rows{'':5}" + "".join(f"{name:>16}" for name in models))
     for shape, row in result["milliseconds"].items():
         print(f"{shape:<20}" + "".join(f"{row[name]:>16.1f}" for name in models))
+    for name, kinds in result["in_turn"].items():
+        for kind, patterns in kinds.items():
+            shown = ", ".join(f"{pattern}: {value:.1f}" for pattern, value in patterns.items())
+            print(f"{name}, {kind}, ms of a step by the rows of steps in turn: {shown}")
     if text is not None:
         tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
         ids = tokenizer.encode(text.read_text(encoding="utf-8")[: 8 * arguments.tokens]).ids[: arguments.tokens]
         result["perplexity"] = {name: perplexity(model, ids) for name, model in models.items()}
-        result["by_shape"] = {name: by_shape(model, ids) for name, model in models.items()}
+        with padding_up_to(0):
+            result["by_shape"] = {name: by_shape(model, ids) for name, model in models.items()}
         print(f"perplexity of {len(ids)} tokens", {name: round(own, 4) for name, own in result["perplexity"].items()})
         for name, shapes in result["by_shape"].items():
             print(f"{name:<16}", {shape: [f"{each:.1e}" for each in own] for shape, own in shapes.items()})

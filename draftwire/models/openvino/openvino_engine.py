@@ -19,7 +19,7 @@ from draftwire.models.sequence_model import Segment
 
 MOST_PADDED = 8
 """Rows of the largest steps that others are padded to: more rows cost more than preparing."""
-PATIENCE = 16
+PATIENCE = 4
 """Smaller steps in a row, after which steps are as small as the largest of them."""
 GROUP = 32
 """Inputs of a row that share a scale where they are multiplied with weights of eight bits: of each row by itself, so
