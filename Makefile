@@ -81,7 +81,7 @@ release: $(INSTALLED)  ## build images and chart and push them: make release REG
 pins: $(INSTALLED)  ## the base of released images as its tag names it today: deploy/base-image.env
 	@$(BIN)/python deploy/release.py pin
 
-pictures: $(INSTALLED)  ## the pictures in docs/pictures, of a run with the embedded pair; needs chromium
+pictures: $(INSTALLED)  ## the pictures in docs/pictures, of a run with the chat model; needs chromium
 	$(BIN)/python -m benchmarks.pictures
 
 lint: $(INSTALLED)  ## style of code and protos
