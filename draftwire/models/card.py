@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import structlog
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from draftwire.errors import InvalidRequestError
@@ -15,8 +14,6 @@ from draftwire.models.folder import check_model
 from draftwire.models.gguf.cache import converted_folder
 from draftwire.models.model_names import is_gguf
 from draftwire.models.tokenizer import tokenizer_of
-
-log = structlog.get_logger()
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -73,6 +70,9 @@ def path_of(name: str, dtype: str, *, needs_weights: bool = True) -> str:
     if dtype not in DTYPES:
         raise InvalidRequestError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if is_gguf(name):
+        import structlog  # which a machine lacks that only computes
+
+        log = structlog.get_logger()
         return str(converted_folder(name, partial(log.info, "models.gguf_converting", file=name)))
     check_model(name, needs_weights=needs_weights)
     return str(Path(name).expanduser()) if name.startswith("~") else name

@@ -46,13 +46,22 @@ class LeanModel(nn.Module):
         return self.lm_head
 
 
+class _Embedding(nn.Embedding):
+    """Draws no values where there is no memory for them: torch would import its compiler for that."""
+
+    def reset_parameters(self) -> None:
+        """Draws initial values."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class _Base(nn.Module):
     """All but the output layer."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = _Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = _Norm(config.hidden_size, config)
         self.rotary_emb = rotation_of(config)

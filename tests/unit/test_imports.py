@@ -188,3 +188,16 @@ print(json.dumps(sorted(sys.modules)))
     of_the_edge = (".features", ".feature_format", ".feature_messages")  # whoever sends them, they are read
     found = [name for name in loaded if any(part in name for part in parts)]
     assert [name for name in found if not name.endswith(of_the_edge)] == []
+
+
+def test_configuration_and_weights_are_read_without_torchs_compiler() -> None:
+    """Nor its distributed tensors: 900 modules, which take a second of each process."""
+    code = f"""
+import json, sys, torch
+from draftwire.models.loading import load_lean_model
+from transformers.utils import is_torch_available
+load_lean_model({str(ROOT / "models" / "target")!r}, "float32")
+heavy = ("sympy", "torch._dynamo", "torch.distributed.tensor", "transformers.activations")
+print(json.dumps([is_torch_available(), [name for name in heavy if name in sys.modules]]))
+"""
+    assert python(code) == [True, []]
