@@ -29,9 +29,7 @@ from draftwire.cli.up_command import CHAT_PAGE
 from draftwire.client import Client
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
-QUESTION = (
-    "Write a Python function that returns the largest number of a list, with an example, and explain it line by line."
-)
+QUESTION = "Write a Python function that returns the largest number of a list, and explain it line by line."
 SIZES: dict[str, ViewportSize] = {
     "playground": {"width": 1280, "height": 860},
     "playground-narrow": {"width": 375, "height": 812},
@@ -79,6 +77,7 @@ def draw_playground(chromium: str, address: str, size: ViewportSize, scheme: Sch
         page.wait_for_selector("body[data-state=done]", timeout=120_000)
         page.locator(".text").evaluate_all("(texts) => texts.forEach((text) => { text.scrollTop = 0; })")
         page.hover("#speculative .accepted >> nth=1")
+        page.evaluate("scrollTo(0, 0)")
         page.wait_for_timeout(300)
         page.screenshot(path=path)
         browser.close()
