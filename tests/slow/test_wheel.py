@@ -86,3 +86,13 @@ def test_source_archive_gives_the_same_wheel(source: Path, wheel: Path, tmp_path
         assert sorted(one.namelist()) == sorted(other.namelist())
         tops = {name.partition("/")[0] for name in one.namelist() if ".dist-info" not in name}
     assert tops == {"draftwire", "draftwire_drafter", "draftwire_verifier", "draftwire_gateway"}
+
+
+def test_wheel_says_what_an_index_wants_to_know(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        said = archive.read(next(name for name in archive.namelist() if name.endswith("/METADATA"))).decode()
+    lines = said.partition("\n\n")[0].splitlines()
+    assert "License-Expression: Apache-2.0" in lines
+    assert {"Classifier: Typing :: Typed", "Provides-Extra: openvino", "Provides-Extra: vllm"} <= set(lines)
+    classifiers = {line.removeprefix("Classifier: ") for line in lines if line.startswith("Classifier: ")}
+    assert not [name for name in classifiers if name.startswith("License ::")]  # refused beside an expression

@@ -1,4 +1,4 @@
-"""instructor, in its default mode and that of schemas."""
+"""instructor, in its default mode, that of schemas and that of responses."""
 
 import instructor
 import openai
@@ -28,3 +28,9 @@ def test_tools(url: str, model: str) -> None:
 
 def test_schema(url: str, model: str) -> None:
     check(url, model, instructor.Mode.JSON_SCHEMA)
+
+
+def test_responses(url: str, model: str) -> None:
+    client = instructor.from_openai(openai.OpenAI(base_url=url), mode=instructor.Mode.RESPONSES_TOOLS)
+    found = client.responses.create(model=model, input="Who is it?", response_model=Person, max_retries=0)
+    check_person(found.model_dump())

@@ -127,6 +127,14 @@ target. */}}
 {{- if and .verifier.tensorParallel.exclusiveTopology (eq (int .verifier.tensorParallel.nodes) 1) -}}
 {{- include "draftwire.refuse" (dict "root" $ "says" "verifier.tensorParallel.exclusiveTopology: is for groups of several nodes") -}}
 {{- end -}}
+{{- if and (ne .verifier.podManagementPolicy "Parallel") (gt (int .verifier.tensorParallel.nodes) 1) -}}
+{{- include "draftwire.refuse" (dict "root" $ "says" "verifier.podManagementPolicy: groups of several nodes are no StatefulSet, and start in parallel") -}}
+{{- end -}}
+{{- with lookup "apps/v1" "StatefulSet" $.Release.Namespace (include "draftwire.name" (dict "root" $ "service" "verifier")) -}}
+{{- if ne .spec.podManagementPolicy $.Values.verifier.podManagementPolicy -}}
+{{- include "draftwire.refuse" (dict "root" $ "says" (printf "verifier.podManagementPolicy: the StatefulSet has %s, which cannot be changed; delete it with --cascade=orphan first" .spec.podManagementPolicy)) -}}
+{{- end -}}
+{{- end -}}
 {{- if and .drafter.autoscaling.enabled (not .drafter.enabled) -}}
 {{- include "draftwire.refuse" (dict "root" $ "says" "drafter.autoscaling: needs drafter.enabled") -}}
 {{- end -}}
