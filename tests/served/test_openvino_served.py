@@ -1,13 +1,15 @@
 """Services whose models OpenVINO runs: the law of its own rows, and the texts of our own decoder."""
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from scipy.stats import chisquare
 from torch import Tensor
 
-from benchmarks.law import LENGTH, PROMPT, compare, draw_completions, exact_law, stack_options
+from benchmarks.law import CONTEXT_LENGTH, LENGTH, PROMPT, compare, draw_completions, exact_law, stack_options
 from draftwire.cli.named_models import embedded_model
 from draftwire.client import Client
 from draftwire.engine.openvino_loading import load_for_openvino
@@ -18,7 +20,9 @@ from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import ModelSettings
 from tests.conftest import why_no_openvino
-from tests.in_process import InProcessStack
+from tests.in_process import InProcessStack, slow_verifiers
+from tests.observing import read_metric
+from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.skipif(bool(why_no_openvino()), reason=why_no_openvino())
 
@@ -81,6 +85,81 @@ def test_sampled_outputs_follow_the_law_of_weights_of_eight_bits(
     )
     assert num_trees > 0.8 * num_drafts if nodes else num_trees == 0
     assert result.p_value > ALPHA, result
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "nodes", "samples"),
+    [(64, 8, 60), *(pytest.param(size, nodes, 150, marks=pytest.mark.slow) for size in (64, 512) for nodes in (0, 8))],
+    ids=str,
+)
+def test_tokens_of_larger_vocabularies_follow_the_rows_before_them(
+    tmp_path: Path, vocab_size: int, nodes: int, samples: int
+) -> None:
+    """No law of so many texts can be enumerated, but each token has one, given those before it: what it reaches of its
+    cumulative law, tokens that the drafter prefers last, is uniform. False alarm: 1e-6.
+    """
+    sharpness = 3.0 if vocab_size == 64 else 1.0  # sharper, fewer tokens of such a pair are accepted
+    pair = [
+        save_tiny_model(tmp_path / str(seed), vocab_size, seed, CONTEXT_LENGTH, sharpness=sharpness) for seed in (6, 9)
+    ]
+    options = stack_options(pair[0], pair[1], max_tree_nodes=12)
+    options["verifier"] |= {"engine": "openvino", "weights": "u8"}
+    with slow_verifiers(0.01), InProcessStack(options) as running:
+        completions = list(draw_completions(running.address, "block", SamplingParams(), range(samples), 8, nodes))
+    rounds, accepted = (
+        sum(getattr(one.statistics, name) for one in completions) for name in ("num_rounds", "num_accepted_tokens")
+    )
+    assert accepted > 0.05 * rounds, "their laws overlap by a fifth or less"
+    texts = [list(completion.token_ids) for completion in completions]
+    target, drafter = (rows_after_prompt(*of, texts) for of in zip(pair, ("u8", "f32"), strict=True))
+    assert p_value_of_uniform(texts, target, drafter) > ALPHA
+    assert p_value_of_uniform(texts, (target + drafter) / 2.0, drafter) < ALPHA, "another law would be noticed"
+
+
+def rows_after_prompt(folder: Path, weights: str, texts: Sequence[list[int]]) -> Tensor:
+    """Returns a model's law of each token of some texts after `PROMPT`, `[texts, tokens, vocab]`."""
+    chosen = load_for_openvino(ModelSettings(str(folder), engine="openvino", weights=weights))
+    assert chosen is not None
+    model = CachedModel(OpenVinoEngine(chosen.network, threads=1, quantizes=chosen.quantizes), 64)
+    rows = []
+    for text in texts:
+        reading = Reading(model.cache.open(), [*PROMPT, *text[:-1]], len(text))
+        rows.append(model.read([reading]).double().softmax(-1))
+        model.cache.close(reading.sequence)
+    return torch.stack(rows)
+
+
+def p_value_of_uniform(texts: Sequence[list[int]], laws: Tensor, drafts: Tensor, num_cells: int = 16) -> float:
+    """Returns the probability of counts as unequal as those of where tokens fall in their laws, if these are right."""
+    draws, counts = random.Random(0), [0] * num_cells
+    for text, law, draft in zip(texts, laws, drafts, strict=True):
+        for token, row, drawn_from in zip(text, law, draft, strict=True):
+            ranks = (drawn_from / row).log()
+            below = row[ranks < ranks[token]].sum().item()
+            counts[min(num_cells - 1, int(num_cells * (below + draws.random() * row[token].item())))] += 1
+    return float(chisquare(counts).pvalue)
+
+
+@pytest.mark.parametrize("rule", ["block", "coupled"])
+def test_session_moves_to_another_verifier_with_its_text(pair: tuple[Path, Path], rule: str) -> None:
+    """Under `coupled` with the tokens that it would have had: equal weights, engine and seeds draw them again."""
+    options = {"model": pair[0], "metrics_port": 0, "threads": 1, "engine": "openvino", "weights": "u8"}
+    with slow_verifiers(), InProcessStack({"verifier": options}) as one, InProcessStack({"verifier": options}) as other:
+        addresses = ",".join(f"127.0.0.1:{stack.services['verifier'].port}" for stack in (one, other))
+        gateway = {"verifier": addresses, "local_drafts": "none"}
+        with InProcessStack({"gateway": gateway}) as running, Client(running.address) as client:
+            asked = {"max_tokens": 24, "seed": 3, "rejection_sample_method": rule, "ignore_eos": True}
+            undisturbed = client.generate(PROMPT, **asked)
+            stream, ids = client.stream(PROMPT, **asked), []
+            for delta in stream:
+                ids += delta.token_ids
+                if len(ids) == len(delta.token_ids):  # the first one
+                    busy = one if read_metric(one, "verifier", "num_sessions") else other
+                    busy.kill("verifier")
+            assert stream.completion.statistics.num_verifiers_lost == 1
+    assert len(ids) == len(undisturbed.token_ids) == 24
+    if rule == "coupled":
+        assert ids == undisturbed.token_ids
 
 
 def test_draw_repeats_with_its_seed(running: InProcessStack) -> None:
