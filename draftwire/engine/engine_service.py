@@ -212,6 +212,9 @@ class EngineService(ABC, Generic[Step, Result, Event]):
             step = self._scheduler.next_step()
             if step is None:
                 self._work.clear()
+                if not (self._engine.is_prepared or self._scheduler.sessions):
+                    await self._torch.run(self._engine.prepare)
+                    continue
                 await self.group.wait(self._work, self._scheduler.holds_for_s)
                 continue
             await self._run_step(step)

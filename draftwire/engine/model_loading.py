@@ -1,6 +1,6 @@
 """Loads the models of the services, by name, folder or script. Called on the torch thread."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -44,6 +44,9 @@ class FittedModel(Generic[AnyModel]):
     fit: Callable[[], int] | None = None
     """Gives the KV cache the size that fits, and returns it, once the largest step has been run; None if its size is
     set."""
+    make_steps: Callable[[], Iterator[object]] | None = None
+    """Makes the first steps of the sizes that are needed soon, once the cache has its size, and returns what makes
+    those of others, one each time; None if first steps take no longer."""
 
 
 MakeHead = Callable[[ModelCard, torch.device, int], FeatureUser]
@@ -124,20 +127,15 @@ def _compile(
     head = None if make_head is None else make_head(chosen.loaded.card, network.device, num_layers)
     source = None if head is None else head.source
     taps = () if source is None else source(BLOCK_SIZE).layers
-    compiled = OpenVinoEngine(network, threads=settings.threads, quantizes=chosen.quantizes, taps=taps)
+    packed = chosen.packed()
+    compiled = OpenVinoEngine(network, threads=settings.threads, packed=packed, taps=taps)
+    if packed is not None:
+        packed.keep()
     log.info("models.engine_chosen", engine="openvino", weights=chosen.name)
     model = CachedModel(compiled, size_while_loading(engine), source)
     count = count_of(fitter, chosen.card, head)
-    if count is None:
-        warm_up(model)
-        return FittedModel(chosen.card, model)
-
-    def fit() -> int:
-        num_tokens = model.fit(count)
-        warm_up(model)
-        return num_tokens
-
-    return FittedModel(chosen.card, model, fit)
+    fit = None if count is None else partial(model.fit, count)
+    return FittedModel(chosen.card, model, fit, partial(warm_up, model))
 
 
 def move_weights(settings: ModelSettings, device: torch.device, resident: int) -> None:

@@ -14,6 +14,7 @@ from draftwire.models.lean_model import LeanModel
 from draftwire.models.lean_reading import why_not_read
 from draftwire.models.loading import LoadedModel, dtype_on_cpu, load_lean_model
 from draftwire.models.openvino import runtime
+from draftwire.models.openvino.kept_weights import KeptWeights
 from draftwire.runtime.settings import ModelSettings
 
 
@@ -21,8 +22,9 @@ from draftwire.runtime.settings import ModelSettings
 class OpenVinoModel:
     """A model to be compiled."""
 
+    folder: Path
     loaded: LoadedModel
-    """Its weights in float32, with the card and fingerprint of those."""
+    """Its weights, in float32 unless they are rounded to eight bits, with the card and fingerprint of those."""
     quantizes: bool
     """Whether it is to be run with weights of eight bits."""
 
@@ -31,6 +33,12 @@ class OpenVinoModel:
         """The weights."""
         assert isinstance(self.loaded.model, LeanModel), "it was loaded as one"
         return self.loaded.model
+
+    def packed(self) -> KeptWeights | None:
+        """Returns its matrices in eight bits, as far as they are kept; None if they are not to be rounded."""
+        if not self.quantizes:
+            return None
+        return KeptWeights.of_model(self.folder, self.loaded.description.weights_fingerprint)
 
     @property
     def name(self) -> str:
@@ -73,13 +81,13 @@ def load_for_openvino(settings: ModelSettings, why_not: str = "", *, reads_trees
     quantizes = settings.weights == "u8" or (settings.weights == "auto" and was_quantised)
     if not is_asked_for and (reason or (not quantizes and _is_in_bfloat16(settings))):
         return None
-    loaded = None if reason else load_lean_model(settings.model, "float32")
+    loaded = None if reason else load_lean_model(settings.model, "float32", as_stored=quantizes)
     if loaded is None:
         if not is_asked_for:
             return None
         what = "engine openvino" if settings.engine == "openvino" else f"weights {settings.weights}"
         raise InvalidRequestError(f"{what}: {reason or 'its weights are not those of its configuration'}")
-    return OpenVinoModel(loaded, quantizes)
+    return OpenVinoModel(Path(path_of(settings.model, settings.dtype)), loaded, quantizes)
 
 
 def why_not_with(settings: ModelSettings) -> str:

@@ -17,7 +17,12 @@ class StepEngine(ABC, Generic[Step, Result]):
     """A model and the KV cache of its sessions. All methods run on the torch thread.
 
     The seam between a service and what computes for it: a service knows its engine by these methods alone.
+
+    Attributes:
+        is_prepared: whether `prepare` has nothing more to do. For any thread.
     """
+
+    is_prepared = True
 
     def warm_up(self) -> list[tuple[int, float]]:
         """Runs short prompts, so that no request pays for lazy initialisation.
@@ -27,6 +32,9 @@ class StepEngine(ABC, Generic[Step, Result]):
         """
         costs = [self._time_prompt(num_tokens) for num_tokens in (WARM_UP_TOKENS[0], *WARM_UP_TOKENS)]
         return costs[1:]  # the first includes lazy initialisation
+
+    def prepare(self) -> None:
+        """Makes a step of a size that later ones would wait for. While no session is open, until `is_prepared`."""
 
     @abstractmethod
     def _time_prompt(self, num_tokens: int) -> tuple[int, float]:

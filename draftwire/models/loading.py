@@ -67,9 +67,11 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
     return LoadedModel(loaded, card_of(loaded, name, path, revision, weights_fingerprint(loaded)))
 
 
-def load_lean_model(name: str, dtype: str = "auto", device: str = "cpu") -> LoadedModel | None:
+def load_lean_model(
+    name: str, dtype: str = "auto", device: str = "cpu", *, as_stored: bool = False
+) -> LoadedModel | None:
     """Loads a model of the Llama family for the lean decoder, without transformers' modelling code; arguments as for
-    `load_model`.
+    `load_model`, but for weights that are left `as_stored`, of whatever types.
 
     Returns:
         The model that `load_model` would load, as far as the lean decoder can tell; None if that is left to it: for
@@ -93,7 +95,8 @@ def load_lean_model(name: str, dtype: str = "auto", device: str = "cpu") -> Load
         model.generation_config = GenerationConfig.from_pretrained(path)
     except OSError:  # there is none
         model.generation_config = GenerationConfig.from_model_config(config)
-    model.to(dtype_on_cpu(model) if dtype == "auto" else getattr(torch, dtype))
+    if not as_stored:
+        model.to(dtype_on_cpu(model) if dtype == "auto" else getattr(torch, dtype))
     return LoadedModel(model, card_of(model, name, path, None, weights_fingerprint(model)))
 
 

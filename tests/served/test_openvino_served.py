@@ -15,6 +15,7 @@ from draftwire.client import Client
 from draftwire.engine.openvino_loading import load_for_openvino
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.openvino import runtime
+from draftwire.models.openvino.kept_weights import KeptWeights
 from draftwire.models.openvino.openvino_engine import OpenVinoEngine
 from draftwire.models.sequence_model import Reading
 from draftwire.requests.parameters import SamplingParams
@@ -53,7 +54,7 @@ def law(pair: tuple[Path, Path]) -> dict[tuple[int, ...], float]:
     chosen = load_for_openvino(ModelSettings(str(pair[0]), engine="openvino", weights="u8"))
     assert chosen is not None
     assert chosen.quantizes
-    model = CachedModel(OpenVinoEngine(chosen.network, threads=1, quantizes=True), TEXTS_AT_ONCE * 64)
+    model = CachedModel(OpenVinoEngine(chosen.network, threads=1, packed=KeptWeights()), TEXTS_AT_ONCE * 64)
 
     def logits_of(ids: Tensor) -> Tensor:
         rows = []
@@ -120,7 +121,7 @@ def rows_after_prompt(folder: Path, weights: str, texts: Sequence[list[int]]) ->
     """Returns a model's law of each token of some texts after `PROMPT`, `[texts, tokens, vocab]`."""
     chosen = load_for_openvino(ModelSettings(str(folder), engine="openvino", weights=weights))
     assert chosen is not None
-    model = CachedModel(OpenVinoEngine(chosen.network, threads=1, quantizes=chosen.quantizes), 64)
+    model = CachedModel(OpenVinoEngine(chosen.network, threads=1, packed=chosen.packed()), 64)
     rows = []
     for text in texts:
         reading = Reading(model.cache.open(), [*PROMPT, *text[:-1]], len(text))

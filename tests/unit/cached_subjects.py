@@ -162,7 +162,7 @@ def make(subject: str, num_blocks: int = 60) -> Subject:
         return Subject(torch_model(decoder_of(model, "transformers"), num_blocks * BLOCK_SIZE), reference, TOLERANCE)
     exact = with_exact_norms(copy.deepcopy(reference))
     if decoder == "openvino":
-        engine = OpenVinoEngine(lean_copy(model), threads=1, quantizes=False)
+        engine = OpenVinoEngine(lean_copy(model), threads=1)
         return Subject(CachedModel(engine, num_blocks * BLOCK_SIZE), exact, FLOAT32_TOLERANCE)
     make_steps = decoder.endswith("static shapes")
     return Subject(torch_model(decoder_of(model, "lean"), num_blocks * BLOCK_SIZE, make_steps), exact, LEAN_TOLERANCE)

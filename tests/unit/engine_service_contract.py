@@ -103,6 +103,25 @@ class EngineServiceContract:
             assert core.metrics.registry.get_sample_value(PREFIX + "num_sessions") == num_sessions == core.num_sessions
             await self.open_all(served, num_sessions)
 
+    async def test_engine_prepares_further_steps_while_no_session_is_open(
+        self, served: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        core, prepared, engine = served.core, list[int](), served.core._engine
+
+        def prepare() -> None:
+            prepared.append(core.num_sessions)
+            engine.is_prepared = len(prepared) == 5
+
+        await self.open_all(served, 1)
+        monkeypatch.setattr(engine, "prepare", prepare)
+        monkeypatch.setattr(engine, "is_prepared", False, raising=False)
+        self.ask(core, 1)
+        await until(lambda: self.done(served) == [1], "a session is served meanwhile")
+        assert not prepared
+        core.close_session(1, 0)
+        await until(lambda: engine.is_prepared, "all steps are made")
+        assert prepared == [0] * 5
+
     # Leases
 
     async def test_sessions_end_with_their_own_lease_and_free_what_they_hold(

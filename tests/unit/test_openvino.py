@@ -2,12 +2,16 @@
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from cached_subjects import OPENVINO_SUBJECTS, assert_equal, lean_copy, make, network, random_ids, spoil
@@ -22,16 +26,18 @@ from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE
-from draftwire.models.openvino import runtime
+from draftwire.models.openvino import kept_weights, runtime
+from draftwire.models.openvino.kept_weights import KeptWeights
 from draftwire.models.openvino.openvino_engine import MOST_PADDED, PATIENCE, OpenVinoEngine, RowPadding
 from draftwire.models.openvino.quantized_weights import LEVELS, QuantizedMatrix
-from draftwire.models.openvino.warming import MOST_ROWS, warm_up
+from draftwire.models.openvino.warming import FIRST_ROWS, MOST_ROWS, warm_up
 from draftwire.models.sequence_model import FeatureSpan, Reading
 from draftwire.models.torch_models import torch_model
 from draftwire.options.heads.taps import FeatureSource
 from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire_drafter.config import DrafterConfig
 from draftwire_verifier.config import TensorParallelSettings, VerifierConfig
+from draftwire_verifier.engine import TargetEngine
 from tests.cache_integrity import check_integrity
 from tests.conftest import why_no_openvino
 
@@ -97,7 +103,7 @@ def test_features_are_those_of_our_own_decoder() -> None:
     model = network("qwen3")[0]
     layers = (0, 1, model.config.num_hidden_layers)
     source = FeatureSource(layers, lambda features: features)
-    engine = OpenVinoEngine(lean_copy(model), threads=1, quantizes=False, taps=layers)
+    engine = OpenVinoEngine(lean_copy(model), threads=1, taps=layers)
     found = []
     own = torch_model(decoder_of(lean_copy(model), "lean"), 512, features=source)
     for each in (CachedModel(engine, 512, source), own):
@@ -120,13 +126,19 @@ def test_warm_up_makes_each_usual_step_and_leaves_nothing() -> None:
             self.sizes.append(readings[0].keep)
             return super().read(readings, fuzzily)
 
-    engine = OpenVinoEngine(lean_copy(network("llama")[0]), threads=1, quantizes=True)
+    engine = OpenVinoEngine(lean_copy(network("llama")[0]), threads=1, packed=KeptWeights())
     for num_blocks, most in ((4, MOST_ROWS), (1, BLOCK_SIZE)):
         model = Counting(engine, num_blocks * BLOCK_SIZE)
         model.sizes = []
-        warm_up(model)
+        target = TargetEngine(model, 32, None, partial(warm_up, model))
+        target.warm_up()
+        usual = [*range(1, FIRST_ROWS + 1)]
+        assert model.sizes[:FIRST_ROWS] == usual
+        model.sizes = usual
+        while not target.is_prepared:
+            target.prepare()
+            assert not model.cache.sequences
         assert model.sizes == [*range(1, most + 1)]
-        assert not model.cache.sequences
 
 
 def test_small_steps_have_as_many_rows_as_those_before_them() -> None:
@@ -144,7 +156,7 @@ def test_small_steps_have_as_many_rows_as_those_before_them() -> None:
 
 def test_padding_touches_no_text() -> None:
     """The rows beside it, whose block is nobody's, and the kept rows of a step that is padded."""
-    engine = OpenVinoEngine(lean_copy(network("llama")[0]), threads=1, quantizes=False)
+    engine = OpenVinoEngine(lean_copy(network("llama")[0]), threads=1)
     rows = []
     for padded in (False, True):
         model = CachedModel(engine, 4 * BLOCK_SIZE)
@@ -160,8 +172,8 @@ def test_padding_touches_no_text() -> None:
 
 def test_row_depends_on_its_own_text_alone() -> None:
     """To the bit, with weights of eight bits too, whose inputs are rounded row by row."""
-    for quantizes in (False, True):
-        model = CachedModel(OpenVinoEngine(lean_copy(network("llama")[0]), threads=1, quantizes=quantizes), 1024)
+    for packed in (None, KeptWeights()):
+        model = CachedModel(OpenVinoEngine(lean_copy(network("llama")[0]), threads=1, packed=packed), 1024)
         rows = []
         for others in ([1, 2, 3], [9, 8, 7], [1, 2, 3]):
             sequences = [model.cache.open() for _ in range(2)]
@@ -183,9 +195,43 @@ def test_weights_of_eight_bits_are_the_nearest_levels_of_their_channels() -> Non
     assert not packed.dense()[3].any()
 
 
+def test_weights_of_eight_bits_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the model's files or its weights are others, the file is broken, or the disk has no room."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept_weights, "LEAST_BYTES", 0)
+    folder = save_tiny_model(tmp_path / "model", 64)
+    weights = {str(seed): torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3)}
+
+    def made(fingerprint: bytes = b"a") -> int:
+        """Returns how many matrices a start makes."""
+        kept = KeptWeights.of_model(folder, fingerprint)
+        for name, weight in weights.items():
+            assert np.array_equal(kept.matrix(name, weight).dense(), QuantizedMatrix.of(weight).dense())
+        kept.keep()
+        return len(kept._made)
+
+    assert [made(), made(), made(b"b")] == [3, 0, 3]
+    (folder / "model.safetensors").touch()
+    assert [made(), made()] == [3, 0]
+    for file in (tmp_path / "cache").rglob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    assert [made(), made()] == [3, 0]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Mock(free=0))
+    assert [made(b"c"), made(b"c")] == [3, 3]
+    assert not [*(tmp_path / "cache").rglob("unfinished-*")]
+
+
+def test_small_models_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kept = KeptWeights.of_model(save_tiny_model(tmp_path / "model", 64), b"a")
+    kept.matrix("a", torch.randn(8, 64))
+    kept.keep()
+    assert not (tmp_path / "cache").exists()
+
+
 def test_eight_bits_change_the_law_a_little() -> None:
     lean = lean_copy(tiny_network("llama", 64, 128, seed=5))
-    engine = OpenVinoEngine(lean, threads=1, quantizes=True)
+    engine = OpenVinoEngine(lean, threads=1, packed=KeptWeights())
     ids = random.Random(3).choices(range(64), k=100)
     models = CachedModel(engine, 256), torch_model(decoder_of(lean, "lean"), 256)
     probs = [model.read([Reading(model.cache.open(), ids, 100)]).softmax(dim=1) for model in models]

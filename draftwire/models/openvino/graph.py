@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from draftwire.models.lean_model import LeanModel, head_size
-from draftwire.models.openvino.quantized_weights import QuantizedMatrix
+from draftwire.models.openvino.kept_weights import KeptWeights
 from draftwire.models.openvino.runtime import import_openvino
 
 KEY_CACHE, VALUE_CACHE = "key_cache", "value_cache"
@@ -32,12 +32,12 @@ class GraphBuilder:
     stay beside what the plugin packs.
     """
 
-    def __init__(self, model: LeanModel, *, quantizes: bool, taps: Sequence[int] = ()) -> None:
-        """Takes a model whose weights are in float32.
+    def __init__(self, model: LeanModel, *, packed: KeptWeights | None, taps: Sequence[int] = ()) -> None:
+        """Takes a model.
 
         Args:
-            model: on the CPU.
-            quantizes: whether its matrices are stored in eight bits; embeddings, norms and biases are not.
+            model: on the CPU. Its weights are constants in float32, whatever their types are.
+            packed: its matrices in eight bits; None leaves them as they are. Embeddings, norms and biases are never.
             taps: layers before which hidden states are read; the number of layers stands for behind the last one.
         """
         self._ov = import_openvino()
@@ -45,7 +45,8 @@ class GraphBuilder:
 
         self._op: Any = opset15
         self._model, self._config = model, model.config
-        self._quantizes, self._taps = quantizes, tuple(taps)
+        self._packed, self._taps = packed, tuple(taps)
+        self._names = {id(weight): name for name, weight in model.named_parameters()}
         self._head_size = head_size(model.config)
         self._parameters: list[Any] = []
 
@@ -71,7 +72,7 @@ class GraphBuilder:
             rows = op.add(rows, self._mixed(layer, rows))
         states[len(base.layers)] = rows
         last = op.gather(op.squeeze(rows, self._int64([1])), kept, self._int64(0))
-        own = table if self._model.lm_head.weight is base.embed_tokens.weight and not self._quantizes else None
+        own = table if self._model.lm_head.weight is base.embed_tokens.weight and self._packed is None else None
         matrix = own or self._matrix(self._model.lm_head.weight)
         results = [self._result("logits", op.matmul(self._normed(last, base.norm), matrix, False, True))]
         if self._taps:
@@ -129,9 +130,9 @@ class GraphBuilder:
     def _matrix(self, weight: Tensor) -> Any:
         """Returns the node of an `[out, in]` matrix; one of eight bits in the pattern that the plugin keeps packed."""
         op = self._op
-        if not self._quantizes:
+        if self._packed is None:
             return op.constant(_array(weight), shared_memory=True)
-        packed = QuantizedMatrix.of(weight)
+        packed = self._packed.matrix(self._names[id(weight)], weight)
         levels, zeros = (op.convert(op.constant(each), "f32") for each in (packed.levels, packed.zeros))
         return op.multiply(op.subtract(levels, zeros), op.constant(packed.scales))
 
@@ -146,7 +147,7 @@ class GraphBuilder:
         """Returns cosines and sines of tokens' positions, `[T, 1, 1, head_dim]`."""
         op, rotation = self._op, self._model.model.rotary_emb
         steps = op.convert(self._unsqueezed(self._unsqueezed(positions, 1), 2), "f32")
-        half = op.multiply(steps, self._constant(rotation.inv_freq.numpy().reshape(1, 1, -1)))
+        half = op.multiply(steps, self._constant(_array(rotation.inv_freq).reshape(1, 1, -1)))
         angles = op.concat([half, half], -1)
         turns = [self._unsqueezed(function(angles), 1) for function in (op.cos, op.sin)]
         if rotation.attention_scaling != 1.0:
@@ -196,5 +197,5 @@ def _is_output(node: Any) -> bool:
 
 
 def _array(weight: Tensor) -> Any:
-    """Returns the array of a float32 weight, whose memory it shares."""
-    return np.ascontiguousarray(weight.detach().numpy())
+    """Returns the array of a weight in float32, whose memory it shares if it has that type."""
+    return np.ascontiguousarray(weight.detach().float().numpy())

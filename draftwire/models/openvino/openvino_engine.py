@@ -12,6 +12,7 @@ from draftwire.models.kv_cache import BLOCK_SIZE, NULL_BLOCK, blocks_for, slots_
 from draftwire.models.kv_storage import StoredFeatures
 from draftwire.models.lean_model import LeanModel
 from draftwire.models.openvino.graph import KEY_CACHE, VALUE_CACHE, GraphBuilder
+from draftwire.models.openvino.kept_weights import KeptWeights
 from draftwire.models.openvino.runtime import core, import_openvino
 from draftwire.models.packing import distances_in, positions_of
 from draftwire.models.pass_engine import IdRows
@@ -31,7 +32,9 @@ class OpenVinoEngine:
 
     extends_exactly, is_static = True, False
 
-    def __init__(self, model: LeanModel, *, threads: int, quantizes: bool, taps: Sequence[int] = ()) -> None:
+    def __init__(
+        self, model: LeanModel, *, threads: int, packed: KeptWeights | None = None, taps: Sequence[int] = ()
+    ) -> None:
         """Compiles a graph, which has weights of its own then; arguments as of `GraphBuilder`, and how many threads run
         it.
         """
@@ -47,7 +50,7 @@ class OpenVinoEngine:
             "PERFORMANCE_HINT": "LATENCY",
             "ENABLE_CPU_PINNING": False,  # services share their cores
         }
-        graph = GraphBuilder(model, quantizes=quantizes, taps=taps).build()
+        graph = GraphBuilder(model, packed=packed, taps=taps).build()
         self.compiled = core().compile_model(graph, "CPU", settings)
 
     def begin(

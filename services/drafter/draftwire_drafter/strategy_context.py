@@ -1,5 +1,6 @@
 """Settings and model loading for a drafting strategy. Torch is imported where weights are loaded, and not before."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -84,6 +85,8 @@ class ConfiguredContext:
 
             loaded = load_draft_model(config.loading, config.engine, self._make_drafting())
             self._size_cache(loaded.card, loaded.model, loaded.fit)
+            if loaded.make_steps is not None:
+                deque(loaded.make_steps(), maxlen=0)
             return loaded.card, loaded.model
         from draftwire.engine.ranks.group_model import GroupModel
         from draftwire.options.layer_parallel.layer_parallel_loading import load_draft_rank

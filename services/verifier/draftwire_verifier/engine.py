@@ -1,10 +1,11 @@
 """The engine of the verifier: runs the target model, on the torch thread."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
+from typing_extensions import override
 
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.prefill import LARGEST_CHUNK
@@ -33,14 +34,37 @@ class TargetEngine(StepEngine[Step, StepResult]):
     """
 
     def __init__(
-        self, model: SequenceModel, context_length: int, drafters: Mapping[str, StepDrafter] | None = None
+        self,
+        model: SequenceModel,
+        context_length: int,
+        drafters: Mapping[str, StepDrafter] | None = None,
+        make_steps: Callable[[], Iterator[object]] | None = None,
     ) -> None:
-        """Starts without sessions. The drafters draft beside the model, each by the strategy that orders name."""
+        """Starts without sessions.
+
+        Args:
+            model: the target.
+            context_length: of its texts, tokens.
+            drafters: draft beside the model, each by the strategy that orders name.
+            make_steps: makes the first steps of some sizes at the warm-up, and returns what makes others one by one.
+        """
         self.model = model
         self.sequences: dict[SessionKey, CachedSequence] = {}
         self._drafters = dict(drafters or {})
         self._context_length = context_length
         self._edits: dict[SessionKey, TokenEdits] = {}
+        self._make_steps = make_steps
+        self._further: Iterator[object] = iter(())
+
+    @override
+    def warm_up(self) -> list[tuple[int, float]]:
+        if self._make_steps is not None:
+            self._further, self.is_prepared = self._make_steps(), False
+        return super().warm_up()
+
+    @override
+    def prepare(self) -> None:
+        self.is_prepared = next(self._further, None) is None
 
     def _time_prompt(self, num_tokens: int) -> tuple[int, float]:
         rule, key = rule_named("block"), DrawKey(bytes(KEY_BYTES), 0, 0)

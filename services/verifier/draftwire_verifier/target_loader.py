@@ -104,4 +104,4 @@ class TargetLoader:
 
     def _engine_of(self, target: FittedModel[SequenceModel], card: ModelCard) -> TargetEngine:
         drafters = {} if self._head is None else self._head.drafters(target.model)
-        return TargetEngine(target.model, card.description.context_length, drafters)
+        return TargetEngine(target.model, card.description.context_length, drafters, target.make_steps)
