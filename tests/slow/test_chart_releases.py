@@ -120,7 +120,9 @@ def test_server_refuses_what_kubernetes_refuses(server: ObjectServer) -> None:
     with pytest.raises(AssertionError, match="installed with draftwire, and another would replace all of it"):
         deploy(server, "upgrade", "object-storage", "nameOverride=other", "fullnameOverride=prod-draftwire")
     server.refusals.clear()
-    with pytest.raises(AssertionError, match="podManagementPolicy: the StatefulSet has Parallel, which cannot be changed"):
+    with pytest.raises(
+        AssertionError, match="podManagementPolicy: the StatefulSet has Parallel, which cannot be changed"
+    ):
         deploy(server, "upgrade", "object-storage", "verifier.podManagementPolicy=OrderedReady")
     server.refusals.clear()
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": {"containers": [{"image": "a"}]}}

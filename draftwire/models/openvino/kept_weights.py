@@ -5,8 +5,8 @@ import shutil
 import tempfile
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import structlog
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -34,7 +34,7 @@ class KeptWeights:
     def __init__(self, file: Path | None = None) -> None:
         """Reads what a file has of them, nothing if there is none that can be read; None makes all, and keeps none."""
         self._file = file
-        self._found: dict[str, NDArray[np.generic]] = {}
+        self._found: dict[str, NDArray[Any]] = {}
         self._made: dict[str, QuantizedMatrix] = {}
         if file is None or not file.is_file():
             return
@@ -63,7 +63,7 @@ class KeptWeights:
         found = [self._found.get(f"{name}.{part}") for part in PARTS]
         levels, zeros, scales = found
         if levels is not None and zeros is not None and scales is not None and levels.shape == weight.shape:
-            return QuantizedMatrix(levels.astype(np.uint8, copy=False), zeros.astype(np.uint8, copy=False), scales)
+            return QuantizedMatrix(levels, zeros, scales)
         self._made[name] = QuantizedMatrix.of(weight)
         return self._made[name]
 

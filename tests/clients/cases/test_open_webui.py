@@ -1,4 +1,4 @@
-"""Requests as Open WebUI makes them of an OpenAI-compatible connection; the page itself is 1 GB and is not installed."""
+"""Requests as Open WebUI makes them of an OpenAI-compatible connection; the page, of 1 GB, is not installed."""
 
 import json
 
