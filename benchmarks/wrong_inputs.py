@@ -1,4 +1,4 @@
-"""What a newcomer reads after a mistake: some twenty of them, each with the last line that is printed, and its time.
+"""What a newcomer reads after a mistake: some fifty of them, each with the last line that is printed, and its time.
 
 python -m benchmarks.wrong_inputs --output benchmarks/results/wrong_inputs.json
 """
@@ -67,6 +67,12 @@ FOLDERS: dict[str, Change] = {
 }
 """What is done to a copy of the target, which `up --target` gets."""
 
+FILES = {
+    "settings of no service": ("settings.toml", "threads = 2\n"),
+    "broken YAML": ("settings.yaml", "verifier: [1, 2\n"),
+}
+"""Files of settings, which `up --config` gets."""
+
 EMBEDDED_PAIR = ("--target", EMBEDDED)
 COMMANDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "folder that is not there": (("up", "--target", "models/targt"), {}),
@@ -94,6 +100,16 @@ COMMANDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "prompts that are not there": (("bench", "--prompts", "/nowhere"), {}),
     "model that nobody packages": (("fetch", "llama"), {}),
     "demo of a folder that is not there": (("demo", "--target", "models/targt"), {}),
+    "device that is none": (("up", *EMBEDDED_PAIR, "--device", "gpu"), {}),
+    "target that is a file": (("up", "--target", "README.md"), {}),
+    "name in other letters": (("up", "--target", "SmolLM2"), {"HF_HUB_OFFLINE": "1"}),
+    "host of another machine": (("up", *EMBEDDED_PAIR, "--host", "192.0.2.7", "--api-key", "0123456789"), {}),
+    "port that is no number": (("generate", "hello", "--address", "localhost:http"), {}),
+    "empty prompt": (("generate", ""), {}),
+    "misspelt option": (("up", "--taget", "x"), {}),
+    "misspelt command": (("gnerate", "hello"), {}),
+    "rule that is none": (("check-rule", "blocks"), {}),
+    "certificate without its key": (("serve", "gateway", "--verifier", "127.0.0.1:1", "--tls-cert", "/nowhere"), {}),
     "two prompts": (("generate", "hello", "--prompt-file", "README.md"), {}),
 }
 """Arguments and variables."""
@@ -138,6 +154,9 @@ def main() -> None:
             shutil.copytree(embedded_model("target"), folder)
             change(folder)
             found[mistake] = last_line(("up", "--target", str(folder), *free), {})
+        for mistake, (file, text) in FILES.items():
+            (Path(name) / file).write_text(text)
+            found[mistake] = last_line(("up", "--config", str(Path(name) / file), *free), {})
         for mistake, (said, variables) in COMMANDS.items():
             found[mistake] = last_line((*said, *(free if said[0] == "up" else ())), variables)
         with taken_port() as port:

@@ -34,7 +34,7 @@ def variables_of(file: Path) -> dict[str, str]:
     found = {}
     for service, settings in _sections(file).items():
         if service not in SERVICES:
-            raise InvalidRequestError(f"{file}: {service} is no service: {', '.join(SERVICES)}")
+            raise InvalidRequestError(f"{file}: {service} is no service; options are under {', '.join(SERVICES)}")
         if not isinstance(settings, dict):
             raise InvalidRequestError(f"{file}: {service} has no settings, but {settings!r}")
         known = [setting.name for setting in settings_of(SERVICES[service])]
@@ -70,6 +70,9 @@ def _yaml(text: str) -> Any:
 
     try:
         return yaml.safe_load(text) or {}
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        raise ValueError(f"{error.problem}{line}") from error
     except yaml.YAMLError as error:
         raise ValueError(error) from error
 

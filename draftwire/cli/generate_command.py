@@ -68,16 +68,20 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
     Raises:
         typer.BadParameter: none is given, or two.
-        InvalidRequestError: it cannot be read.
+        InvalidRequestError: it cannot be read, or is empty.
     """
     if (prompt is None) is (prompt_file is None):
         raise typer.BadParameter("one prompt: as an argument, as - on standard input, or by --prompt-file")
     try:
         if prompt_file is not None:
-            return prompt_file.read_bytes().decode()
-        return sys.stdin.buffer.read().decode() if prompt == "-" else str(prompt)
+            text = prompt_file.read_bytes().decode()
+        else:
+            text = sys.stdin.buffer.read().decode() if prompt == "-" else str(prompt)
     except (OSError, UnicodeError, AttributeError) as error:  # without standard input, there is no `sys.stdin`
         raise InvalidRequestError(f"the prompt cannot be read: {error}") from error
+    if not text:
+        raise InvalidRequestError("the prompt is empty")
+    return text
 
 
 def write_completions(

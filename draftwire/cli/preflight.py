@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import typer
 
 from draftwire.cli.local_stack import arguments_of
+from draftwire.cli.named_models import CHAT_MODEL, EMBEDDED
 from draftwire.cli.options import SERVICES, build, serve_command
 from draftwire.errors import InvalidRequestError
 from draftwire.models.description import differing_tokens
@@ -23,6 +24,7 @@ from draftwire.models.quantised import refuse_quantised
 from draftwire.options.model_free.names import are_text_drafters
 from draftwire.runtime.settings import AUTO, ModelSettings
 
+OWN_NAMES = (CHAT_MODEL, EMBEDDED)
 TOKENIZER = "tokenizer.json"
 BY_PACKAGE = {"tokenizer.model": "sentencepiece", "spiece.model": "sentencepiece"}
 """Files of which transformers makes a tokenizer, with a package that is none of its own."""
@@ -30,6 +32,7 @@ WITH_MERGES = ("vocab.json", "merges.txt")
 """Files of which it makes one together."""
 GPUS = ("nvidia[0-9]*", "dxg", "kfd")
 """Devices of NVIDIA's and AMD's drivers, and of WSL."""
+DEVICE = r"(cpu|cuda|mps|xpu)(:\d+)?"
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 """Variables of what stands between this machine and the hub, which is then not asked."""
 HUB_SECONDS = 1.0
@@ -58,6 +61,10 @@ def check_stack(options: Mapping[str, Mapping[str, object]]) -> None:
             check_device(name, loading.device)
         if not folder.exists() and name_on_hub(loading.model):
             check_hub(name, loading.model)
+        if folder.is_file():
+            raise InvalidRequestError(
+                f"{name}: {folder} is a file; a model is a folder, a GGUF file, or a name of the hub"
+            )
         if (folder / CONFIG).is_file():
             check_tokenizer(folder)
             folders.append(folder)
@@ -102,13 +109,16 @@ def check_hub(service: str, model: str) -> None:
             raise OSError
         socket.create_connection((where.hostname, where.port or 443), HUB_SECONDS).close()
     except OSError as error:
+        meant = f"; did you mean {model.lower()}?" if model.lower() in OWN_NAMES else ""
         raise InvalidRequestError(
-            f"{service}: {model} is no folder, has not been downloaded, and {where.hostname} cannot be reached"
+            f"{service}: {model} is no folder, has not been downloaded, and {where.hostname} cannot be reached{meant}"
         ) from error
 
 
 def check_device(service: str, device: str) -> None:
-    """Checks that this machine has a GPU, where one is asked for."""
+    """Checks that a device is one of torch's, and that this machine has a GPU, where one is asked for."""
+    if re.fullmatch(DEVICE, device) is None:
+        raise InvalidRequestError(f"{service}: device {device} is none: cpu, cuda, cuda:0 and so on")
     has_gpu = any(list(Path("/dev").glob(name)) for name in GPUS)
     if device.startswith("cuda") and not has_gpu:
         raise InvalidRequestError(f"{service}: device {device} needs a GPU, and this machine has none")

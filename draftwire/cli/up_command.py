@@ -28,7 +28,7 @@ from draftwire.cli.stack_options import (
 )
 from draftwire.errors import InvalidRequestError
 from draftwire.models.fetching import PACKAGED
-from draftwire.runtime.addresses import UNSPECIFIED, is_loopback, is_taken, own_address
+from draftwire.runtime.addresses import UNSPECIFIED, is_loopback, is_of_this_machine, is_taken, own_address
 from draftwire.runtime.log_stream import guard_stderr
 
 if TYPE_CHECKING:
@@ -310,10 +310,12 @@ def listening_at(host: str) -> dict[str, object]:
     """Returns the gateway's settings that let it listen at an address.
 
     Raises:
-        InvalidRequestError: other machines reach it, and nothing says who may call.
+        InvalidRequestError: it is none of this machine, or other machines reach it, and nothing says who may call.
     """
     if is_loopback(host):
         return {"host": host}
+    if not is_of_this_machine(host):
+        raise InvalidRequestError(f"--host {host} is no address of this machine")
     if not any(variable("gateway", name) in os.environ for name in ("api_key", "tokens_file", "allow_plaintext")):
         raise InvalidRequestError(
             f"--host {host} lets other machines in: --api-key KEY, or {API_KEY_VARIABLE}, says who may call"

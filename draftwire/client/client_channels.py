@@ -1,5 +1,6 @@
 """Channel options of the clients, addresses of gateways, and waiting until one is ready."""
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -41,7 +42,7 @@ def addresses_of(address: str | Sequence[str]) -> list[str]:
     """Returns each host:port of a list, or of a comma-separated text.
 
     Raises:
-        InvalidRequestError: there is no address, or an address is empty or a URL.
+        InvalidRequestError: there is no address, or an address is empty, a URL, or without a port.
     """
     addresses = [part.strip() for part in (address.split(",") if isinstance(address, str) else address)]
     if not addresses or not all(addresses):
@@ -54,6 +55,8 @@ def addresses_of(address: str | Sequence[str]) -> list[str]:
         if ":" not in one:
             default = DEFAULT_ADDRESS.rpartition(":")[2]
             raise InvalidRequestError(f"address: {one} has no port; a gateway's is {default} where nothing else is set")
+        if re.fullmatch(r"(?!unix:)[^/:]*:[^/:]*[^/:0-9][^/:]*", one):
+            raise InvalidRequestError(f"address: the port of {one} is no number")
     return addresses
 
 

@@ -63,6 +63,19 @@ def is_taken(host: str, port: int) -> bool:
     return False
 
 
+def is_of_this_machine(host: str) -> bool:
+    """Whether a server can listen at a host: at its address, or at one of its name's."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return False
+    for family, kind, protocol, _, address in found:
+        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
 def host_of(address: str) -> str:
     """Returns the host of host:port, or of a gRPC target such as dns:///host:port."""
     return _SCHEME.sub("", address).rpartition(":")[0]

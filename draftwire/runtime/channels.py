@@ -11,7 +11,7 @@ from google.protobuf.message import Message as ProtoMessage
 
 from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.models.description import ModelDescription
-from draftwire.runtime.addresses import host_and_port, is_taken
+from draftwire.runtime.addresses import host_and_port, is_of_this_machine, is_taken
 from draftwire.runtime.call_limits import CallLimits
 from draftwire.runtime.settings import LEAST_KEEPALIVE_S, LEAST_MESSAGE_BYTES, ConnectionSettings
 
@@ -94,10 +94,12 @@ def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Server
     """Has a server listen, in plaintext without credentials, and returns the port.
 
     Raises:
-        UnavailableError: the port is not available.
+        UnavailableError: the port is not available, or the host is none of this machine.
     """
     address = host_and_port(host, port)
     failure = UnavailableError(f"cannot listen on {address}: is something else running there?")
+    if not is_of_this_machine(host):
+        raise UnavailableError(f"cannot listen on {address}: {host} is no address of this machine")
     if is_taken(host, port):  # which gRPC would log in its own way
         raise failure
     try:

@@ -1,7 +1,9 @@
 """Benchmarks that CI does not run must still fit the code that they measure."""
 
 import json
+import operator
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -58,6 +60,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
 """
 
 
+@pytest.mark.evidence
 def test_gpu_benchmark_runs_on_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -115,6 +118,105 @@ def check_steps(found: dict[str, Any]) -> None:
             assert own["draft_ratio"] == pytest.approx(draft_ms / found["reduction_ms"]["drafter"], rel=0.01)
             assert own["judge_ratio"] == pytest.approx(own["judge_ms"] / found["reduction_ms"]["target"], rel=0.01)
             assert own["rounds"] > 0
+
+
+TINY = ("--device", "cpu", "--size", "tiny", "--repetitions", "3")
+
+
+def test_parts_of_a_round_are_measured_without_a_gpu_or_said_not_to_be(tmp_path: Path) -> None:
+    report, table = report_of(tmp_path, "benchmarks.gpu_kernels", *TINY)
+    sections = report["sections"]
+    for name, section in sections.items():
+        assert section["is_ok"], section["traceback"]
+        assert f"{name}: done" in table
+    assert "sections that failed: none" in table
+    assert {name for name, section in sections.items() if "not_measured" in section} == {"launches"}
+    assert set(sections["launches"]["not_measured"]) == {
+        "a launch, host",
+        "a node of a graph",
+        "launching a graph of 1, host",
+        "launching a graph of 300, host",
+        "launching a graph of 700, host",
+        "a pinned download with its wait",
+    }
+    assert re.search(r"a node of a graph +not measured \(CUDA graphs need a GPU\)", table)
+    assert re.search(r"an eager operation, host +[\d.]+ us +inferred 25\n", table)
+    assert sections["launches"]["inferred"] == {"an eager operation, host": 25.0}
+    check_kernel_times(sections)
+    check_decision_times(sections["decisions"])
+    check_turns(sections["turns"])
+    check_served(sections["round profile"], sections["services"]["rates"])
+
+
+def check_kernel_times(sections: dict[str, Any]) -> None:
+    assert sections["bandwidth"]["read_tb_per_s"] > 0.0
+    assert sections["bandwidth"]["copy_tb_per_s"] > 0.0
+    steps = (
+        "5 tokens",
+        "1 token",
+        "9 tokens",
+        "65 tokens of a tree",
+        "64 texts, 1 token each",
+        "64 texts, 5 tokens each",
+    )
+    for step in steps:
+        found = sections["step profile"][step]
+        assert sum(found["kinds_ms"].values()) == pytest.approx(found["kernels_ms"], rel=0.01)
+        assert min(found["kinds_ms"].values()) > 0.0
+        assert found["kernels"]["mkldnn::_linear_pointwise"]["count"] >= 4 * 4 + 1, "of four layers, and the head"
+    for shape in ("target", "drafter of 1B"):
+        found = sections["products"][shape]
+        assert found["bytes"] == pytest.approx(sections["pair"]["target_gb_read"] * 1e9, rel=0.01), "but for the norms"
+        layers, head = [4.0] * 4, [1.0]
+        for rows, step_ms in found["step_ms"].items():
+            times = [by_rows[rows] for by_rows in found["ms_by_rows"].values()]
+            assert step_ms == pytest.approx(sum(map(operator.mul, times, layers + head)), rel=0.01)
+    settings = sections["attention"]["settings"]
+    assert len(settings) == 2 * 2 * 3 + 2, "65 tokens are more than the shorter texts have"
+    assert all(0.0 < times["gathering_ms"] < times["step_ms"] for times in settings.values())
+
+
+def check_decision_times(found: dict[str, Any]) -> None:
+    assert list(found["chains"]) == ["1 block of 4", "4 blocks of 8"]
+    for parts in found["chains"].values():
+        assert all(own["ms"] > 0.0 and own["operations"] > 0 for own in parts.values())
+        assert parts["rule token"]["operations"] < parts["rule block"]["operations"]
+        assert parts["law, T = 1"]["operations"] < parts["law, top-p 0.95"]["operations"]
+    operations = [tree["rule_operations"] for tree in found["trees"].values()]
+    assert list(found["trees"]) == ["14", "16", "60"]
+    assert operations[2] > max(operations[:2]) > found["chains"]["1 block of 4"]["rule block"]["operations"]
+
+
+def check_turns(found: dict[str, Any]) -> None:
+    for name in ("two processes", "one process"):
+        own = found[f"by turns, {name}"]
+        assert min(own["verify_ms"], own["draft_ms"]) > 0.0
+        assert own["rounds"] > 0
+    assert min(found["steps"]) > 0
+
+
+def check_served(profiles: dict[str, Any], rates: list[dict[str, float]]) -> None:
+    for name, depth in (("chain of 4", 4), ("tree of 60 in 8", 8)):
+        profile = profiles[name]
+        assert 1.0 <= profile["tokens_per_round"] <= depth + 1
+        assert sum(part["ms"] for part in profile["parts"].values()) == pytest.approx(profile["wall_ms"], rel=0.01)
+    cells = [(rate["sessions"], rate["temperature"], rate["length"]) for rate in rates]
+    assert cells == list(product((1, 4), (1.0, 0.0), (0, 4)))
+    assert all(rate["tokens_per_second"] > 0.0 for rate in rates)
+
+
+def test_parts_that_need_packages_of_services_are_said_not_to_be_measured_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    sections = ("--only", "bandwidth", "round profile", "services", "--budget", "60")
+    report, table = report_of(tmp_path, "benchmarks.gpu_kernels", *TINY, *sections)
+    assert report["sections"]["bandwidth"]["read_tb_per_s"] > 0.0
+    missing = "services need google, structlog, typer, rich, prometheus_client"
+    for name, what in (("round profile", "rounds"), ("services", "tokens/s")):
+        assert report["sections"][name]["not_measured"] == {f"{what} through the services": missing}
+    assert table.count(f"not measured ({missing})") == 2
 
 
 def check_layer_parallel(found: dict[str, Any]) -> None:

@@ -180,6 +180,7 @@ def test_both_models_are_run_as_the_options_say_and_the_drafter_as_its_own() -> 
 @pytest.mark.usefixtures("environment")
 def test_other_machines_are_let_in_with_a_key_which_no_argument_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up_module, "own_address", lambda: "192.0.2.7")
+    assert str(up("--host", "192.0.2.7").exception) == "--host 192.0.2.7 is no address of this machine"
     refused = up("--host", "0.0.0.0")
     assert str(refused.exception) == (
         "--host 0.0.0.0 lets other machines in: --api-key KEY, or DRAFTWIRE_GATEWAY_API_KEY, says who may call"

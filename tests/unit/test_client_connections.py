@@ -79,6 +79,10 @@ def test_addresses_are_a_list_or_separated_by_commas_and_none_is_empty() -> None
         addresses_of("b:1,http://a:8000")
     with pytest.raises(InvalidRequestError, match="localhost has no port; a gateway's is 50051"):
         addresses_of("localhost")
+    with pytest.raises(InvalidRequestError, match="the port of localhost:http is no number"):
+        addresses_of("localhost:http")
+    for other in ("unix:socket", "dns:///gateway", "dns:///gateway:1", "[::1]:1", "ipv4:127.0.0.1:1"):
+        assert addresses_of(other) == [other]
     assert addresses_of(" a:1, b:2") == addresses_of(("a:1", "b:2 ")) == ["a:1", "b:2"]
 
 

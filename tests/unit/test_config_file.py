@@ -30,14 +30,14 @@ def test_settings_are_variables_of_their_services(name: str, text: str, tmp_path
 @pytest.mark.parametrize(
     ("name", "text", "fault"),
     [
-        ("c.toml", "[verifiers]\n", "verifiers is no service: drafter, verifier, gateway"),
+        ("c.toml", "[verifiers]\n", "verifiers is no service; options are under drafter, verifier, gateway"),
         ("c.toml", "verifier = 3\n", "verifier has no settings, but 3"),
         ("c.toml", "[verifier]\nthread = 3\n", "verifier has no setting thread; did you mean threads?"),
         ("c.toml", "[verifier]\nthreads = [3]\n", "verifier.threads is neither text, a number, nor true or false: [3]"),
         ("c.toml", '[verifier]\nmodel = ""\n', "verifier.model is neither text, a number, nor true or false: ''"),
         ("c.toml", "[verifier\n", "Expected ']' at the end of a table declaration (at line 1, column 10)"),
         ("c.yaml", "- 1\n", "names no service: drafter, verifier, gateway"),
-        ("c.yaml", "verifier: {\n", "while parsing a flow node"),
+        ("c.yaml", "verifier:\n  a: {\n", "expected the node content, but found '<stream end>' in line 3"),
         ("d.toml", "", "cannot be read: No such file or directory"),
     ],
 )

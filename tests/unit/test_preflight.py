@@ -53,10 +53,18 @@ def test_values_of_variables_are_checked(target: Path, monkeypatch: pytest.Monke
     assert fault(target) == "max_sessions must be at least 1"
 
 
+def test_file_that_is_no_model_is_named(target: Path) -> None:
+    file = "pyproject.toml"
+    assert fault(file) == f"verifier: {file} is a file; a model is a folder, a GGUF file, or a name of the hub"
+
+
 def test_gpu_that_is_not_there_is_named(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "GPUS", ("no-such-device*",))
     monkeypatch.setenv("DRAFTWIRE_VERIFIER_DEVICE", "cuda:0")
     assert fault(target) == "verifier: device cuda:0 needs a GPU, and this machine has none"
+    monkeypatch.setenv("DRAFTWIRE_VERIFIER_DEVICE", "gpu")
+    assert fault(target) == "verifier: device gpu is none: cpu, cuda, cuda:0 and so on"
+    monkeypatch.setenv("DRAFTWIRE_VERIFIER_DEVICE", "cuda:0")
     monkeypatch.setattr(preflight, "GPUS", ("null",))
     check_stack(stack_options(str(target), "none", None))
 
