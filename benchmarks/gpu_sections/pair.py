@@ -1,6 +1,7 @@
 """The synthetic pair whose steps are timed, made on the device."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from benchmarks.gpu_sections.section import Budget, Findings, Row
 from draftwire.models.decoder import Decoder
 from draftwire.models.decoders import decoder_of
 from draftwire.models.torch_models import torch_model
-from tools.synth.synthesis import Trial, synthesize
+from tools.synth.synthesis import SyntheticPair, Trial, synthesize
 
 DRAFT_LAYERS = 2
 AGREEMENT = 0.8
@@ -45,13 +46,9 @@ def bytes_read(model: LlamaForCausalLM) -> int:
     return total if model.config.tie_word_embeddings else total - sizes["model.embed_tokens.weight"]
 
 
-def make_pair(plan: Plan, temperature: float, findings: Findings, _: Budget) -> Pair:
-    """Runs the section and returns the pair."""
-    if plan.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-    trials: list[Trial] = []
-    started = time.perf_counter()
-    made = synthesize(
+def synthesized(plan: Plan, temperature: float, on_trial: Callable[[Trial], None] | None = None) -> SyntheticPair:
+    """Returns models of the plan's shape that agree at a temperature as often as wanted."""
+    return synthesize(
         plan.shape,
         draft_layers=DRAFT_LAYERS,
         agreement=AGREEMENT,
@@ -59,8 +56,17 @@ def make_pair(plan: Plan, temperature: float, findings: Findings, _: Budget) -> 
         dtype=plan.dtype,
         device=str(plan.device),
         seed=0,
-        on_trial=trials.append,
+        on_trial=on_trial,
     )
+
+
+def make_pair(plan: Plan, temperature: float, findings: Findings, _: Budget) -> Pair:
+    """Runs the section and returns the pair."""
+    if plan.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    trials: list[Trial] = []
+    started = time.perf_counter()
+    made = synthesized(plan, temperature, trials.append)
     seconds = time.perf_counter() - started
     target_bytes, drafter_bytes = bytes_read(made.target), bytes_read(made.drafter)
     # The drafter first: converting the target frees its original layers.

@@ -22,6 +22,8 @@ class Row:
     bound: float | None = None
     """Upper bound of the value, or lower bound if `is_least`."""
     is_least: bool = False
+    inferred: float | None = None
+    """What was inferred for it before it was measured, to stand beside the value."""
 
     @property
     def verdict(self) -> str:
@@ -35,7 +37,8 @@ class Row:
         """The line."""
         shown = self.value if isinstance(self.value, str) else f"{self.value:.4g}"
         bound = "" if self.bound is None else f"{'>=' if self.is_least else '<='} {self.bound:g}"
-        return f"  {self.label:<62} {shown:>12} {self.unit:<10} {bound:<9} {self.verdict}".rstrip()
+        beside = self.verdict if self.inferred is None else f"inferred {self.inferred:g}"
+        return f"  {self.label:<62} {shown:>12} {self.unit:<10} {bound:<9} {beside}".rstrip()
 
 
 @dataclass(slots=True)
@@ -46,6 +49,18 @@ class Findings:
     """For the report."""
     rows: list[Row] = field(default_factory=list)
     """For the table."""
+    not_measured: dict[str, str] = field(default_factory=dict)
+    """What could not be measured here, and why, in words."""
+
+    def lacks(self, label: str, reason: str) -> None:
+        """Notes what cannot be measured here, in the place of a number.
+
+        Args:
+            label: what a row would say.
+            reason: what it would need, in words.
+        """
+        self.not_measured[label] = reason
+        self.rows.append(Row(label, "not measured", f"({reason})"))
 
 
 class OverBudgetError(Exception):
@@ -93,21 +108,29 @@ class Section:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             signal.signal(signal.SIGALRM, previous)
-        print(f"{self.name}: {'FAILED' if failure else 'done'}, {budget.spent_s:.1f} s of {self.budget_s:g}")
+        print(f"{self.name}: {'FAILED' if failure else 'done'}, {budget.spent_s:.1f} s of {self.budget_s:.3g}")
         for row in findings.rows:
             print(row.line)
         if failure:
             print(f"  {failure['error']}")
         print(flush=True)
         _give_memory_back()
-        verdicts = {row.label: row.verdict for row in findings.rows if row.verdict}
-        return {
-            "is_ok": not failure,
-            "seconds": budget.spent_s,
-            "verdicts": verdicts,
-            **findings.results,
-            **failure,
-        }
+        return {"is_ok": not failure, "seconds": budget.spent_s, **_report_of(findings), **failure}
+
+    def left_out(self, reason: str) -> dict[str, Any]:
+        """Prints and returns, for the report, why the work is not run at all."""
+        print(f"{self.name}: not measured ({reason})\n", flush=True)
+        return {"is_ok": True, "seconds": 0.0, "verdicts": {}, "not_measured": {self.name: reason}}
+
+
+def _report_of(findings: Findings) -> dict[str, Any]:
+    inferred = {row.label: row.inferred for row in findings.rows if row.inferred is not None}
+    beside = {"inferred": inferred, "not_measured": findings.not_measured}
+    return {
+        "verdicts": {row.label: row.verdict for row in findings.rows if row.verdict},
+        **findings.results,
+        **{name: told for name, told in beside.items() if told},
+    }
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

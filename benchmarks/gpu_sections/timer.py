@@ -35,6 +35,21 @@ class Timer:
         torch.cuda.synchronize()
         return float(self._first.elapsed_time(self._last))
 
+    def host_ms(self, work: Callable[[], object]) -> float:
+        """Returns how long the host takes for some work on an idle device, whose end it does not wait for unless the
+        work does; milliseconds.
+        """
+        self._wait()
+        started = time.perf_counter()
+        work()
+        milliseconds = (time.perf_counter() - started) * 1e3
+        self._wait()
+        return milliseconds
+
+    def median_host_ms(self, work: Callable[[], object], repetitions: int) -> float:
+        """Returns the median of `host_ms`."""
+        return median([self.host_ms(work) for _ in range(WARM_UPS + repetitions)][WARM_UPS:])
+
     def median_ms(self, work: Callable[[], object], repetitions: int, prepare: Callable[[], object] = int) -> float:
         """Returns the median time of some work, each run of which is prepared untimed; milliseconds."""
         times = []
@@ -42,3 +57,7 @@ class Timer:
             prepare()
             times.append(self.ms(work))
         return median(times[WARM_UPS:])
+
+    def _wait(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize()
