@@ -24,6 +24,8 @@ class Ask:
     temperature: float = 1.0
     rule: str = "block"
     """By which drafts are judged."""
+    num_draft_nodes: int = 0
+    """Draft tokens of a token tree; 0 drafts chains."""
 
 
 @dataclass(slots=True)
@@ -55,6 +57,7 @@ async def complete(stub: gateway_pb2_grpc.GatewayServiceAsyncStub, ask: Ask, ans
         max_tokens=ask.max_tokens,
         num_speculative_tokens=ask.num_speculative_tokens,
         seed=ask.seed,
+        num_draft_nodes=ask.num_draft_nodes or None,
     )
     answer = answer or Answer(time.perf_counter())
     async for response in stub.Generate(request):

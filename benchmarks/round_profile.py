@@ -21,12 +21,14 @@ does not wait for, forward passes would seem short and draws long.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
+import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -45,6 +47,19 @@ PARTS = ("draft", "draw", "encode", "wire", "queue", "verify", "rule", "unattrib
 BAR_WIDTH = 40
 CACHE_TOKENS = 4096
 """Room of the KV caches: far more than one session needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How prompts are continued."""
+
+    num_speculative_tokens: int
+    num_draft_nodes: int = 0
+    """Draft tokens of a token tree; 0 drafts chains."""
+    max_tokens: int = 128
+    temperature: float = 1.0
+    rule: str = "block"
+    """By which drafts are judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +169,13 @@ def read_spans(folder: Path) -> list[Span]:
     return sorted((Span(*note) for note in notes), key=lambda span: span.began)
 
 
-def read_rounds(spans: list[Span], since: float = 0.0) -> Iterator[Round]:
-    """Yields the rounds from one outcome to the next, from a moment on; only one session may have run at a time."""
+def read_rounds(spans: list[Span], since: float = 0.0, until: float = math.inf) -> Iterator[Round]:
+    """Yields the rounds from one outcome to the next between two moments; only one session may have run at a time."""
     begins = [span.began for span in spans]
     outcomes = [span.began for span in spans if span.name == "outcome taken"]
     committed = [span for span in spans if span.name == "verdict committed" and span.about[0]]
     for start, end in pairwise(outcomes):
-        if start < since:
+        if start < since or end > until:
             continue
         _, num_tokens, reported_us = min(committed, key=lambda verdict: abs(verdict.began - end)).about
         window = spans[bisect_right(begins, start) : bisect_right(begins, end)]
@@ -252,21 +267,27 @@ def _bar(share: float, block: str) -> str:
     return block * round(share * BAR_WIDTH)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Continues prompts one after the other, and returns the profile of their rounds."""
-    options = stack_options(arguments.target, arguments.drafter, arguments.num_speculative_tokens)
-    for name in ("verifier", "drafter"):
-        options[name].update(threads=arguments.threads, kv_cache_tokens=CACHE_TOKENS, device=arguments.device)
-    asks = [
-        Ask(prompt, arguments.max_tokens, arguments.num_speculative_tokens, seed, arguments.temperature, arguments.rule)
-        for seed, prompt in enumerate(load_prompts()[: arguments.prompts])
-    ]
+def profile_of(options: Mapping[str, Mapping[str, object]], ways: Mapping[str, Sequence[Ask]]) -> dict[str, Any]:
+    """Continues the prompts of each way one after the other, on one stack, and returns the profiles of their rounds.
+
+    Args:
+        options: of the services.
+        ways: what is asked for, by name.
+    """
+    answered: dict[str, tuple[list[Answer], float]] = {}
     with traced(options) as (stack, folder):
-        run_load(stack.address, asks[:1] * 2, 1)
-        answers = run_load(stack.address, asks, 1)
+        for name, asks in ways.items():
+            run_load(stack.address, [asks[0]] * 2, 1)
+            answered[name] = run_load(stack.address, asks, 1), time.perf_counter()
         stack.stop()  # the services write their spans
         spans = read_spans(folder)
-    rounds = list(read_rounds(spans, answers[0].sent_at))
+    return {name: _profile(spans, answers, until) for name, (answers, until) in answered.items()}
+
+
+def _profile(spans: list[Span], answers: list[Answer], until: float) -> dict[str, Any]:
+    rounds = list(read_rounds(spans, answers[0].sent_at, until))
+    if not rounds:
+        raise RuntimeError("the texts were too short: no round was traced from one outcome to the next")
     spent = [answer.statistics for answer in answers]
     reported_us = sum(each.calibration_duration_us + each.draft_duration_us + each.verify_duration_us for each in spent)
     return {
@@ -276,12 +297,52 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def asks_of(way: Way, num_prompts: int) -> list[Ask]:
+    """Returns requests for the committed prompts."""
+    return [
+        Ask(
+            prompt,
+            way.max_tokens,
+            way.num_speculative_tokens,
+            seed,
+            way.temperature,
+            way.rule,
+            way.num_draft_nodes,
+        )
+        for seed, prompt in enumerate(load_prompts()[:num_prompts])
+    ]
+
+
+def with_models(
+    options: Mapping[str, Mapping[str, object]], device: str, threads: int, num_draft_nodes: int
+) -> dict[str, dict[str, object]]:
+    """Returns the options of services whose models run on a device, with token trees of so many nodes at most."""
+    own = {"threads": threads, "kv_cache_tokens": CACHE_TOKENS, "device": device, "max_tree_nodes": num_draft_nodes}
+    return {name: {**each, **(own if name != "gateway" else {})} for name, each in options.items()}
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the profile that a command line asks for."""
+    options = stack_options(arguments.target, arguments.drafter, arguments.num_speculative_tokens)
+    options = with_models(options, arguments.device, arguments.threads, arguments.num_draft_nodes)
+    way = Way(
+        arguments.num_speculative_tokens,
+        arguments.num_draft_nodes,
+        arguments.max_tokens,
+        arguments.temperature,
+        arguments.rule,
+    )
+    profile: dict[str, Any] = profile_of(options, {"": asks_of(way, arguments.prompts)})[""]
+    return profile
+
+
 def main() -> None:
     """Measures, prints a table and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--target", default=EMBEDDED, help="folder or hub name")
     parser.add_argument("--drafter", help="folder or hub name; by default the embedded one, beside the embedded target")
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
+    parser.add_argument("--num-draft-nodes", type=int, default=0, help="of a token tree; 0 drafts chains")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of the verifier, and of the drafter")
     parser.add_argument("--device", default="cpu", help="of both models")
