@@ -7,13 +7,15 @@
 Drafter and verifier are a process each, on the same device, and stay for all parts; gateways come and go.
 `benchmarks.gpu` measures the same models without services. Each cell is a rule at a number of sessions: chosen drafts
 against the best fixed chain or tree, which is found first. Before them, one session drafts ahead, as in
-`benchmarks.draft_ahead`. The report is written after each cell.
+`benchmarks.draft_ahead`. The report is written after each cell. With `--only` there are no comparisons: chains of
+these lengths have a turn each, at each temperature and number of sessions; 0 is plain decoding.
 """
 
 import argparse
 import asyncio
 import contextlib
 import io
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -114,22 +116,80 @@ def told(result: ShapeResult) -> str:
     return f"{result.name}: {rates}; {compared}"
 
 
-def models_of(arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
-    """Returns the options of the services that have models."""
-    own = {
-        "device": arguments.device,
-        "threads": 1,
-        "kv_cache_tokens": arguments.cache,
-        "max_tree_nodes": SHAPES[-1][1],
-    }
+def models_of(pair: Path, device: str, cache_tokens: int, max_tree_nodes: int) -> dict[str, dict[str, object]]:
+    """Returns the options of the services that have models.
+
+    Args:
+        pair: folder of target/ and drafter/.
+        device: of both.
+        cache_tokens: of the KV cache of each.
+        max_tree_nodes: of token trees; 0 if there are none.
+    """
+    own = {"device": device, "threads": 1, "kv_cache_tokens": cache_tokens, "max_tree_nodes": max_tree_nodes}
     names = {"verifier": "target", "drafter": "drafter"}
-    return {service: {"model": arguments.pair / name, **own} for service, name in names.items()}
+    return {service: {"model": pair / name, **own} for service, name in names.items()}
 
 
 async def measure_rule(address: str, cell: Cell, schedule: Schedule, rule: str) -> ShapeResult:
     """Returns the figures of a cell under a rule."""
     async with AsyncClient(address) as client:
         return await compare(client, cell, schedule, rule)
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Tokens/s of all sessions in a turn."""
+
+    sessions: int
+    temperature: float
+    length: int
+    """Of chains; 0 is plain decoding."""
+    tokens_per_second: float
+
+
+async def rates_of(
+    address: str, cells: Iterable[Cell], lengths: Sequence[int], settle_s: float, seconds: float
+) -> AsyncIterator[Rate]:
+    """Yields the rates of chains, cell by cell.
+
+    Args:
+        address: of the gateway.
+        cells: of chains that are judged by the rule `block`; each is asked for when those before it are done.
+        lengths: of chains.
+        settle_s: of a turn, before tokens are counted.
+        seconds: for which they are counted.
+    """
+    async with AsyncClient(address) as client:
+        for cell in cells:
+            for length in lengths:
+                rate = await run_turn(client, cell, length, settle_s, seconds, rejection_sample_method="block")
+                yield Rate(cell.sessions, cell.temperature, length, rate)
+
+
+def rates(
+    models: Mapping[str, Mapping[str, object]],
+    cells: Iterable[Cell],
+    lengths: Sequence[int],
+    settle_s: float,
+    seconds: float,
+    on_rate: Callable[[Rate], object],
+) -> None:
+    """Runs services, and hands on the rates of chains as they are found; arguments as of `models_of` and `rates_of`."""
+
+    async def run(address: str) -> None:
+        async for rate in rates_of(address, cells, lengths, settle_s, seconds):
+            on_rate(rate)
+
+    with LocalStack({**models, "gateway": {"local_drafts": "none"}}, start_timeout_s=None) as stack:
+        asyncio.run(run(stack.address))
+
+
+def cells_of(arguments: argparse.Namespace, rule: str = "block") -> list[Cell]:
+    """Returns the cells of a rule, in the order of sessions."""
+    return [
+        Cell(f"{rule}; {sessions} sessions; T = {temperature:g}", "", sessions, temperature, arguments.max_tokens)
+        for sessions, temperature in product(arguments.sessions, arguments.temperature)
+    ]
 
 
 def measure_ahead(arguments: argparse.Namespace, peers: dict[str, str]) -> dict[str, object]:
@@ -142,6 +202,21 @@ def measure_ahead(arguments: argparse.Namespace, peers: dict[str, str]) -> dict[
         return asyncio.run(draft_ahead.compare(addresses, requests, schedule, None))
 
 
+def measure_only(arguments: argparse.Namespace) -> None:
+    """Measures rates alone, prints a line for each, and writes JSON after each."""
+    found: list[Rate] = []
+
+    def report(rate: Rate) -> None:
+        found.append(rate)
+        way = f"chains of {rate.length}" if rate.length else "plain"
+        print(f"{rate.sessions} sessions, T = {rate.temperature:g}, {way}: {rate.tokens_per_second:.0f}", flush=True)
+        with contextlib.redirect_stdout(io.StringIO()):  # the lines have a shorter form
+            write_report(arguments, {"rates": found})
+
+    options = models_of(arguments.pair, arguments.device, arguments.cache, 0)
+    rates(options, cells_of(arguments), arguments.only, arguments.settle_s, arguments.seconds, report)
+
+
 def main() -> None:
     """Measures, prints a line for each cell, and writes JSON after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -150,7 +225,7 @@ def main() -> None:
     parser.add_argument("--cache", type=int, default=32_768, help="tokens of the KV cache of each of the two")
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
-    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[1.0])
     parser.add_argument("--max-tokens", type=int, default=512, help="of each text")
     parser.add_argument("--picking-turns", type=int, default=1, help="of each fixed shape, to find the best one")
     parser.add_argument("--turns", type=int, default=4, help="of chosen drafts and of the best shapes")
@@ -158,22 +233,27 @@ def main() -> None:
     parser.add_argument("--settle-s", type=float, default=0.3, help="of a turn, before")
     parser.add_argument("--warm-up-s", type=float, default=12.0, help="chosen drafts before the first turn of a cell")
     parser.add_argument("--rounds", type=int, default=60, help="of a length, where one drafts ahead; 0 leaves that out")
+    parser.add_argument("--only", type=int, nargs="+", metavar="LENGTH", help="of chains; no comparisons")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.only:
+        measure_only(arguments)
+        return
     found: dict[str, Any] = {"rules": {rule: [] for rule in arguments.rules}}
-    with LocalStack(models_of(arguments), start_timeout_s=None) as models:
+    options = models_of(arguments.pair, arguments.device, arguments.cache, SHAPES[-1][1])
+    with LocalStack(options, start_timeout_s=None) as models:
         peers = {name: f"127.0.0.1:{service.port}" for name, service in models.services.items()}
         if arguments.rounds:
             found["ahead"] = measure_ahead(arguments, peers)
             print(f"one session: {draft_ahead.told(found['ahead'])}", flush=True)
         with LocalStack({"gateway": {**peers, "local_drafts": "none"}}) as gateway:
-            for rule, sessions in product(arguments.rules, arguments.sessions):
-                cell = Cell(f"{rule}; {sessions} sessions", "", sessions, arguments.temperature, arguments.max_tokens)
-                result = asyncio.run(measure_rule(gateway.address, cell, Schedule.of(arguments), rule))
-                found["rules"][rule].append(asdict(result))
-                print(told(result), flush=True)
-                with contextlib.redirect_stdout(io.StringIO()):  # the lines have a shorter form
-                    write_report(arguments, found)
+            for rule in arguments.rules:
+                for cell in cells_of(arguments, rule):
+                    result = asyncio.run(measure_rule(gateway.address, cell, Schedule.of(arguments), rule))
+                    found["rules"][rule].append(asdict(result))
+                    print(told(result), flush=True)
+                    with contextlib.redirect_stdout(io.StringIO()):  # the lines have a shorter form
+                        write_report(arguments, found)
     write_report(arguments, found)
 
 
