@@ -53,23 +53,26 @@ class Shape:
 class Step:
     """The blocks of one step, and their logits."""
 
-    def __init__(self, shape: Shape, batch_size: int, device: str) -> None:
-        """Makes blocks whose drafts resemble the target, the same on every device."""
-        generator = torch.Generator().manual_seed(batch_size)
+    def __init__(self, shape: Shape, batch_size: int, device: str, made_on: str = "cpu") -> None:
+        """Makes blocks whose drafts resemble the target, the same on every device unless they are made elsewhere than
+        on a CPU, which for many blocks takes long.
+        """
+        generator = torch.Generator(made_on).manual_seed(batch_size)
         length, vocab_size, support = shape.block_length, shape.vocab_size, shape.support
         self.batch_size, self.length, self.device = batch_size, length, torch.device(device)
         size = (batch_size * (length + 1), vocab_size)
-        order = torch.rand(size, generator=generator).argsort(dim=1).to(torch.float32)
+        order = torch.rand(size, generator=generator, device=made_on).argsort(dim=1).to(torch.float32)
         logits = -order.add_(1.0).log_().mul_(1.2)  # as in text: the r-th likeliest of all tokens has mass r^-1.2
-        rows = torch.arange(len(logits)).reshape(batch_size, length + 1)[:, :-1].flatten()
-        noisy = logits[rows] / 0.7 + 0.5 * torch.randn(len(rows), vocab_size, generator=generator)
+        rows = torch.arange(len(logits), device=made_on).reshape(batch_size, length + 1)[:, :-1].flatten()
+        noise = torch.randn(len(rows), vocab_size, generator=generator, device=made_on)
+        noisy = logits[rows] / 0.7 + 0.5 * noise
         best = noisy.topk(support)
         probs = best.values.softmax(-1)
         drawn = torch.multinomial(probs, 1, generator=generator)
         self.tokens = best.indices.gather(1, drawn).reshape(batch_size, length).tolist()
         self.drafts: list[DraftRows] = [
             SparseRows(ids, weights, vocab_size)
-            for ids, weights in zip(best.indices.split(length), probs.split(length), strict=True)
+            for ids, weights in zip(best.indices.cpu().split(length), probs.cpu().split(length), strict=True)
         ]
         self.logits = logits.to(self.device)
         self.buffer = torch.empty_like(self.logits)
