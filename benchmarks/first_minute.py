@@ -5,6 +5,11 @@
 Times are from the start of a command, as from Enter, with files in the system's cache; with `--cold` that is emptied
 before each start, where this process may do so. `up` and `demo` run several times, on free ports, with the chat model,
 if it has been fetched, and with the embedded pair. CPU seconds are those of all processes of `up` until it is ready.
+
+    python -m benchmarks.first_minute --others 16 --output benchmarks/results/first_minute_after_others.json
+
+measures something else: the tokens/s of a visitor's texts on a fresh `up` of the embedded pair, and on one that so many
+other clients have used for a minute, both at temperature 0, in turn.
 """
 
 import argparse
@@ -16,13 +21,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
 from draftwire.cli.named_models import CHAT_MODEL, EMBEDDED
+from draftwire.client import Client
 from draftwire.models.fetching import PACKAGED
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +40,7 @@ PORTS = ("--verifier-port", "0", "--drafter-port", "0", "--http-port", "0", "--p
 READY = re.compile(r"ready on (\S+?);")
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 UP_SECONDS = 120.0
+VISITOR_TEXTS = 8
 
 
 def empty_cache() -> None:
@@ -122,6 +132,46 @@ def bench(target: str, temperature: float) -> dict[str, Any]:
         return ratio
 
 
+def visitor_rates(address: str) -> list[float]:
+    """Returns the tokens/s of texts that a visitor has one after the other, as the playground asks for them."""
+    rates = []
+    with Client(address) as client:
+        for prompt in load_prompts()[:VISITOR_TEXTS]:
+            began = time.monotonic()
+            made = client.generate(prompt, max_tokens=128, temperature=0.0)
+            rates.append(len(made.token_ids) / (time.monotonic() - began))
+    return rates
+
+
+def after_others(num_others: int, runs: int, others_s: float) -> dict[str, Any]:
+    """Returns the tokens/s of a visitor on a fresh `up`, and on one that others have used, by runs that alternate."""
+    rates: dict[str, list[float]] = {"fresh": [], "after": []}
+    for _ in range(runs):
+        with up(EMBEDDED) as (_, address, _):
+            rates["fresh"] += visitor_rates(address)
+        with up(EMBEDDED) as (_, address, _):
+            ends_at = time.monotonic() + others_s
+
+            def use(number: int, address: str = address, ends_at: float = ends_at) -> None:
+                with Client(address) as client:
+                    for prompt in islice(cycle(load_prompts()), number, None):
+                        client.generate(prompt, max_tokens=192, temperature=float(number % 2))
+                        if time.monotonic() > ends_at:
+                            return
+
+            with ThreadPoolExecutor(num_others) as pool:
+                list(pool.map(use, range(num_others)))
+            rates["after"] += visitor_rates(address)
+    ratios = [after / fresh for fresh, after in zip(rates["fresh"], rates["after"], strict=True)]
+    return {"others": num_others, **rates, "after_over_fresh": median(ratios), "of_means": mean_ratio(rates)}
+
+
+def mean_ratio(rates: dict[str, list[float]]) -> float:
+    """Returns the tokens/s of all texts after others over those on a fresh `up`."""
+    total_s = {name: sum(1.0 / rate for rate in of) for name, of in rates.items()}
+    return total_s["fresh"] / total_s["after"]
+
+
 def medians(runs: list[dict[str, float]]) -> dict[str, float]:
     """Returns the median of each figure."""
     return {name: round(median(run[name] for run in runs), 3) for name in runs[0]}
@@ -133,8 +183,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="of demo and up")
     parser.add_argument("--cold", action="store_true", help="empty the system's cache of files before each")
     parser.add_argument("--no-bench", action="store_true", help="leave out `draftwire bench`")
+    parser.add_argument("--others", type=int, help="clients that use `up` before a visitor does")
+    parser.add_argument("--others-s", type=float, default=60.0, help="for how long they do")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.others:
+        write_report(arguments, after_others(arguments.others, arguments.runs, arguments.others_s))
+        return
     prepare = empty_cache if arguments.cold else lambda: None
     figures: dict[str, Any] = {}
     for target in (CHAT_MODEL, EMBEDDED) if PACKAGED[CHAT_MODEL].file.is_file() else (EMBEDDED,):

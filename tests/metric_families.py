@@ -1,4 +1,4 @@
-"""What the services export, as docs/metrics.md lists it. `python -m tests.metric_families` writes its tables anew."""
+"""What the services export, as docs/metric-list.md lists it. `python -m tests.metric_families` writes its tables anew."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ PROCESS_SERIES = {
     "process_open_fds",
     "process_max_fds",
 }
-PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[1] / "docs" / "metric-list.md"
 SERVICES = ("gateway", "verifier", "drafter")
 OF_MODEL = ("model_name", "engine")
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}

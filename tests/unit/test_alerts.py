@@ -1,13 +1,14 @@
 """Alerts and the dashboard ask services for what they export, and docs/metrics.md says what to do about each alert."""
 
 import re
+from pathlib import Path
 
 import promql_parser
 import pytest
 
-from tests.metric_families import PAGE
 from tests.queries import FILES, alerts_of_compose, expressions_of, faults_of, queries_of_dashboard
 
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 RULES = alerts_of_compose()
 COMPARISONS = {"==", "<", ">", ">="}
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md lists what the services export."""
+"""docs/metric-list.md lists what the services export."""
 
 import re
 
