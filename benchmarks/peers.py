@@ -3,6 +3,7 @@
     python -m benchmarks.peers --pairs embedded --output benchmarks/results/peers.json
     python -m benchmarks.peers --pairs DIR --engines transformers openvino vllm --openvino ov/bin/python \
         --vllm vllm/bin/python --sessions 1 4 8 16 --prompt-tokens 16
+    python -m benchmarks.peers --pairs SMOLLM2 --services "openvino u8" --questions benchmarks/questions.jsonl
     python -m benchmarks.peers --pairs DIR --engines openvino llama --openvino ov/bin/python --llama ov/bin/python \
         --weights f32 u8 --services openvino "openvino u8" --block-lengths 4
 
@@ -60,6 +61,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from benchmarks.contestants import (
     ANSWER_SECONDS,
@@ -279,6 +281,10 @@ def arena(pair: Pair, arguments: argparse.Namespace) -> Iterator[Arena]:
         yield Arena(clients, decoder, transformers, engines, arguments.without)
 
 
+QUESTION_TOKENS = 256
+"""What questions have at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """What one table is about."""
@@ -371,11 +377,24 @@ def prompts_of(pair: Pair, num_prompts: int, num_tokens: int) -> list[list[int]]
     return prompts
 
 
+def questions_of(pair: Pair, file: Path) -> list[list[int]]:
+    """Returns the questions of a file by the target's chat template, token ids."""
+    template = AutoTokenizer.from_pretrained(pair.target).apply_chat_template
+    questions = [json.loads(line)["question"] for line in file.read_text(encoding="utf-8").splitlines()]
+    chats = ([{"role": "user", "content": question}] for question in questions)
+    tokenizer = Tokenizer.from_file(str(Path(pair.target) / "tokenizer.json"))
+    texts = (template(chat, tokenize=False, add_generation_prompt=True) for chat in chats)
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+
+
 def compare(
     pair: Pair, cell: Cell, running: Arena, arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], list[Measurement]]:
     """Runs all contestants on a pair; returns a summary and the measurements."""
-    prompts = prompts_of(pair, arguments.prompts * cell.num_sessions, cell.prompt_tokens)
+    if arguments.questions is None:
+        prompts = prompts_of(pair, arguments.prompts * cell.num_sessions, cell.prompt_tokens)
+    else:
+        prompts = questions_of(pair, arguments.questions)[: arguments.prompts]
     groups = [prompts[start :: arguments.prompts] for start in range(arguments.prompts)]
 
     def task(group: Group, seed: int) -> Task:
@@ -509,6 +528,9 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, nargs="+", default=[1], help="prompts that are continued at once")
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[32], help="lengths of the prompts")
     parser.add_argument("--prompts", type=int, default=3, help="for each session")
+    parser.add_argument(
+        "--questions", type=Path, help="in the place of such prompts: lines of JSON with a question each; one session"
+    )
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate, exactly")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--sweep-repetitions", type=int, default=2)
@@ -523,6 +545,10 @@ def main() -> None:
     for engine in ENGINES:
         if engine in arguments.engines and getattr(arguments, engine) is None:
             parser.error(f"--{engine} says whose Python runs {engine}")
+    if arguments.questions is not None:
+        if arguments.sessions != [1]:
+            parser.error("--questions are answered one at a time")
+        arguments.prompt_tokens = [QUESTION_TOKENS]
     if arguments.vllm_remote and arguments.vllm is None:
         parser.error("--vllm says whose Python runs vllm")
     results: dict[str, Any] = {"versions": {name: version(name) for name in ("torch", "transformers", "grpcio")}}

@@ -97,7 +97,11 @@ def attention(plan: Plan, findings: Findings, budget: Budget) -> None:
         if budget.is_nearly_spent:
             findings.results.setdefault("left_out", []).append(setting.name)
             continue
-        found[setting.name] = times = times_ms(setting, plan)
+        try:
+            found[setting.name] = times = times_ms(setting, plan)
+        except torch.OutOfMemoryError:
+            findings.lacks(setting.name, "the device has not enough memory")
+            continue
         if setting.queries == SHOWN_QUERIES:
             is_studied = setting.texts == STUDIED_TEXTS and setting.keys == KEYS[0]
             inferred = GATHERS_MS if is_studied else None

@@ -103,16 +103,27 @@ def step_profile(plan: Plan, pair: Pair, read: float | None, findings: Findings,
             findings.lacks(kind.name, "the section's time was spent")
             continue
         step = ProfiledStep(plan, model, kind)
+        profile, failure = profiled(plan, step)
         step_ms = timer.median_ms(step.run, plan.repetitions, step.forget)
-        profile = kernels_of(plan, step)
         step.close()
         inferred = STEP_MS if kind.has_inferred else None
         findings.results[kind.name] = {"step_ms": step_ms, **profile}
         findings.rows.append(Row(f"{kind.name}: step", step_ms, "ms", inferred=inferred))
-        if not profile["kernels"]:
-            findings.lacks(f"{kind.name}: kernels", "the profiler saw none")
-            continue
-        findings.rows += _rows(kind, step_ms, profile, pair.target_bytes / read if read else None)
+        if failure:
+            findings.lacks(f"{kind.name}: kernels", failure)
+        else:
+            findings.rows += _rows(kind, step_ms, profile, pair.target_bytes / read if read else None)
+
+
+def profiled(plan: Plan, step: ProfiledStep) -> tuple[dict[str, Any], str]:
+    """Returns `kernels_of`; without it why there is none, in words."""
+    try:
+        if plan.is_cuda:  # the graph is recorded while the profiler runs, which then knows its kernels
+            kernels_of(plan, step)
+        profile = kernels_of(plan, step)
+    except RuntimeError as error:
+        return {}, f"the profiler failed: {str(error).partition(chr(10))[0]}"
+    return (profile, "") if profile["kernels"] else ({}, "the profiler saw none")
 
 
 def _rows(kind: StepKind, step_ms: float, profile: dict[str, Any], weights_ms: float | None) -> list[Row]:
