@@ -73,13 +73,16 @@ def products(plan: Plan, read: float | None, findings: Findings, budget: Budget)
         num_bytes = bytes_of_products(shape, plan.dtype.itemsize)
         steps = {count: sum(found[one.name][count] * one.count for one in products_of(shape)) for count in rows}
         findings.results[name] |= {"step_ms": steps, "bytes": num_bytes}
+        shares = {} if read is None else {count: num_bytes / step_ms / read for count, step_ms in steps.items()}
+        findings.results[name]["share_of_bandwidth"] = shares
         for count, milliseconds in steps.items():
             label = f"{name}: products of a step over {count} row{'s' if count > 1 else ''}"
             findings.rows.append(Row(label, milliseconds, "ms"))
-            if read is not None and count == STUDIED_ROWS:
-                share = findings.results[name]["share_of_bandwidth"] = num_bytes / milliseconds / read
+            if count == STUDIED_ROWS and count in shares:
                 inferred = PRODUCTS_SHARE if name == "target" else None
-                findings.rows.append(Row("  their share of the bandwidth of reading", share, inferred=inferred))
+                findings.rows.append(
+                    Row("  bandwidth, as a share of that of reading", shares[count], inferred=inferred)
+                )
 
 
 @torch.inference_mode()

@@ -131,7 +131,7 @@ def _rows(kind: StepKind, step_ms: float, profile: dict[str, Any], weights_ms: f
     share, rest = (PRODUCTS_SHARE, REST_MS) if kind.has_inferred else (None, None)
     rows = [Row("  products", of_kinds["products"], "ms")]
     if weights_ms is not None and of_kinds["products"]:
-        label = "  bandwidth of products, as a share of that of reading"
+        label = "  bandwidth of products, as a share of reading's"
         rows.append(Row(label, weights_ms / of_kinds["products"], inferred=share))
     rows.append(Row("  all but products", step_ms - of_kinds["products"], "ms", inferred=rest))
     rows += [Row(f"    {name}", of_kinds[name], "ms") for name in ("attention", "copies", SMALL)]
