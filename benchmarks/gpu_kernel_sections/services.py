@@ -17,13 +17,13 @@ CHAIN, TREE, TREE_DEPTH = 4, 60, 8
 PROMPTS = {True: 2, False: 4}
 NEW_TOKENS = {True: 32, False: 128}
 """Of the prompts of profiled rounds, by whether the plan is tiny."""
-SESSIONS, TINY_SESSIONS = (1, 4, 16, 64), (1, 4)
+SESSIONS, TINY_SESSIONS = (1, 4, 16, 64), (2,)
 TEMPERATURES = (1.0, 0.0)
 LENGTHS = (0, CHAIN)
 TEXT_TOKENS = {True: 64, False: 256}
 """Of each text where tokens/s are counted."""
-SETTLE_S = {True: 0.1, False: 2.5}
-SECONDS = {True: 0.2, False: 2.0}
+SETTLE_S = {True: 0.4, False: 2.5}
+SECONDS = {True: 0.5, False: 2.0}
 CACHE_TOKENS = {True: 4096, False: 49_152}
 """Room for 64 texts with their prompts."""
 

@@ -203,7 +203,7 @@ def check_served(profiles: dict[str, Any], rates: list[dict[str, float]]) -> Non
         assert 1.0 <= profile["tokens_per_round"] <= depth + 1
         assert sum(part["ms"] for part in profile["parts"].values()) == pytest.approx(profile["wall_ms"], rel=0.01)
     cells = [(rate["sessions"], rate["temperature"], rate["length"]) for rate in rates]
-    assert cells == list(product((1, 4), (1.0, 0.0), (0, 4)))
+    assert cells == list(product((2,), (1.0, 0.0), (0, 4)))
     assert all(rate["tokens_per_second"] > 0.0 for rate in rates)
 
 
