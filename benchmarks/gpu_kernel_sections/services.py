@@ -11,7 +11,10 @@ from pathlib import Path
 from benchmarks.gpu_sections.plan import Plan
 from benchmarks.gpu_sections.section import Budget, Findings, Row
 
-PACKAGES = ("grpc", "google", "structlog", "typer", "rich", "prometheus_client", "fastapi", "uvicorn")
+PACKAGES = (
+    *("grpc", "grpc_health", "grpc_reflection", "google", "structlog", "typer", "rich", "prometheus_client"),
+    *("fastapi", "uvicorn", "h11", "jinja2"),
+)
 """That services need beside torch and transformers."""
 CHAIN, TREE, TREE_DEPTH = 4, 60, 8
 PROMPTS = {True: 2, False: 4}
