@@ -36,10 +36,10 @@ class CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class FeatureUser:
-    """Reads features of a target: a head beside it, or the fusion of one elsewhere."""
+    """What is loaded beside a target, and may read its features: a head, the fusion of one elsewhere, a draft model."""
 
-    source: Callable[[int], StoredFeatures]
-    """Returns room for the features that the target keeps for it, of so many tokens."""
+    source: Callable[[int], StoredFeatures] | None
+    """Returns room for the features that the target keeps for it, of so many tokens; None if it reads none."""
     token_bytes: int
     """Bytes that its own cache stores of a token."""
     resize: Callable[[int], None]

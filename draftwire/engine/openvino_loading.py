@@ -87,7 +87,8 @@ def load_for_openvino(settings: ModelSettings, why_not: str = "", *, reads_trees
             return None
         what = "engine openvino" if settings.engine == "openvino" else f"weights {settings.weights}"
         raise InvalidRequestError(f"{what}: {reason or 'its weights are not those of its configuration'}")
-    return OpenVinoModel(Path(path_of(settings.model, settings.dtype)), loaded, quantizes)
+    card = replace(loaded.card, description=replace(loaded.description, dtype="float32"))  # what is computed in
+    return OpenVinoModel(Path(path_of(settings.model, settings.dtype)), replace(loaded, card=card), quantizes)
 
 
 def why_not_with(settings: ModelSettings) -> str:

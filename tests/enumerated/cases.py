@@ -2,15 +2,21 @@
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from unittest import mock
 
 from tiny_models import tiny_compiler
+from torch import Tensor
 from toy_heads import ToyHead
 
 from benchmarks.pair_simulation import round_times
+from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.method.round_parts import StepSize
+from draftwire.models.sequence_model import Reading
+from draftwire.options.draft_model.model_drafts import ModelDrafts
+from draftwire.options.draft_model.names import DRAFT_MODEL
 from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_drafts import HeadDrafts
 from draftwire.options.model_free.registry import TextDrafters
@@ -25,7 +31,7 @@ from draftwire_gateway.speculation.pairs import PairName, Pairs
 from tests.enumerated.network import Ids, Network
 from tests.enumerated.outcomes import OUTCOME_CASES
 from tests.enumerated.scenes import PROMPT, VOCAB, Chosen, Scene, ahead, slow_after, tables
-from tests.enumerated.tables import random_rows
+from tests.enumerated.tables import POSITIONS, PlacedTable, Speed, random_rows
 from tests.enumerated.unsure import UNSURE_CASES
 
 LATE = 5
@@ -101,6 +107,26 @@ def replaced(bridge: int, rounds_ahead: int) -> Scene:
         plot=lambda network: network.after(0.045, network.drafters[0].lose),
         happens=frozenset({"drafter lost", "plain: warming_up", "long run", "block ahead"}),
     )
+
+
+class FailingTable(PlacedTable):
+    """A table some of whose passes fail, by their number."""
+
+    def __init__(self, vocab_size: int, failing: frozenset[int]) -> None:
+        super().__init__(random_rows(vocab_size, 7).float(), Speed(0.0), lambda _: None)
+        self._failing, self._num_passes = failing, 0
+
+    def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
+        self._num_passes += 1
+        if self._num_passes in self._failing:
+            raise RuntimeError("a pass of the draft model fails")
+        return super().read(readings, fuzzily)
+
+
+def own_model(_: PlacedTable, vocab_size: int = VOCAB, failing: frozenset[int] = frozenset()) -> dict[str, ModelDrafts]:
+    """Returns a draft model beside the target."""
+    drafter = LanguageModelDrafter(FailingTable(vocab_size, failing), POSITIONS - 1)  # type: ignore[arg-type]
+    return {DRAFT_MODEL: ModelDrafts(drafter, vocab_size)}
 
 
 def in_form(text: list[int]) -> tuple[int, ...]:
@@ -330,6 +356,57 @@ CASES: list[Scene] = [
         network={"head": lambda model: {"eagle3": HeadDrafts(HeadDrafter(ToyHead(VOCAB), model), VOCAB)}},
         fields={"local_strategies": ("eagle3",)},
         happens=frozenset({"guess", "whole block", "rejection"}),
+    ),
+    Scene(
+        name="a draft model in the verifier",
+        **tables(2, 3, num_drafters=0),
+        length=4,
+        num_draft_tokens=2,
+        network={"head": own_model},
+        fields={"local_strategies": ("model",)},
+        happens=frozenset({"guess", "whole block", "rejection"}),
+    ),
+    Scene(
+        name="a draft model in the verifier, penalties",
+        **tables(2, 3, num_drafters=0),
+        length=4,
+        num_draft_tokens=2,
+        sampling=SamplingParams(0.8, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3),
+        network={"head": own_model},
+        fields={"local_strategies": ("model",)},
+        happens=frozenset({"guess", "whole block", "rejection"}),
+    ),
+    Scene(
+        name="a draft model in the verifier, a form",
+        target=random_rows(4, 3),
+        drafts=(),
+        length=4,
+        num_draft_tokens=2,
+        sampling=SamplingParams(structured_output=FORM),
+        stop_token_ids=frozenset({STOP}),
+        possible=in_form,
+        network={"compiler": tiny_compiler(["a", "b", "c", "."], 4, [STOP]), "head": partial(own_model, vocab_size=4)},
+        fields={"local_strategies": ("model",)},
+        happens=frozenset({"guess", "whole block", "rejection"}),
+    ),
+    Scene(
+        name="a draft model in the verifier, coupled",
+        **tables(2, 3, vocab_size=2, num_drafters=0),
+        length=4,
+        num_draft_tokens=2,
+        rule="coupled",
+        network={"head": partial(own_model, vocab_size=2)},
+        fields={"local_strategies": ("model",)},
+        happens=frozenset({"guess", "rejection"}),
+    ),
+    Scene(
+        name="a draft model in the verifier, which fails",
+        **tables(2, 3, num_drafters=0),
+        length=4,
+        num_draft_tokens=2,
+        network={"head": partial(own_model, failing=frozenset({4, 5, 7}))},
+        fields={"local_strategies": ("model",)},
+        happens=frozenset({"guess", "rejection"}),
     ),
     Scene(
         name="two texts at once, 1 ahead",

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftwire.drafting.drawing import Drawer
+from draftwire.engine import step_drafts
 from draftwire.options.ahead.ahead_drafting import AheadDrafting
 from draftwire.options.ahead.branch_drafter import BranchDrafter
 from draftwire.options.ahead.held_blocks import HeldBlocks
 from draftwire.options.confidence.confident_chains import ConfidentChains
-from draftwire.options.heads import head_drafts
 from draftwire.verification.deciding import ScoredBlock
 from draftwire_gateway.options.drafts_ahead import BegunRounds
 from draftwire_gateway.session.generation import Generation
@@ -136,7 +136,12 @@ MISTAKES = (
     Mistake(
         "a head drafts with the numbers that the rule decides with",
         "a head in the verifier",
-        ((head_drafts._request, "local_drafting_key(spec.verifying_key)", "spec.verifying_key"),),
+        ((step_drafts.request_of, "local_drafting_key(spec.verifying_key)", "spec.verifying_key"),),
+    ),
+    Mistake(
+        "a draft model in the verifier drafts with the numbers that the rule decides with",
+        "a draft model in the verifier",
+        ((step_drafts.request_of, "local_drafting_key(spec.verifying_key)", "spec.verifying_key"),),
     ),
     Mistake(
         "a seed that was sent is taken for fresh",

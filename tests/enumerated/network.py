@@ -26,6 +26,7 @@ from draftwire.engine import engine_service
 from draftwire.engine.leases import SessionFailed
 from draftwire.engine.own_sources import own_sources
 from draftwire.engine.prefill import PrefillPacer
+from draftwire.engine.step_drafts import OrderedSource
 from draftwire.engine.target_session import TargetSession
 from draftwire.errors import CompletionInterruptedError, UnavailableError
 from draftwire.method.rounds import (
@@ -42,7 +43,6 @@ from draftwire.method.rounds import (
 )
 from draftwire.models.card import ModelCard
 from draftwire.models.description import ModelDescription
-from draftwire.options.heads.head_drafts import HeadSource
 from draftwire.options.model_free.local_texts import LocalText
 from draftwire.options.model_free.registry import TextDrafters
 from draftwire.options.structured_output.grammar_automaton import FormCompiler
@@ -293,7 +293,7 @@ class VirtualVerifier(_VirtualService, VerifierCore):
         own = own_sources(network.sources, model.vocab_size, ())
         kinds = [
             *own.values(),
-            *(partial(HeadSource.open, name, partial(self.trust.may_draft, name)) for name in drafters),
+            *(partial(OrderedSource.open, name, partial(self.trust.may_draft, name)) for name in drafters),
             partial(LocalText.open, texts, model.vocab_size),
         ]
         self._local = LocalSources(kinds, (*drafters, *texts.names, *own))

@@ -14,6 +14,7 @@ from toy_heads import ToyHead, without_rows
 
 from draftwire.engine.admission import Room
 from draftwire.engine.prefill import PrefillPacer
+from draftwire.engine.step_drafts import OrderedSource
 from draftwire.engine.target_session import NO_DRAFTER, Step, StepResult, TargetSession
 from draftwire.errors import InvalidRequestError
 from draftwire.method.keys import KEY_BYTES, DrawKey, Role, derive_key, local_drafting_key
@@ -25,7 +26,7 @@ from draftwire.models.decoders import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.torch_models import torch_model
 from draftwire.options.heads.head_drafter import HeadDrafter
-from draftwire.options.heads.head_drafts import HeadDrafts, HeadSource
+from draftwire.options.heads.head_drafts import HeadDrafts
 from draftwire.options.heads.taps import FeatureSource
 from draftwire.options.model_free.local_texts import LocalText
 from draftwire.options.model_free.registry import TextDrafters
@@ -71,7 +72,7 @@ class Verifier:
             pacer=PrefillPacer(1e-9),
             local=LocalSources(
                 [
-                    partial(HeadSource.open, HEAD, lambda: self.is_trusted),
+                    partial(OrderedSource.open, HEAD, lambda: self.is_trusted),
                     partial(LocalText.open, TextDrafters(), VOCAB_SIZE),
                 ]
             ).find,

@@ -5,63 +5,21 @@ not when a session is queued.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Mapping, Sequence
 
 import structlog
-from typing_extensions import override
 
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.engine.leases import SessionKey
-from draftwire.engine.target_session import NO_DRAFTER, DraftOrder, LocalSource, OrderedBlocks, TargetSession
-from draftwire.method.encoding import Claim, decode_one
-from draftwire.method.keys import KEY_BYTES, DrawKey, local_drafting_key
-from draftwire.method.round_parts import GuessPart, WatchedGuess
-from draftwire.method.rounds import DraftTimings, ReceivedBlock, TargetSessionSpec, Verdict
+from draftwire.engine.step_drafts import block_of, request_of
+from draftwire.engine.target_session import DraftOrder, OrderedBlocks
+from draftwire.method.keys import KEY_BYTES, DrawKey
+from draftwire.method.rounds import DraftTimings
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.options.heads.head_drafter import HeadDrafter, HeadDrafting, HeadSequence
 from draftwire.requests.parameters import SamplingParams
 
 log = structlog.get_logger()
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class HeadSource(LocalSource):
-    """Orders blocks of the head for one session. The round in which the prompt is read has none: there are no hidden
-    states to draft from yet.
-    """
-
-    is_trusted: Callable[[], bool]
-    """Whether its drafts are used: not once the audit has found that it draws otherwise than it declares."""
-
-    @classmethod
-    def open(cls, name: str, is_trusted: Callable[[], bool], _: TargetSessionSpec, strategy: str) -> Self | None:
-        """Starts, if the head is meant; see `OpenSource`. The first arguments are of the verifier."""
-        return cls(strategy, is_trusted=is_trusted) if strategy == name else None
-
-    @override
-    def may_draft(self) -> bool:
-        return self.is_trusted()
-
-    @override
-    def order(self, session: TargetSession) -> DraftOrder | None:
-        room = session.spec.max_len - len(session.committed) - 1
-        num_tokens = min(self.num_draft_tokens, room)
-        return DraftOrder(session, self.strategy, num_tokens) if num_tokens > 0 and self.is_trusted() else None
-
-    @override
-    def report(
-        self, session: TargetSession, verdict: Verdict, block: ReceivedBlock | None, *, has_failed: bool
-    ) -> Verdict:
-        """Adds that the head had nothing, if the session has it watched. What it would have drafted in other rounds is
-        not known: that costs what drafting costs.
-        """
-        verdict = super(HeadSource, self).report(session, verdict, block, has_failed=has_failed)
-        watched = session.spec.watched
-        if not has_failed or watched is None or watched.strategy != self.strategy:
-            return verdict
-        return replace(verdict, guess=GuessPart(watched=WatchedGuess(has_guess=False)))
 
 
 class HeadDrafts:
@@ -83,7 +41,7 @@ class HeadDrafts:
                 sequence = self._sequences.get(key)
                 if sequence is None:
                     sequence = self._sequences[key] = self._drafter.open()
-                draftings[key] = HeadDrafting(sequence, target, committed, _request(order, self._vocab_size))
+                draftings[key] = HeadDrafting(sequence, target, committed, request_of(order, self._vocab_size))
         if not draftings:
             return OrderedBlocks()
         try:
@@ -97,7 +55,7 @@ class HeadDrafts:
         timings = DraftTimings(draft_us=int(seconds * 1e6))
         by_session = {order.session.key: order for order in orders}
         blocks = {
-            key: self._block(by_session[key], draft, timings) if isinstance(draft, Draft) else None
+            key: block_of(by_session[key], draft, timings, self._vocab_size) if isinstance(draft, Draft) else None
             for key, draft in zip(draftings, drafts, strict=True)
             if draft is not None  # it still reads the text
         }
@@ -121,32 +79,3 @@ class HeadDrafts:
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self._drafter.close(sequence)
-
-    def _block(self, order: DraftOrder, draft: Draft, timings: DraftTimings) -> ReceivedBlock:
-        """Returns a draft as blocks of drafters are received: the rule reads the numbers that were drawn from."""
-        return ReceivedBlock(
-            order.session.fence,
-            draft.token_ids,
-            decode_one(Claim(draft.token_ids, draft.distributions), self._vocab_size),
-            order.session.rule.needs_draft_probs,
-            NO_DRAFTER,
-            timings=timings,
-            local_strategy=order.strategy,
-        )
-
-
-def _request(order: DraftOrder, vocab_size: int) -> DraftRequest:
-    session, spec, parameters = order.session, order.session.spec, order.session.spec.parameters
-    is_coupled = session.rule.is_coupled
-    key = spec.verifying_key if is_coupled else local_drafting_key(spec.verifying_key)
-    return DraftRequest(
-        order.num_draft_tokens,
-        parameters.sampling,
-        DrawKey(key, parameters.choice, session.round),
-        vocab_size,
-        is_coupled=is_coupled,
-        needs_probs=session.rule.needs_draft_probs,
-        prompt_len=parameters.prompt_len,
-        stop_token_ids=parameters.stop_token_ids,
-        automaton=session.automaton,
-    )

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from draftwire.engine.cache_sizing import FeatureUser, size_while_loading
+from draftwire.engine.step_drafts import LOCAL_QUANTIZATION
 from draftwire.errors import InvalidRequestError
-from draftwire.method.quantization import Quantization
 from draftwire.models.card import ModelCard, path_of
 from draftwire.models.model_names import is_scripted
 from draftwire.models.sequence_model import SequenceModel
@@ -16,10 +16,6 @@ from draftwire.options.heads.head_drafts import HeadDrafts
 from draftwire.options.heads.head_loading import load_fusion, load_head, read_shape
 from draftwire.options.heads.taps import FeatureModel, FeatureSource, check_taps
 from draftwire.runtime.settings import EngineSettings, ModelSettings
-
-HEAD_QUANTIZATION = Quantization(mass=0.99, max_support=512)
-"""Quantization of the drafts of a head in the verifier: they travel nowhere, and the mass that is left out costs
-acceptance."""
 
 
 class TargetHead:
@@ -73,5 +69,5 @@ class TargetHead:
         if self._head is None:
             return {}
         assert isinstance(model, FeatureModel), "it was loaded with a head"
-        drafts = HeadDrafts(HeadDrafter(self._head, model, HEAD_QUANTIZATION), model.vocab_size)
+        drafts = HeadDrafts(HeadDrafter(self._head, model, LOCAL_QUANTIZATION), model.vocab_size)
         return dict.fromkeys(self.names, drafts)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from draftwire.method.ahead_limits import MAX_BRANCHES, MAX_ROUNDS_AHEAD
 from draftwire.method.tree_limits import MAX_TREE_NODES
+from draftwire.options.draft_model.names import DRAFT_MODEL
 from draftwire.options.heads.head_names import HEAD_NAMES
 from draftwire.options.model_free.names import TEXT_DRAFTER_NAMES, are_text_drafters
 from draftwire.requests.tool_calls import PLAIN_LIST, SYNTAXES
@@ -130,7 +131,8 @@ class GatewayConfig:
     local_drafts: str = AUTO_LOCAL_DRAFTS
     """How a verifier drafts by itself where no drafter does: "suffix" or "lookup", from earlier places of each text,
     "retrieval", from files, or several joined by "+"; "eagle3", "eagle", "medusa", "hydra" or "mtp", by its head;
-    "auto", by its head if it has one, else suffix and retrieval as far as it can; or "none"."""
+    "model", by the draft model in its process; "auto", by head or draft model if it has one, else suffix and retrieval
+    as far as it can; or "none"."""
     num_speculative_tokens: int = 4
     """Draft tokens per round where a request names no number and none is chosen, and the first length that is tried;
     0 is plain decoding."""
@@ -215,9 +217,9 @@ class GatewayConfig:
         require(0.0 <= self.stop_below <= 1.0, f"stop_below must be in 0..1, not {self.stop_below}")
         is_policy = self.speculation in ("adaptive", "fixed")
         require(is_policy, f"speculation must be adaptive or fixed, not {self.speculation!r}")
-        alone = (AUTO_LOCAL_DRAFTS, NO_LOCAL_DRAFTS, *HEAD_NAMES)
+        alone = (AUTO_LOCAL_DRAFTS, NO_LOCAL_DRAFTS, *HEAD_NAMES, DRAFT_MODEL)
         is_known = self.local_drafts in alone or are_text_drafters(self.local_drafts)
-        known_drafts = ", ".join((AUTO_LOCAL_DRAFTS, *TEXT_DRAFTER_NAMES, *HEAD_NAMES))
+        known_drafts = ", ".join((AUTO_LOCAL_DRAFTS, *TEXT_DRAFTER_NAMES, *HEAD_NAMES, DRAFT_MODEL))
         require(is_known, f"local_drafts must be {known_drafts} or {NO_LOCAL_DRAFTS}, not {self.local_drafts!r}")
         known_syntaxes = (AUTO_TOOL_SYNTAX, *(name for name in SYNTAXES if name != PLAIN_LIST.name), NO_TOOL_SYNTAX)
         is_known = self.tool_call_syntax in known_syntaxes

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from draftwire.errors import ContextLengthError, InvalidRequestError
 from draftwire.models.description import ModelDescription
 from draftwire.models.tokenizer import load_tokenizer
+from draftwire.options.draft_model.names import DRAFT_MODEL
 from draftwire.options.heads.head_names import HEAD_NAMES
 from draftwire.options.model_free.names import RETRIEVAL, SUFFIX, parts_of
 from draftwire.options.structured_output.form_sandbox import FormSandbox
@@ -284,4 +285,6 @@ def local_strategies(local_drafts: str) -> tuple[str, ...]:
     """Returns the strategies that an option `local_drafts` stands for."""
     if local_drafts == NO_LOCAL_DRAFTS:
         return ()
-    return (*HEAD_NAMES, SUFFIX, RETRIEVAL) if local_drafts == AUTO_LOCAL_DRAFTS else parts_of(local_drafts)
+    return (
+        (*HEAD_NAMES, DRAFT_MODEL, SUFFIX, RETRIEVAL) if local_drafts == AUTO_LOCAL_DRAFTS else parts_of(local_drafts)
+    )

@@ -1,7 +1,7 @@
 """Configuration of a verifier."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftwire.engine.ranks.place import WantedGroup
@@ -84,6 +84,32 @@ class HeadSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftModelSettings:
+    """A language model that drafts inside the verifier's process; see docs/serving.md."""
+
+    draft_model: str | None = None
+    """Folder of a small model with the model's vocabulary, which drafts in this process, for all sessions of a step at
+    once: on one machine no messages are needed, and two processes do not slow each other down."""
+    draft_device: str | None = None
+    """Its device; by default the model's."""
+    draft_threads: int | None = None
+    """Its CPU threads; by default as many as the model's."""
+
+    def __post_init__(self) -> None:
+        require(self.draft_threads is None or self.draft_threads >= 1, "draft_threads must be at least 1")
+        for name in ("draft_device", "draft_threads"):
+            is_of_none = getattr(self, name) is None or self.draft_model is not None
+            require(is_of_none, f"{name} is of draft_model, which is not set")
+
+    def loading(self, target: ModelSettings) -> ModelSettings | None:
+        """Returns how it is loaded beside a target; None if there is none."""
+        if self.draft_model is None:
+            return None
+        device, threads = self.draft_device or target.device, self.draft_threads or target.threads
+        return replace(target, model=self.draft_model, revision=None, device=device, threads=threads)
+
+
+@dataclass(frozen=True, slots=True)
 class VerifierConfig:
     """Everything that can be set. Bad values raise at start."""
 
@@ -94,6 +120,7 @@ class VerifierConfig:
     vllm: VllmSettings = field(default_factory=VllmSettings)
     texts: TextDraftSettings = field(default_factory=TextDraftSettings)
     heads: HeadSettings = field(default_factory=HeadSettings)
+    own_drafts: DraftModelSettings = field(default_factory=DraftModelSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
@@ -114,6 +141,12 @@ class VerifierConfig:
 
         require(self.vllm.vllm_args is None or self.is_vllm, "vllm_args are for engine vllm")
         is_spread = self.parallel.tensor_parallel_size > 1
+        has_own = self.own_drafts.draft_model is not None
+        require(
+            not (is_spread and has_own), "draft_model drafts beside a target in one process"
+        )
+        if has_own and self.own_drafts.draft_device is not None:
+            self.engine.check_device(self.own_drafts.draft_device)
         require(not (is_spread and self.loading.engine == "openvino"), "engine openvino runs a target in one process")
         require(not (is_spread and self.loading.weights != "auto"), "weights are of engine openvino, for one process")
         if self.is_vllm:
@@ -124,6 +157,7 @@ class VerifierConfig:
         for name in ("draft_head", "feature_head"):
             is_unset = getattr(self.heads, name) is None
             require(is_unset, f"{name} needs the hidden states of engine draftwire, not of vllm")
+        require(self.own_drafts.draft_model is None, "draft_model drafts beside our own engines, not beside vllm")
         require(self.engine.max_tree_nodes == 0, "max_tree_nodes needs engine draftwire: vllm reads no token trees")
         loading, unset = self.loading, ModelSettings(self.loading.model)
         for name, instead in (

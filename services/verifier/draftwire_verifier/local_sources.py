@@ -1,10 +1,11 @@
-"""The sources of what a verifier drafts by itself: by a head, from texts, and by sources of users' own."""
+"""The sources of what a verifier drafts by itself: by a head, by a model, from texts, and by sources of users' own."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from draftwire.engine.own_sources import OpenSource, own_sources
+from draftwire.engine.step_drafts import OrderedSource
 from draftwire.engine.target_session import LocalSource
 from draftwire.errors import InvalidRequestError
 from draftwire.method.rounds import LocalDraft, TargetSessionSpec
@@ -25,21 +26,18 @@ class LocalSources:
 
     @classmethod
     def load(cls, config: VerifierConfig, loaded: LoadedEngine, may_draft: Callable[[str], bool]) -> "LocalSources":
-        """Loads what is configured; `may_draft` says whether what a head drafts is to be used, by its strategy.
+        """Loads what is configured; `may_draft` says whether what is drafted beside the target is to be used, by its
+        strategy.
 
         Raises:
             InvalidRequestError: a source cannot be loaded; the message is one line.
         """
         texts, description = config.texts, loaded.card.description
         drafters = TextDrafters.load(texts.retrieval_store, texts.shared_tokens, description.vocabulary_fingerprint)
-        heads: list[OpenSource] = []
-        for name in loaded.drafts_by:
-            from draftwire.options.heads.head_drafts import HeadSource
-
-            heads.append(partial(HeadSource.open, name, partial(may_draft, name)))
+        beside = [partial(OrderedSource.open, name, partial(may_draft, name)) for name in loaded.drafts_by]
         own = own_sources(config.own_sources, description.vocab_size, (*loaded.drafts_by, *drafters.names))
         of_texts = partial(LocalText.open, drafters, description.vocab_size)  # asked last: it knows why none is
-        return cls([*own.values(), *heads, of_texts], (*loaded.drafts_by, *drafters.names, *own))
+        return cls([*own.values(), *beside, of_texts], (*loaded.drafts_by, *drafters.names, *own))
 
     def find(self, draft: LocalDraft, spec: TargetSessionSpec, known: Iterable[LocalSource] = ()) -> list[LocalSource]:
         """Returns the sources of a session that a draft names, some of which it may have; see `FindSources`."""

@@ -1,4 +1,4 @@
-"""Drafts of the verifier by itself, where no drafter drafts: by its head, or from text without a model."""
+"""Drafts of the verifier by itself, where no drafter drafts: by its head, by its draft model, or from text."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ from typing_extensions import override
 
 from draftwire.method.rounds import LocalDraft, TargetSessionSpec
 from draftwire.models.description import ModelDescription
+from draftwire.options.draft_model.names import DRAFT_MODEL
 from draftwire.options.heads.head_names import HEAD_NAMES
 from draftwire.options.model_free.names import JOINT, TEXT_DRAFTER_NAMES, parts_of
 from draftwire_gateway.session.generation import Generation
@@ -55,8 +56,8 @@ class LocalDrafting(SessionOption):
 
 
 def local_strategy(generation: Generation, target: ModelDescription) -> str:
-    """Returns by what a verifier may draft by itself: by its head or a source of its owner's if it has one, else by the
-    longest match of what guesses tokens from tokens; empty if by nothing.
+    """Returns by what a verifier may draft by itself: by its head, its draft model or a source of its owner's if it has
+    one, else by the longest match of what guesses tokens from tokens; empty if by nothing.
     """
     possible = _possible(generation, target)
     return next((name for name in possible if name not in TEXT_DRAFTER_NAMES), JOINT.join(possible))
@@ -66,7 +67,7 @@ def local_draft(generation: Generation, target: ModelDescription) -> LocalDraft 
     """Returns what a verifier may draft by itself; None if nothing."""
     strategy, most = local_strategy(generation, target), generation.num_speculative_tokens
     others = [name for name in _possible(generation, target) if name in TEXT_DRAFTER_NAMES]
-    if strategy in HEAD_NAMES:  # which may be found not to draw from what it says
+    if strategy in (*HEAD_NAMES, DRAFT_MODEL):  # which may be found not to draw from what it says
         return LocalDraft(strategy, most, JOINT.join(others))
     return LocalDraft(strategy, most) if strategy else None
 

@@ -1,0 +1,1 @@
+"""A small language model that drafts inside the verifier's process."""
