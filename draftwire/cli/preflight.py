@@ -70,6 +70,13 @@ def check_stack(options: Mapping[str, Mapping[str, object]]) -> None:
             folders.append(folder)
             if has_weights:
                 check_weights(name, folder, configs[name])
+    own = None if "verifier" not in configs else configs["verifier"].own_drafts.loading(configs["verifier"].loading)
+    if own is not None:
+        check_device("verifier", own.device)
+        folder = Path(own.model).expanduser()
+        if (folder / CONFIG).is_file():
+            check_tokenizer(folder)
+            folders.append(folder)
     if len(folders) == 2:
         check_vocabularies(*folders)
 

@@ -22,6 +22,9 @@ SMALL_MODEL_BYTES = 64 * 2**20
 """Models with fewer bytes of weights run as fast on one thread as on several."""
 NO_DRAFTER = "none"
 """Stands in the place of a draft model."""
+HERE, SERVICE, AUTO_PLACEMENT = "here", "service", "auto"
+"""Where a draft model drafts: in the verifier's process, or as a service; auto: here, unless something rules it out."""
+PLACEMENTS = (AUTO_PLACEMENT, HERE, SERVICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,32 @@ class Computing:
     draft_device: str | None = None
     """The drafter's, if it is another one."""
     draft_threads: int | None = None
+    placement: str = SERVICE
+    """Where the draft model drafts: one of `PLACEMENTS`."""
+
+    def __post_init__(self) -> None:
+        if self.placement not in PLACEMENTS:
+            raise InvalidRequestError(f"drafter-placement is {', '.join(PLACEMENTS)}, not {self.placement!r}")
+
+    def drafts_here(self, strategy: str) -> bool:
+        """Whether a drafter drafts in the verifier's process, by the strategy that variables name for it, if any.
+
+        Raises:
+            InvalidRequestError: that is asked for and cannot be.
+        """
+        engine = self.engine or or_variable("verifier", "engine", "auto")
+        other_device = self.draft_device not in (None, self.device)
+        why_not = ""
+        if engine == "vllm":
+            why_not = "the target is run by vLLM"
+        elif or_variable("verifier", "tensor_parallel_size", "1") != "1":
+            why_not = "the target is shared by several processes"
+        elif strategy not in ("", "auto", "model"):
+            why_not = f"the drafter's strategy is {strategy}"
+        if self.placement == HERE and why_not:
+            raise InvalidRequestError(f"--drafter-placement here: {why_not}")
+        is_told = any(name.startswith(variable("drafter", "")) for name in os.environ)
+        return self.placement == HERE or (self.placement == AUTO_PLACEMENT and not (why_not or other_device or is_told))
 
     def of(self, service: str) -> dict[str, object]:
         """Returns the settings of one of the two models."""
@@ -121,7 +150,18 @@ def stack_options(
             options[service]["dtype"] = or_variable(service, "dtype", "float32")
     if draft_head is not None:
         options["verifier"]["draft_head"] = draft_head
+    if "drafter" in options and computing is not None and computing.drafts_here(strategy):
+        _place_here(options)
     return options
+
+
+def _place_here(options: dict[str, dict[str, Any]]) -> None:
+    """Moves what the drafter's service would do into the verifier."""
+    drafter, verifier = options.pop("drafter"), options["verifier"]
+    verifier["draft_model"] = drafter["model"]
+    for name in ("device", "threads"):
+        if name in drafter and drafter[name] != verifier.get(name):
+            verifier[f"draft_{name}"] = drafter[name]
 
 
 def answers(model: str) -> bool:

@@ -19,6 +19,7 @@ from draftwire.cli.exits import FAILED, end
 from draftwire.cli.named_models import CHAT_MODEL, EMBEDDED
 from draftwire.cli.options import variable
 from draftwire.cli.stack_options import (
+    SERVICE,
     Computing,
     answers,
     default_target,
@@ -124,6 +125,13 @@ ThreadsOption = Annotated[
     int | None,
     typer.Option(min=1, help="CPU threads of each model.", show_default="all cores, one for a small model"),
 ]
+PlacementOption = Annotated[
+    str,
+    typer.Option(
+        help="Where the drafter drafts: here, in the verifier's process; service, in one of its own; or auto, here "
+        "where both are on one device.",
+    ),
+]
 HostOption = Annotated[
     str | None,
     _option(
@@ -179,6 +187,7 @@ def up(
     draft_threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads of the drafter.", show_default="--threads")
     ] = None,
+    drafter_placement: PlacementOption = SERVICE,
     engine: EngineOption = None,
     weights: WeightsOption = None,
     host: HostOption = None,
@@ -221,7 +230,7 @@ def up(
     from draftwire.cli.console import make_console
     from draftwire.cli.preflight import check_stack
 
-    computing = Computing(engine, weights, device, threads, draft_device, draft_threads)
+    computing = Computing(engine, weights, device, threads, draft_device, draft_threads, drafter_placement)
     console = make_console(stderr=True)
     target = target or default_target({"--drafter": drafter, "--draft-head": draft_head})
     options = stack_options(target, drafter, num_speculative_tokens, draft_head, computing, console)
