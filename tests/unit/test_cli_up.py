@@ -113,6 +113,32 @@ def test_head_drafts_in_the_place_of_a_drafter_unless_one_is_named() -> None:
     assert "draft_head" not in options()["verifier"]
 
 
+def test_drafter_drafts_in_the_verifiers_process_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ("up", "--target", "t", "--drafter", "d", "--drafter-placement")
+    assert CliRunner().invoke(app, [*said, "here"]).exit_code == 0
+    verifier = FakeStack.made.options["verifier"]
+    assert ("drafter" in FakeStack.made.options, verifier["draft_model"], "draft_threads" in verifier) == (
+        False,
+        "d",
+        False,
+    )
+    assert CliRunner().invoke(app, [*said, "auto", "--threads", "2", "--draft-threads", "1"]).exit_code == 0
+    verifier = FakeStack.made.options["verifier"]
+    assert (verifier["threads"], verifier["draft_threads"]) == (2, 1)
+    for asked in (["service"], ["auto", "--draft-device", "cuda:1"]):
+        CliRunner().invoke(app, [*said, *asked])
+        assert "draft_model" not in FakeStack.made.options["verifier"]
+    monkeypatch.setenv("DRAFTWIRE_DRAFTER_MAX_SESSIONS", "8")
+    assert CliRunner().invoke(app, [*said, "auto"]).exit_code == 0
+    assert "drafter" in FakeStack.made.options, "which has settings of its own"
+    for more, why in ((["--engine", "vllm"], "the target is run by vLLM"), ([], "the drafter's strategy is suffix")):
+        monkeypatch.setenv("DRAFTWIRE_DRAFTER_STRATEGY", "suffix" if not more else "auto")
+        refused = CliRunner().invoke(app, [*said, "here", *more])
+        assert str(refused.exception) == f"--drafter-placement here: {why}"
+    refused = CliRunner().invoke(app, [*said, "there"])
+    assert str(refused.exception) == "drafter-placement is auto, here, service, not 'there'"
+
+
 def test_drafter_is_started_where_one_is_named_or_belongs_to_the_target() -> None:
     assert CliRunner().invoke(app, ["up", "--target", "t"]).exit_code == 0
     assert list(FakeStack.made.options) == ["gateway", "verifier"]
