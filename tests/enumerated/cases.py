@@ -400,6 +400,16 @@ CASES: list[Scene] = [
         happens=frozenset({"guess", "rejection"}),
     ),
     Scene(
+        name="a draft model in the verifier, which is lost while it runs on",
+        **tables(2, 3, num_drafters=0),
+        length=4,
+        num_draft_tokens=2,
+        network={"num_verifiers": 2, "head": own_model},
+        fields={"local_strategies": ("model",)},
+        plot=lambda network: network.after(0.02, network.verifiers[0].lose),
+        happens=frozenset({"guess", "verifier lost", "rejection"}),
+    ),
+    Scene(
         name="a draft model in the verifier, which fails",
         **tables(2, 3, num_drafters=0),
         length=4,
