@@ -11,6 +11,7 @@ from draftwire.client import Client
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Drafting, DraftStep
 from draftwire.errors import UnavailableError
+from draftwire.options.draft_model import model_drafts
 from draftwire.options.draft_model.model_drafts import MOST_FAILURES
 from draftwire.requests.parameters import SamplingParams
 from tests.in_process import InProcessStack, slow_verifiers
@@ -131,12 +132,13 @@ def test_texts_go_on_when_the_model_fails_and_after_some_failures_without_it(
 
 
 def test_long_text_is_read_beside_plain_rounds(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftwire.options.draft_model.model_drafts.LARGEST_CHUNK", 8)
+    monkeypatch.setattr(model_drafts, "LARGEST_CHUNK", 8)
+    monkeypatch.setattr(model_drafts, "PROMPT_TOKENS", 4)
     with InProcessStack(options_of(pair)) as running, Client(running.address) as client:
-        done = client.generate(PROMPT, max_tokens=30, ignore_eos=True)
-    statistics = done.statistics
-    assert statistics.num_rounds - statistics.num_drafts >= len(PROMPT) // 8, "one for each chunk"
-    assert statistics.num_drafts > 0
+        first, *others = client.generate_batch([PROMPT] * 3, concurrency=3, max_tokens=50, ignore_eos=True)
+    for statistics in (one.statistics for one in (first, *others)):
+        assert statistics.num_rounds - statistics.num_drafts >= len(PROMPT) // 8, "one for each chunk"
+        assert statistics.num_drafts > 0
 
 
 def test_model_with_other_tokens_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

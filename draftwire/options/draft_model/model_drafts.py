@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import structlog
 import torch
 
+from draftwire.drafting.language_model import PROMPT_TOKENS
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest, DraftSequence
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.prefill import LARGEST_CHUNK
@@ -71,20 +72,17 @@ class ModelDrafts:
         if not asked:
             return OrderedBlocks()
         try:
-            draftings = [
-                Drafting(self._text_of(one.session), request_of(one, self._vocab_size), LARGEST_CHUNK)
-                for one in asked.values()
-            ]
+            draftings = self._draftings(asked)
             with self._own_threads():
-                drafts = self._drafter.step(draftings).drafts
+                drafts = self._drafter.step(list(draftings.values())).drafts
         except Exception:  # of the device, say: the target's own pass shows what is lost
             self._note_failure(asked)
             return OrderedBlocks(dict.fromkeys(asked), time.perf_counter() - started)
         seconds = time.perf_counter() - started
-        timings = DraftTimings(draft_us=int(seconds * 1e6), num_drafted_sessions=len(asked))
+        timings = DraftTimings(draft_us=int(seconds * 1e6), num_drafted_sessions=len(draftings))
         blocks = {
             key: block_of(asked[key], draft, timings, self._vocab_size) if isinstance(draft, Draft) else None
-            for key, draft in zip(asked, drafts, strict=True)
+            for key, draft in zip(draftings, drafts, strict=True)
             if draft is not None  # it still reads the text
         }
         return OrderedBlocks(blocks, seconds)
@@ -106,6 +104,21 @@ class ModelDrafts:
         known = self._known.pop(key, None)
         if known is not None:
             known.sequence.close()
+
+    def _draftings(self, asked: Mapping[SessionKey, DraftOrder]) -> dict[SessionKey, Drafting]:
+        """Returns the parts of a step. All texts together have `LARGEST_CHUNK` tokens of it, beside what rounds commit:
+        those that have to wait have none.
+        """
+        draftings, left = {}, LARGEST_CHUNK
+        for key, order in asked.items():
+            sequence = self._text_of(order.session)
+            num_read, limit = sequence.num_unread, None
+            if num_read > PROMPT_TOKENS:
+                num_read = limit = min(num_read, left)
+                left -= num_read
+            if num_read:
+                draftings[key] = Drafting(sequence, request_of(order, self._vocab_size), limit)
+        return draftings
 
     def _has_room(self, order: DraftOrder) -> bool:
         return len(order.session.committed) + order.num_draft_tokens < self._drafter.context_length

@@ -142,9 +142,7 @@ class VerifierConfig:
         require(self.vllm.vllm_args is None or self.is_vllm, "vllm_args are for engine vllm")
         is_spread = self.parallel.tensor_parallel_size > 1
         has_own = self.own_drafts.draft_model is not None
-        require(
-            not (is_spread and has_own), "draft_model drafts beside a target in one process"
-        )
+        require(not (is_spread and has_own), "draft_model drafts beside a target in one process")
         if has_own and self.own_drafts.draft_device is not None:
             self.engine.check_device(self.own_drafts.draft_device)
         require(not (is_spread and self.loading.engine == "openvino"), "engine openvino runs a target in one process")

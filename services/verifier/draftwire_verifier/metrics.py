@@ -58,7 +58,7 @@ class VerifierMetrics(EngineMetrics):
             "queue_seconds",
             "Waiting of blocks and plain rounds for a step; first rounds, which wait for their prompts, are left out.",
         )
-        self._head_s = self.tally("head_draft_seconds", "Time of a step in which the verifier's own head drafted.")
+        self._head_s = self.tally("head_draft_seconds", "Time that the verifier's own head or model drafted in a step.")
         self.local_draft_tokens = self.counter(
             "local_draft_tokens", "Draft tokens judged that the verifier drafted by itself, by how.", ("strategy",)
         )
