@@ -19,7 +19,7 @@ from draftwire.cli.options import SERVICES, build, serve_command
 from draftwire.errors import InvalidRequestError
 from draftwire.models.description import differing_tokens
 from draftwire.models.folder import CONFIG, TOKENIZER_CONFIG, json_of, weights_files
-from draftwire.models.model_names import is_scripted
+from draftwire.models.model_names import is_gguf, is_scripted
 from draftwire.models.quantised import refuse_quantised
 from draftwire.options.model_free.names import are_text_drafters
 from draftwire.runtime.settings import AUTO, ModelSettings
@@ -32,7 +32,7 @@ WITH_MERGES = ("vocab.json", "merges.txt")
 """Files of which it makes one together."""
 GPUS = ("nvidia[0-9]*", "dxg", "kfd")
 """Devices of NVIDIA's and AMD's drivers, and of WSL."""
-DEVICE = r"(cpu|cuda|mps|xpu)(:\d+)?"
+DEVICE = r"(cpu|cuda|hpu|mps|npu|xpu)(:\d+)?"
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 """Variables of what stands between this machine and the hub, which is then not asked."""
 HUB_SECONDS = 1.0
@@ -61,7 +61,7 @@ def check_stack(options: Mapping[str, Mapping[str, object]]) -> None:
             check_device(name, loading.device)
         if not folder.exists() and name_on_hub(loading.model):
             check_hub(name, loading.model)
-        if folder.is_file():
+        if folder.is_file() and not is_gguf(loading.model):
             raise InvalidRequestError(
                 f"{name}: {folder} is a file; a model is a folder, a GGUF file, or a name of the hub"
             )

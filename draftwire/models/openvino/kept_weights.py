@@ -71,9 +71,9 @@ class KeptWeights:
         """Writes what had to be made, if the disk has room; that it cannot be written is logged, and no failure."""
         if self._file is None or not self._made:
             return
-        arrays = {
+        arrays = self._found | {
             f"{name}.{part}": getattr(matrix, part) for name, matrix in self._made.items() for part in PARTS
-        } | self._found
+        }
         size = sum(array.nbytes for array in arrays.values())
         if size < LEAST_BYTES:
             return

@@ -128,8 +128,7 @@ class ModelDrafts:
         ids, known = session.committed.ids, self._known.get(session.key)
         if known is None:
             known = self._known[session.key] = KnownText(self._drafter.open(list(ids), session.spec.parameters), 0)
-        else:
-            known.sequence.calibrate(known.num_committed, list(ids[known.num_committed :]))
+        known.sequence.calibrate(known.num_committed, list(ids[known.num_committed :]))  # the last token is read again
         known.num_committed = len(ids)
         return known.sequence
 
