@@ -24,6 +24,7 @@ At temperature 0 and 1, by number of sessions and length of the prompts. The con
     speculative                   our three processes with the best block length, rule `block`
     chosen                        our three processes, which choose block lengths
     plain on openvino u8 ...      our services computed otherwise: `--services`, which are float32 unless it says else
+    ... on float32 here           the same with the drafter in the verifier's process
     plain on vllm ...             the same with the verifier's target on vLLM: `--verifier-on-vllm PYTHON`
 
 All are in float32 that do not say else, and all drafts of others of `--engine-draft-tokens` tokens. `--without` names
@@ -86,7 +87,7 @@ from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.named_models import embedded_model
-from draftwire.cli.stack_options import stack_options
+from draftwire.cli.stack_options import place_here, stack_options
 from draftwire.client import Client
 
 EMBEDDED = "embedded"
@@ -99,7 +100,9 @@ SERVICES: dict[str, dict[str, object]] = {
     ON_OPENVINO: {"engine": "openvino"},
     ON_OPENVINO_U8: {"engine": "openvino", "weights": "u8"},
 }
-"""Options of both models, by kind of services."""
+IN_ONE_PROCESS = " here"
+SERVICES |= {f"{kind}{IN_ONE_PROCESS}": {**how, "is_here": True} for kind, how in SERVICES.items()}
+"""Options of both models, by kind of services; `here` has the drafter in the verifier's process."""
 VLLM_REMOTE = "vllm remote"
 
 
@@ -124,6 +127,8 @@ def compared() -> Iterator[tuple[str, str]]:
     kinds = (*SERVICES, ON_VLLM)
     for kind in kinds:
         plain, speculative, chosen = (served_name(name, kind) for name in (PLAIN, SPECULATIVE, CHOSEN))
+        if kind.endswith(IN_ONE_PROCESS):
+            yield from ((speculative, ASSISTED), (speculative, TUNED))
         yield from ((speculative, plain), (chosen, plain), (chosen, speculative))
         rivals = ("openvino u8", "llama") if kind == ON_OPENVINO_U8 else ("openvino", "vllm")
         for rival in rivals:
@@ -227,7 +232,12 @@ def computed(
 ) -> dict[str, dict[str, object]]:
     """Returns options of services with settings by which models are run."""
     with_models = {"verifier"} if pair.drafter == NGRAM else {"verifier", "drafter"}
-    return {service: {**own, **(how if service in with_models else {})} for service, own in options.items()}
+    how = dict(how)
+    is_here = how.pop("is_here", False)
+    made = {service: {**own, **(how if service in with_models else {})} for service, own in options.items()}
+    if is_here:
+        place_here(made)
+    return made
 
 
 @contextmanager

@@ -151,12 +151,14 @@ def stack_options(
     if draft_head is not None:
         options["verifier"]["draft_head"] = draft_head
     if "drafter" in options and computing is not None and computing.drafts_here(strategy):
-        _place_here(options)
+        place_here(options)
     return options
 
 
-def _place_here(options: dict[str, dict[str, Any]]) -> None:
-    """Moves what the drafter's service would do into the verifier."""
+def place_here(options: dict[str, dict[str, Any]]) -> None:
+    """Has the verifier draft in its process with the model that the drafter's service would; changes the options of a
+    `LocalStack`.
+    """
     drafter, verifier = options.pop("drafter"), options["verifier"]
     verifier["draft_model"] = drafter["model"]
     for name in ("device", "threads"):
