@@ -5,15 +5,17 @@
 
 Two stacks of the same pair run, of which one computes at a time. In each turn both continue the same prompts in random
 order, at each number of sessions and temperature, with drafts of a fixed length; a ratio is that of one turn, here over
-service. The models' passes alone are timed in this process, with the same settings, in the same turns: a chain of that
-length and the target's rows over it, at a text of a hundred tokens. Memory is that of the processes of models, with
-their share of what they have in common.
+service. A round is of one session, prompts included, beside what the services report of it. The models' passes alone
+are timed in this process, with the same settings, in the same turns: a chain of that length and the target's rows over
+it, at a text of a hundred tokens. Memory is that of the processes of models, with their share of what they have in
+common.
 """
 
 import argparse
 import random
 import statistics
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +103,7 @@ def main() -> None:
     }
     passes = Passes(options[HERE]["verifier"], arguments.length)
     rates: dict[tuple[float, int, str], list[float]] = {}
-    rounds: dict[str, list[float]] = {HERE: [], SERVICE: [], "passes": []}
+    rounds: defaultdict[str, list[float]] = defaultdict(list)
     with LocalStack(options[HERE]) as here, LocalStack(options[SERVICE]) as service:
         stacks = {HERE: here, SERVICE: service}
         memory = {
@@ -131,8 +133,15 @@ def main() -> None:
                         if turn:  # the first one warms up
                             rates.setdefault((temperature, sessions, place), []).append(num_tokens / seconds)
                             if sessions == 1:
-                                num_rounds = sum(answer.statistics.num_rounds for answer in answers)
+                                spent = [answer.statistics for answer in answers]
+                                num_rounds = sum(each.num_rounds for each in spent)
+                                drafting_us = sum(
+                                    each.draft_duration_us + each.calibration_duration_us for each in spent
+                                )
+                                verifying_us = sum(each.verify_duration_us for each in spent)
                                 rounds[place].append(seconds / num_rounds * 1e3)
+                                rounds[f"{place}_drafting"].append(drafting_us / num_rounds / 1e3)
+                                rounds[f"{place}_verifying"].append(verifying_us / num_rounds / 1e3)
             if turn:
                 rounds["passes"].append(passes.milliseconds())
     cells = {
