@@ -80,9 +80,7 @@ def products(plan: Plan, read: float | None, findings: Findings, budget: Budget)
             findings.rows.append(Row(label, milliseconds, "ms"))
             if count == STUDIED_ROWS and count in shares:
                 inferred = PRODUCTS_SHARE if name == "target" else None
-                findings.rows.append(
-                    Row("  bandwidth, as a share of that of reading", shares[count], inferred=inferred)
-                )
+                findings.rows.append(Row("  bandwidth, as a share of reading's", shares[count], inferred=inferred))
 
 
 @torch.inference_mode()
