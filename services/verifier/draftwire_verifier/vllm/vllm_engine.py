@@ -119,7 +119,8 @@ def _start_core(settings: Any, fault: Event) -> Any:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
-    is_alone = settings.parallel_config.world_size == 1  # see docs/vllm.md: two were seen not to start in time
+    # Two were seen not to start in time: see docs/measurements/verifier-on-vllm.md.
+    is_alone = settings.parallel_config.world_size == 1
     try:
         with coarse_timers() if is_alone else nullcontext():
             core = EngineCore(settings, Executor.get_class(settings), log_stats=False, executor_fail_callback=fault.set)
