@@ -1,4 +1,4 @@
-"""What the services export, as docs/metric-list.md lists it. `python -m tests.metric_families` writes its tables anew."""
+"""What services export, as docs/metric-list.md lists it. `python -m tests.metric_families` writes its tables anew."""
 
 import re
 from collections.abc import Iterator

@@ -23,7 +23,7 @@ SMALL_MODEL_BYTES = 64 * 2**20
 NO_DRAFTER = "none"
 """Stands in the place of a draft model."""
 HERE, SERVICE, AUTO_PLACEMENT = "here", "service", "auto"
-"""Where a draft model drafts: in the verifier's process, or as a service; auto: here, unless something rules it out."""
+"""Places of a draft model: the verifier's process, or a service; auto is here, unless something rules it out."""
 PLACEMENTS = (AUTO_PLACEMENT, HERE, SERVICE)
 
 
@@ -39,7 +39,7 @@ class Computing:
     """The drafter's, if it is another one."""
     draft_threads: int | None = None
     placement: str = SERVICE
-    """Where the draft model drafts: one of `PLACEMENTS`."""
+    """Place of the draft model: one of `PLACEMENTS`."""
 
     def __post_init__(self) -> None:
         if self.placement not in PLACEMENTS:

@@ -36,7 +36,7 @@ class CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class FeatureUser:
-    """What is loaded beside a target, and may read its features: a head, the fusion of one elsewhere, a draft model."""
+    """A head beside a target, the fusion of one elsewhere, or a draft model: it may read features of the target."""
 
     source: Callable[[int], StoredFeatures] | None
     """Returns room for the features that the target keeps for it, of so many tokens; None if it reads none."""

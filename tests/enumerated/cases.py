@@ -15,8 +15,8 @@ from benchmarks.pair_simulation import round_times
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.method.round_parts import StepSize
 from draftwire.models.sequence_model import Reading
+from draftwire.options.draft_model.draft_model_name import DRAFT_MODEL
 from draftwire.options.draft_model.model_drafts import ModelDrafts
-from draftwire.options.draft_model.names import DRAFT_MODEL
 from draftwire.options.heads.head_drafter import HeadDrafter
 from draftwire.options.heads.head_drafts import HeadDrafts
 from draftwire.options.model_free.registry import TextDrafters
@@ -408,6 +408,7 @@ CASES: list[Scene] = [
         fields={"local_strategies": ("model",)},
         plot=lambda network: network.after(0.02, network.verifiers[0].lose),
         happens=frozenset({"guess", "verifier lost", "rejection"}),
+        is_slow=True,
     ),
     Scene(
         name="a draft model in the verifier, which fails",

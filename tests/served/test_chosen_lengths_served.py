@@ -77,7 +77,7 @@ def padded(histogram: list[int]) -> list[int]:
 
 
 @pytest.mark.usefixtures("restless")
-@pytest.mark.parametrize("number", [20, pytest.param(200, marks=pytest.mark.evidence)])
+@pytest.mark.parametrize("number", [12, pytest.param(200, marks=pytest.mark.evidence)])
 def test_coupled_text_of_a_seed_is_the_same_for_chosen_and_given_lengths(
     adaptive_stack: InProcessStack, number: int
 ) -> None:

@@ -114,7 +114,7 @@ def test_text_is_drafted_for_by_services_that_come_and_go(stack: InProcessStack,
     assert read_metric(stack, "verifier", "local_draft_tokens", 'strategy="model"') > 0
 
 
-def test_texts_go_on_when_the_model_fails_and_after_some_failures_without_it(
+def test_texts_go_on_when_the_model_fails_and_soon_without_it(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_tries = 0

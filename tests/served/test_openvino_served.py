@@ -69,7 +69,9 @@ def law(pair: tuple[Path, Path]) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize(
-    ("samples", "nodes"), [(150, 0), (100, 8), pytest.param(1500, 0, marks=pytest.mark.slow)], ids=str
+    ("samples", "nodes"),
+    [(150, 0), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((100, 8), (1500, 0)))],
+    ids=str,
 )
 def test_sampled_outputs_follow_the_law_of_weights_of_eight_bits(
     running: InProcessStack, law: dict[tuple[int, ...], float], samples: int, nodes: int

@@ -207,7 +207,7 @@ def check_served(profiles: dict[str, Any], rates: list[dict[str, float]]) -> Non
     assert all(rate["tokens_per_second"] > 0.0 for rate in rates)
 
 
-def test_parts_that_need_packages_of_services_are_said_not_to_be_measured_without_them(
+def test_parts_without_their_packages_are_said_not_to_be_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDING)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from draftwire.method.ahead_limits import MAX_BRANCHES, MAX_ROUNDS_AHEAD
 from draftwire.method.tree_limits import MAX_TREE_NODES
-from draftwire.options.draft_model.names import DRAFT_MODEL
+from draftwire.options.draft_model.draft_model_name import DRAFT_MODEL
 from draftwire.options.heads.head_names import HEAD_NAMES
 from draftwire.options.model_free.names import TEXT_DRAFTER_NAMES, are_text_drafters
 from draftwire.requests.tool_calls import PLAIN_LIST, SYNTAXES

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from draftwire.errors import ContextLengthError, InvalidRequestError
 from draftwire.models.description import ModelDescription
 from draftwire.models.tokenizer import load_tokenizer
-from draftwire.options.draft_model.names import DRAFT_MODEL
+from draftwire.options.draft_model.draft_model_name import DRAFT_MODEL
 from draftwire.options.heads.head_names import HEAD_NAMES
 from draftwire.options.model_free.names import RETRIEVAL, SUFFIX, parts_of
 from draftwire.options.structured_output.form_sandbox import FormSandbox

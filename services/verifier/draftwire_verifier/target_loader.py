@@ -16,7 +16,7 @@ from draftwire.engine.target_session import Step, StepDrafter, StepResult
 from draftwire.models.card import ModelCard
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.models.sequence_model import SequenceModel
-from draftwire.options.draft_model.names import DRAFT_MODEL
+from draftwire.options.draft_model.draft_model_name import DRAFT_MODEL
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.progress import LoadProgress

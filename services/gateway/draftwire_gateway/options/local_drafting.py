@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from draftwire.method.rounds import LocalDraft, TargetSessionSpec
 from draftwire.models.description import ModelDescription
-from draftwire.options.draft_model.names import DRAFT_MODEL
+from draftwire.options.draft_model.draft_model_name import DRAFT_MODEL
 from draftwire.options.heads.head_names import HEAD_NAMES
 from draftwire.options.model_free.names import JOINT, TEXT_DRAFTER_NAMES, parts_of
 from draftwire_gateway.session.generation import Generation
