@@ -160,6 +160,13 @@ def test_strict_tools_are_taken_where_the_model_may_write_text(client: openai.Op
     assert any(one.message.content for one in answers)
 
 
+def test_format_of_the_text_says_nothing_where_the_answer_is_calls(client: openai.OpenAI) -> None:
+    """As instructor asks by responses."""
+    answer = client.chat.completions.create(**{**ASKED, "response_format": {"type": "json_object"}}).choices[0].message
+    assert answer.tool_calls
+    assert not answer.content
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no tools": ({"tools": None}, "says nothing without tools", "tool_choice"),
     "another function": (
@@ -167,7 +174,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "not among the tools",
         "tool_choice",
     ),
-    "a form of its own": ({"response_format": {"type": "json_object"}}, "cannot be calls and have", "tool_choice"),
+    "a form of its own": (
+        {"extra_body": {"structured_output": {"choice": ["a"]}}},
+        "cannot be calls and have",
+        "tool_choice",
+    ),
     "name twice": ({"tools": [TOOLS[0], TOOLS[0]]}, "two functions have the same name", "tools"),
     "name": ({"tools": [tool("a b", [1])]}, "the name of a function has", "tools"),
     "schema": (

@@ -477,8 +477,10 @@ class ChatBody(GenerateBody, Conversing):
 
     @property
     def has_form(self) -> bool:
-        """Whether the request prescribes a form of the text itself."""
-        formats = self.response_format is not None and self.response_format.type != "text"
+        """Whether the request prescribes a form of the text itself. Where the answer has to be calls there is no text,
+        and `response_format` says nothing of it.
+        """
+        formats = self.response_format is not None and self.response_format.type != "text" and not self.must_call
         return formats or self.structured_output is not None
 
     @property
