@@ -117,6 +117,7 @@ def draw_at_rest(client: Client, rounds: list[RoundTimes], seed: int, max_tokens
     raise AssertionError(f"drafts have other lengths than the server's: {wanted}, {rounds}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("restless")
 def test_seeded_requests_are_repeatable_at_rest_whatever_others_did(rounds: list[RoundTimes]) -> None:
     """On a pair whose drafter is ready before the first token: when it is decides on the first rounds."""

@@ -71,6 +71,7 @@ def test_requests_name_what_may_draft(pair: tuple[Path, Path]) -> None:
             client.generate(PROMPT, drafter="nobody", **given)
 
 
+@pytest.mark.slow
 def test_chosen_lengths_of_local_drafts_are_explained_and_leave_the_law(pair: tuple[Path, Path]) -> None:
     """With a stack of its own, without a drafter, whose gateway chooses. False alarm: 1e-6, by chi-square."""
     options = stack_options(*pair)

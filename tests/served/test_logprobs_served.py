@@ -179,6 +179,7 @@ def test_prompts_with_a_common_beginning_are_each_reported_whole(
     assert all(part.token_ids == [] and part.text == "" for part in parts)
 
 
+@pytest.mark.slow
 def test_text_for_a_seed_is_the_same_with_and_without(client: Client) -> None:
     prompt = [5, 1, 4, 4, 2]
     wishes: list[Options] = [

@@ -49,6 +49,7 @@ def test_deadline_ends_the_work_on_both_sides(scripted: InProcessStack) -> None:
             wait_until_free(scripted)
 
 
+@pytest.mark.slow
 def test_whoever_does_not_read_holds_up_nobody_and_misses_nothing(scripted: InProcessStack) -> None:
     def seconds() -> float:
         started = time.monotonic()
