@@ -2,14 +2,16 @@
 head and of a language model share.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
 from typing_extensions import override
 
 from draftwire.drafting.strategy import Draft, DraftRequest
-from draftwire.engine.target_session import NO_DRAFTER, DraftOrder, LocalSource, TargetSession
+from draftwire.engine.leases import SessionKey
+from draftwire.engine.target_session import NO_DRAFTER, DraftOrder, LocalSource, OrderedBlocks, TargetSession
+from draftwire.errors import DraftwireError
 from draftwire.method.encoding import Claim, decode_one
 from draftwire.method.keys import DrawKey, local_drafting_key
 from draftwire.method.quantization import Quantization
@@ -75,7 +77,29 @@ def request_of(order: DraftOrder, vocab_size: int) -> DraftRequest:
     )
 
 
-def block_of(order: DraftOrder, draft: Draft, timings: DraftTimings, vocab_size: int) -> ReceivedBlock:
+def ordered_blocks(
+    orders: Mapping[SessionKey, DraftOrder],
+    drafts: Mapping[SessionKey, Draft | DraftwireError | None],
+    timings: DraftTimings,
+    vocab_size: int,
+) -> OrderedBlocks:
+    """Returns drafts as blocks of a step.
+
+    Args:
+        orders: by session.
+        drafts: of some of them; None where the text is still read.
+        timings: of all.
+        vocab_size: of the target.
+    """
+    blocks = {
+        key: _block(orders[key], draft, timings, vocab_size) if isinstance(draft, Draft) else None
+        for key, draft in drafts.items()
+        if draft is not None
+    }
+    return OrderedBlocks(blocks, timings.draft_us / 1e6)
+
+
+def _block(order: DraftOrder, draft: Draft, timings: DraftTimings, vocab_size: int) -> ReceivedBlock:
     """Returns a draft as blocks of drafters are received: the rule reads the numbers that were drawn from."""
     return ReceivedBlock(
         order.session.fence,

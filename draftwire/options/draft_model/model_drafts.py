@@ -10,10 +10,10 @@ import structlog
 import torch
 
 from draftwire.drafting.language_model import PROMPT_TOKENS
-from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest, DraftSequence
+from draftwire.drafting.strategy import Drafting, DraftingStrategy, DraftRequest, DraftSequence
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.prefill import LARGEST_CHUNK
-from draftwire.engine.step_drafts import block_of, request_of
+from draftwire.engine.step_drafts import ordered_blocks, request_of
 from draftwire.engine.target_session import DraftOrder, OrderedBlocks, TargetSession
 from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.method.rounds import DraftTimings
@@ -78,14 +78,9 @@ class ModelDrafts:
         except Exception:  # of the device, say: the target's own pass shows what is lost
             self._note_failure(asked)
             return OrderedBlocks(dict.fromkeys(asked), time.perf_counter() - started)
-        seconds = time.perf_counter() - started
-        timings = DraftTimings(draft_us=int(seconds * 1e6), num_drafted_sessions=len(draftings))
-        blocks = {
-            key: block_of(asked[key], draft, timings, self._vocab_size) if isinstance(draft, Draft) else None
-            for key, draft in zip(draftings, drafts, strict=True)
-            if draft is not None  # it still reads the text
-        }
-        return OrderedBlocks(blocks, seconds)
+        draft_us = int((time.perf_counter() - started) * 1e6)
+        timings = DraftTimings(draft_us=draft_us, num_drafted_sessions=len(draftings))
+        return ordered_blocks(asked, dict(zip(draftings, drafts, strict=True)), timings, self._vocab_size)
 
     def rehearse(self, targets: Sequence[CachedSequence], num_tokens: int, context_length: int) -> None:
         """Drafts for all sequences at once, as if their tokens were all 0, and forgets that; see `StepDrafter`."""

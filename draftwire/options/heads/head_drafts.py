@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import structlog
 
-from draftwire.drafting.strategy import Draft, DraftRequest
+from draftwire.drafting.strategy import DraftRequest
 from draftwire.engine.leases import SessionKey
-from draftwire.engine.step_drafts import block_of, request_of
+from draftwire.engine.step_drafts import ordered_blocks, request_of
 from draftwire.engine.target_session import DraftOrder, OrderedBlocks
 from draftwire.method.keys import KEY_BYTES, DrawKey
 from draftwire.method.rounds import DraftTimings
@@ -51,15 +51,9 @@ class HeadDrafts:
             for key in draftings:
                 self.forget(key)
             return OrderedBlocks(dict.fromkeys(draftings), time.perf_counter() - started)
-        seconds = time.perf_counter() - started
-        timings = DraftTimings(draft_us=int(seconds * 1e6))
+        timings = DraftTimings(draft_us=int((time.perf_counter() - started) * 1e6))
         by_session = {order.session.key: order for order in orders}
-        blocks = {
-            key: block_of(by_session[key], draft, timings, self._vocab_size) if isinstance(draft, Draft) else None
-            for key, draft in zip(draftings, drafts, strict=True)
-            if draft is not None  # it still reads the text
-        }
-        return OrderedBlocks(blocks, seconds)
+        return ordered_blocks(by_session, dict(zip(draftings, drafts, strict=True)), timings, self._vocab_size)
 
     def rehearse(self, targets: Sequence[CachedSequence], num_tokens: int, context_length: int) -> None:
         """Drafts for all sequences at once, as if their tokens were all 0, and forgets that; see `StepDrafter`."""
