@@ -22,7 +22,7 @@ from draftwire.models.folder import CONFIG, TOKENIZER_CONFIG, json_of, weights_f
 from draftwire.models.model_names import is_gguf, is_scripted
 from draftwire.models.quantised import refuse_quantised
 from draftwire.options.model_free.names import are_text_drafters
-from draftwire.runtime.settings import AUTO, ModelSettings
+from draftwire.runtime.settings import AUTO, EngineSettings, ModelSettings
 
 OWN_NAMES = (CHAT_MODEL, EMBEDDED)
 TOKENIZER = "tokenizer.json"
@@ -48,12 +48,15 @@ def check_stack(options: Mapping[str, Mapping[str, object]]) -> None:
         InvalidRequestError: one cannot start; the message names it and the option.
     """
     configs = {name: parsed_config(name, own) for name, own in options.items()}
+    models: list[tuple[str, ModelSettings, bool]] = []
+    if "verifier" in configs:
+        own = configs["verifier"].own_drafts.loading(configs["verifier"].loading)
+        models += [("verifier", loading, True) for loading in (configs["verifier"].loading, own) if loading is not None]
+    if "drafter" in configs:
+        drafter = configs["drafter"]
+        models.append(("drafter", drafter.loading, not are_text_drafters(drafter.drafts.strategy)))
     folders = []
-    for name in ("verifier", "drafter"):
-        if name not in configs:
-            continue
-        loading: ModelSettings = configs[name].loading
-        has_weights = name == "verifier" or not are_text_drafters(configs[name].drafts.strategy)
+    for name, loading, has_weights in models:
         folder = Path(loading.model).expanduser()
         if is_scripted(loading.model):
             continue
@@ -69,14 +72,7 @@ def check_stack(options: Mapping[str, Mapping[str, object]]) -> None:
             check_tokenizer(folder)
             folders.append(folder)
             if has_weights:
-                check_weights(name, folder, configs[name])
-    own = None if "verifier" not in configs else configs["verifier"].own_drafts.loading(configs["verifier"].loading)
-    if own is not None:
-        check_device("verifier", own.device)
-        folder = Path(own.model).expanduser()
-        if (folder / CONFIG).is_file():
-            check_tokenizer(folder)
-            folders.append(folder)
+                check_weights(name, folder, loading, configs[name].engine)
     if len(folders) == 2:
         check_vocabularies(*folders)
 
@@ -145,14 +141,13 @@ def check_tokenizer(folder: Path) -> None:
     raise InvalidRequestError(f"{folder} has no tokenizer: {TOKENIZER} is missing")
 
 
-def check_weights(service: str, folder: Path, config: Any) -> None:
+def check_weights(service: str, folder: Path, loading: ModelSettings, engine: EngineSettings) -> None:
     """Checks that an engine of ours reads a model's weights, and that they and its cache fit into memory."""
-    loading: ModelSettings = config.loading
     values = json_of(folder / CONFIG)
     if loading.engine == "vllm":
         return
     refuse_quantised(str(folder), values)
-    tokens = config.engine.kv_cache_tokens
+    tokens = engine.kv_cache_tokens
     heads, layers = values.get("num_key_value_heads"), values.get("num_hidden_layers")
     head_size = values.get("head_dim") or (values.get("hidden_size") or 0) // (values.get("num_attention_heads") or 1)
     memory = memory_bytes()

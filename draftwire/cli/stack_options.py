@@ -150,7 +150,9 @@ def stack_options(
             options[service]["dtype"] = or_variable(service, "dtype", "float32")
     if draft_head is not None:
         options["verifier"]["draft_head"] = draft_head
-    if "drafter" in options and computing is not None and computing.drafts_here(strategy):
+    if computing is not None and "drafter" not in options and computing.placement == HERE:
+        raise InvalidRequestError("--drafter-placement here: no drafter is named")
+    if computing is not None and "drafter" in options and computing.drafts_here(strategy):
         place_here(options)
     return options
 

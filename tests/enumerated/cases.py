@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest import mock
 
 from tiny_models import tiny_compiler
@@ -125,8 +126,8 @@ class FailingTable(PlacedTable):
 
 def own_model(_: PlacedTable, vocab_size: int = VOCAB, failing: frozenset[int] = frozenset()) -> dict[str, ModelDrafts]:
     """Returns a draft model beside the target."""
-    drafter = LanguageModelDrafter(FailingTable(vocab_size, failing), POSITIONS - 1)  # type: ignore[arg-type]
-    return {DRAFT_MODEL: ModelDrafts(drafter, vocab_size)}
+    model: Any = FailingTable(vocab_size, failing)
+    return {DRAFT_MODEL: ModelDrafts(LanguageModelDrafter(model, POSITIONS - 1), vocab_size)}
 
 
 def in_form(text: list[int]) -> tuple[int, ...]:

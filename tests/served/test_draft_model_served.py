@@ -11,7 +11,6 @@ from draftwire.client import Client
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Drafting, DraftStep
 from draftwire.errors import UnavailableError
-from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.options.draft_model import model_drafts
 from draftwire.options.draft_model.model_drafts import MOST_FAILURES
 from draftwire.requests.parameters import SamplingParams
@@ -140,17 +139,6 @@ def test_long_text_is_read_beside_plain_rounds(pair: tuple[Path, Path], monkeypa
     for statistics in (one.statistics for one in (first, *others)):
         assert statistics.num_rounds - statistics.num_drafts >= len(PROMPT) // 8, "one for each chunk"
         assert statistics.num_drafts > 0
-
-
-def test_text_all_of_which_another_one_has_read_is_drafted_for(stack: InProcessStack) -> None:
-    """The last token is read again, though it ends a block of the cache."""
-    longer = [*PROMPT, *PROMPT][: 2 * BLOCK_SIZE + 4]
-    with Client(stack.address) as client:
-        client.generate(longer, max_tokens=12, ignore_eos=True)
-        begun, next_token = longer[: 2 * BLOCK_SIZE - 1], longer[2 * BLOCK_SIZE - 1]
-        done = client.generate(begun, max_tokens=12, ignore_eos=True, allowed_token_ids=[next_token])
-    assert done.statistics.num_accepted_tokens > 0
-    assert done.statistics.num_rounds - done.statistics.num_drafts <= 2, "the first, and a last one without room"
 
 
 def test_model_with_other_tokens_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -135,6 +135,8 @@ def test_drafter_drafts_in_the_verifiers_process_if_asked(monkeypatch: pytest.Mo
         monkeypatch.setenv("DRAFTWIRE_DRAFTER_STRATEGY", "suffix" if not more else "auto")
         refused = CliRunner().invoke(app, [*said, "here", *more])
         assert str(refused.exception) == f"--drafter-placement here: {why}"
+    refused = CliRunner().invoke(app, ["up", "--target", "t", "--drafter-placement", "here"])
+    assert str(refused.exception) == "--drafter-placement here: no drafter is named"
     refused = CliRunner().invoke(app, [*said, "there"])
     assert str(refused.exception) == "drafter-placement is auto, here, service, not 'there'"
 

@@ -84,6 +84,10 @@ def order_of(session_id: int, num_committed: int, num_draft_tokens: int = 4) -> 
     return DraftOrder(session, "model", num_draft_tokens)
 
 
+def drafts_by(drafter: Any, *more: Any, **options: Any) -> ModelDrafts:
+    return ModelDrafts(drafter, VOCAB_SIZE, *more, **options)
+
+
 def read_of(drafter: Drafter) -> list[int | None]:
     """Returns the limits of what the latest step read, by text."""
     return [one.max_read for one in drafter.steps[-1]]
@@ -92,7 +96,7 @@ def read_of(drafter: Drafter) -> list[int | None]:
 def test_texts_together_have_one_chunk_of_a_step_beside_what_rounds_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_drafts, "LARGEST_CHUNK", 100)
     drafter = Drafter()
-    drafts = ModelDrafts(drafter, VOCAB_SIZE)  # type: ignore[arg-type]
+    drafts = drafts_by(drafter)
     orders = [order_of(1, 80), order_of(2, 90), order_of(3, 70), order_of(4, 10)]
     seen = []
     for _ in range(4):
@@ -103,7 +107,7 @@ def test_texts_together_have_one_chunk_of_a_step_beside_what_rounds_commit(monke
 
 def test_text_that_the_models_context_cannot_hold_is_not_drafted_for() -> None:
     drafter = Drafter(context_length=20)
-    drafts = ModelDrafts(drafter, VOCAB_SIZE)  # type: ignore[arg-type]
+    drafts = drafts_by(drafter)
     assert drafts.draft([order_of(1, 16), order_of(2, 15)], {}).by_session == {}
     assert [len(step) for step in drafter.steps] == [1]
     assert drafts.draft([order_of(1, 17)], {}) == OrderedBlocks()
@@ -113,10 +117,10 @@ def test_own_number_of_threads_is_that_of_its_steps_alone() -> None:
     before, drafter = torch.get_num_threads(), Drafter()
     try:
         torch.set_num_threads(1)
-        ModelDrafts(drafter, VOCAB_SIZE, (2, 1)).draft([order_of(1, 8)], {})  # type: ignore[arg-type]
+        drafts_by(drafter, (2, 1)).draft([order_of(1, 8)], {})
         assert (drafter.threads, torch.get_num_threads()) == ([2], 1)
         drafter.fails = True
-        ModelDrafts(drafter, VOCAB_SIZE, (2, 1)).draft([order_of(1, 8)], {})  # type: ignore[arg-type]
+        drafts_by(drafter, (2, 1)).draft([order_of(1, 8)], {})
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
@@ -125,7 +129,7 @@ def test_own_number_of_threads_is_that_of_its_steps_alone() -> None:
 @pytest.mark.parametrize("pause_s", [FAILURES_S / MOST_FAILURES, FAILURES_S])
 def test_it_is_off_after_some_failures_in_a_row_of_seconds(pause_s: float) -> None:
     now, drafter = 0.0, Drafter(fails=True)
-    drafts = ModelDrafts(drafter, VOCAB_SIZE, clock=lambda: now)  # type: ignore[arg-type]
+    drafts = drafts_by(drafter, clock=lambda: now)
     for _ in range(MOST_FAILURES + 2):
         drafts.draft([order_of(1, 8)], {})
         now += pause_s

@@ -13,7 +13,7 @@ import pytest
 from draftwire.cli import preflight
 from draftwire.cli.named_models import EMBEDDED, embedded_model
 from draftwire.cli.preflight import check_stack
-from draftwire.cli.stack_options import stack_options
+from draftwire.cli.stack_options import Computing, stack_options
 from draftwire.errors import InvalidRequestError
 from tests.tiny_models import save_tiny_model
 
@@ -91,6 +91,26 @@ def test_cache_that_cannot_fit_is_refused(target: Path, monkeypatch: pytest.Monk
     assert said.endswith("DRAFTWIRE_VERIFIER_KV_CACHE_TOKENS takes fewer, or auto")
     monkeypatch.setenv("DRAFTWIRE_VERIFIER_KV_CACHE_TOKENS", "auto")
     check_stack(stack_options(str(target), "none", None))
+
+
+def test_draft_model_in_the_verifiers_process_is_checked_as_well(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(drafter: str) -> str:
+        options = stack_options(str(target), drafter, None, None, Computing(placement="here"))
+        assert list(options) == ["gateway", "verifier"]
+        with pytest.raises(InvalidRequestError) as refused:
+            check_stack(options)
+        return str(refused.value)
+
+    quantised = tmp_path / "quantised"
+    shutil.copytree(target, quantised)
+    change(quantised, quantization_config={"quant_method": "awq", "bits": 4})
+    assert "is quantised (awq" in said(str(quantised))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert said("nobody/no-such-model").startswith(
+        "verifier: nobody/no-such-model is no folder, has not been downloaded"
+    )
 
 
 def test_other_vocabulary_is_named_by_its_first_difference(target: Path, tmp_path: Path) -> None:
